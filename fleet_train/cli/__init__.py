@@ -1,0 +1,55 @@
+"""The command line: parse, call a room, turn errors into one line and one exit code.
+
+Each command lives in a module of its own below this package, named after it, with a click command called ``command``.
+It is imported only when it is asked for: ``launch --help`` must not pay for Paddle.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from fleet_train import __version__
+from fleet_train.errors import FleetTrainError
+
+COMMANDS = {
+    "launch": "Start this node's share of a job over a list of node IPs.",
+    "train": "Train a built-in model with the reference trainer.",
+    "plan": "Show what a script or model would communicate, and which knob caused it.",
+    "profiles": "List the strategy profiles, or show one with each knob's fate.",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"fleet_train.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fleet_train")
+def cli() -> None:
+    """Train static-graph Paddle programs on many machines; the strategy comes from a YAML profile."""
+
+
+def main() -> None:
+    """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code."""
+    try:
+        cli(prog_name="python -m fleet_train")
+    except FleetTrainError as error:
+        exits = sys.modules.get("fleet_train.convert.exits")
+        if exits is not None:  # a command has joined a job: its other ranks must learn why this one stops
+            exits.report(error)
+        click.echo(f"fleet_train: {type(error).__name__}: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,169 @@
+"""``python -m fleet_train launch``: start this node's share of a job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleet_train.launch.request import (
+    DEFAULT_JOIN_TIMEOUT_SECONDS,
+    DEFAULT_STARTED_PORT,
+    LaunchRequest,
+    parse_devices,
+    parse_hosts,
+)
+
+_EXAMPLES = """
+\b
+Examples
+  # one machine, two processes
+  python -m fleet_train launch --nproc_per_node=2 train.py --epochs 3
+\b
+  # two machines: the same command on each, only --node_ip differs
+  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
+      --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
+      --strategy multi_node --log_dir mylog train.py --epochs 3
+\b
+  # two "nodes" on this one machine, to try it out (one command per terminal)
+  python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
+  python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.3 train.py
+\b
+  # what would be started, with which settings
+  python -m fleet_train launch --dry-run --nproc_per_node=2 train.py
+\b
+Everything after the script belongs to the script. Output of rank 0 appears here, that of every
+process in LOG_DIR/workerlog.N. The exit code is 0, or that of the rank that failed first.
+"""
+
+
+# Flags of paddle.distributed.launch that name the same job in another way.
+_STOCK_FLAGS = {
+    "--master": "the nodes are given by --cluster_node_ips=A,B and meet at the first one",
+    "--nnodes": "the number of nodes is that of --cluster_node_ips=A,B",
+    "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
+    "--job_id": "jobs are told apart by --started_port",
+    "--max_restart": "restarting is not available yet",
+}
+
+
+class _LaunchCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = _STOCK_FLAGS.get(error.option_name.replace("-", "_").replace("__", "--", 1))
+            if hint is None:
+                raise
+            raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None
+
+
+@click.command(
+    name="launch",
+    cls=_LaunchCommand,
+    epilog=_EXAMPLES,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("-", "_"),
+        "max_content_width": 110,
+    },
+)
+@click.option(
+    "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
+)
+@click.option(
+    "--node_ip", "--host", metavar="A", help="This machine's address of the list. Found when exactly one is its own."
+)
+@click.option(
+    "--started_port",
+    "--start_port",
+    type=int,
+    metavar="PORT",
+    help=f"First port; rank N of a node uses PORT+N, the job store the next one. [default: {DEFAULT_STARTED_PORT}]",
+)
+@click.option(
+    "--selected_gpus",
+    "--devices",
+    "--gpus",
+    metavar="0,1",
+    help="One process per device. On a CPU build of Paddle: that many processes.",
+)
+@click.option("--nproc_per_node", type=int, metavar="N", help="Processes per node. [default: every GPU; 1 without]")
+@click.option("--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.")
+@click.option("--log_dir", type=Path, default=Path("log"), show_default=True, help="Receives workerlog.N.")
+@click.option(
+    "--join_timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_JOIN_TIMEOUT_SECONDS,
+    metavar="SECONDS",
+    help=f"How long to wait for the other nodes. [default: {DEFAULT_JOIN_TIMEOUT_SECONDS:g}]",
+)
+@click.option(
+    "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
+)
+@click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
+@click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]...")
+def command(**flags: Any) -> None:
+    """Start this node's share of a job over a list of nodes.
+
+    Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
+    the processes through paddle.distributed.launch, and watches them.
+    """
+    from fleet_train.launch.prepare import prepare
+    from fleet_train.launch.run import run, say
+
+    dry_run = flags.pop("dry_run")
+    request = read_request(**flags)
+    try:
+        launch = prepare(request, os.environ)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for name in launch.environment.kept:
+        say(f"{name} is set in your environment, which wins over the profile's value")
+    if dry_run:
+        click.echo(launch.dry_run())
+        return
+    sys.exit(run(launch, os.environ))
+
+
+def read_request(
+    *,
+    program: tuple[str, ...],
+    is_module: bool,
+    cluster_node_ips: str | None,
+    node_ip: str | None,
+    started_port: int | None,
+    selected_gpus: str | None,
+    nproc_per_node: int | None,
+    strategy: str | None,
+    log_dir: Path,
+    join_timeout: float,
+    use_paddlecloud: bool,
+) -> LaunchRequest:
+    """The request that the flags make. Raises ClusterError for a text that cannot be read."""
+    hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
+    ports_per_node = None
+    if use_paddlecloud:
+        from fleet_train.launch.paddlecloud import read_paddlecloud
+
+        cloud = read_paddlecloud(os.environ)
+        hosts, node_ip, started_port = cloud.merged(hosts, node_ip, started_port)
+        ports_per_node = cloud.ports_per_node
+    return LaunchRequest(
+        command=program,
+        is_module=is_module,
+        hosts=hosts,
+        node_host=node_ip,
+        started_port=DEFAULT_STARTED_PORT if started_port is None else started_port,
+        ports_per_node=ports_per_node,
+        selected_gpus=parse_devices(selected_gpus) if selected_gpus is not None else None,
+        processes_per_node=nproc_per_node,
+        strategy=strategy,
+        log_dir=log_dir,
+        join_timeout_seconds=join_timeout,
+    )

@@ -1,0 +1,207 @@
+"""``python -m fleet_train plan``: what would be communicated, on a cluster that need not be there, and its price."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan import CommPlan, explain
+from fleet_train.plan.predict import BACKWARD_SHARE, Compute, Link, Network
+from fleet_train.plan.pricing import Conditions, describe, price
+
+_EPILOG = """
+\b
+Examples
+  # what a built-in model would send on 4 nodes of 2 processes
+  python -m fleet_train plan --model mlp --nodes 4 --ranks_per_node 2
+\b
+  # a script of your own; what follows --script SCRIPT is the script's
+  python -m fleet_train plan --nodes 2 --strategy multi_node --script train.py --lr 0.1
+\b
+  # the price on a network of 1 Gb/s, with 30 ms of computing per step, and on larger clusters
+  python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
+      --compute_ms 30 --batch_size 64 --nodes_on_paper 8,64,512
+\b
+  # measure the links first: the same command on every node; it prints the plan command to use
+  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
+      --node_ip=192.168.1.2 -m fleet_train plan --measure --model mlp
+\b
+Where to find --compute_ms: the time of a step of the same script in one process.
+Every time and byte is a prediction; docs/planning.md has the model and its limits.
+"""
+_DEFAULTS = {
+    "latency_us": 100.0,
+    "bandwidth_mbps": 1000.0,
+    "inside_latency_us": 30.0,
+    "inside_bandwidth_mbps": 10000.0,
+    "compute_ms": 0.0,
+}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _positive(flag: str, help_text: str) -> Callable[[Function], Function]:
+    """An option that takes a number above 0; its default is applied later, where it can be called assumed."""
+    name = flag.removeprefix("--")
+    smallest = click.FloatRange(min=0, min_open="bandwidth" in name)
+    return click.option(flag, type=smallest, help=f"{help_text}  [default: {_DEFAULTS[name]:g}]")
+
+
+def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    del ctx, option
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of node numbers such as 8,64,512")
+    return tuple(int(part) for part in parts)
+
+
+@click.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "max_content_width": 110,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog=_EPILOG,
+    short_help="Show what a script or model would communicate, and which knob caused it.",
+)
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes of the cluster to plan for.")
+@click.option("--ranks_per_node", type=click.IntRange(1), default=1, show_default=True, help="Processes on each node.")
+@click.option("--strategy", metavar="NAME|FILE", help="Profile for a script that names none. Default: by the cluster.")
+@click.option("--model", type=click.Choice(["mlp", "cnn"]), help="Plan for a model of the reference trainer.")
+@_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
+@_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second and direction of a node.")
+@_positive("--inside_latency_us", "The same inside a node.")
+@_positive("--inside_bandwidth_mbps", "The same inside a node, of a rank.")
+@_positive("--compute_ms", "Computing time of a step without communication.")
+@click.option(
+    "--backward_share", type=click.FloatRange(0, 1), help="Of it in the backward pass.  [default: two thirds]"
+)
+@click.option("--batch_size", type=click.IntRange(0), default=0, help="Samples per rank and step, for samples/s.")
+@click.option("--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Price these numbers of nodes as well.")
+@click.option("--measure", is_flag=True, help="Measure the links of the launcher's cluster instead of planning.")
+@click.option(
+    "--measure_seconds",
+    type=click.FloatRange(min=0, min_open=True, max=600),
+    default=20.0,
+    show_default=True,
+    help="About how long --measure takes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--script", "script", metavar="SCRIPT", help="Plan for a training script; what follows is the script's.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nodes: int,
+    ranks_per_node: int,
+    strategy: str | None,
+    model: str | None,
+    measure: bool,
+    measure_seconds: float,
+    as_json: bool,
+    script: str | None,
+    arguments: tuple[str, ...],
+    nodes_on_paper: tuple[int, ...],
+    **given: Any,
+) -> None:
+    """Show what each step sends, which knob caused it, and what it costs.
+
+    Buckets, bytes per rank and per link, steps between synchronisations, predicted time. The script runs up to its
+    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent.
+    """
+    _refuse_bad_target(script, arguments, model, measure)
+    if measure:
+        if told := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
+            raise click.UsageError(f"--measure finds out what {', '.join(told)} would tell it: leave one of them out")
+        rest = _repeated(strategy, model, script, arguments, nodes_on_paper, given)
+        _measure(measure_seconds, as_json, rest)
+        return
+    if strategy:
+        os.environ["FLEET_TRAIN_STRATEGY"] = strategy
+    cluster = Cluster.imagined(nodes, ranks_per_node)
+    plan = _plan(script, arguments, model, cluster)
+    pricing = price(plan, cluster, _conditions(**given), nodes_on_paper)
+    if as_json:
+        content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
+        click.echo(json.dumps({**content, **pricing.to_json()}, indent=1))
+    else:
+        click.echo(f"{explain(plan)}\n\n{describe(pricing)}")
+
+
+def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None, measure: bool) -> None:
+    if (script is None) == (model is None) and not (measure and script is None):
+        raise click.UsageError("give either --script SCRIPT or --model mlp|cnn")
+    if arguments and script is None:
+        raise click.UsageError(f"unexpected {' '.join(arguments)!r}: arguments go with --script")
+    if script is not None and not Path(script).is_file():
+        raise ConversionError(f"--script {script}: there is no such file")
+
+
+def _conditions(batch_size: int, backward_share: float | None, **given: float | None) -> Conditions:
+    values = {name: default if given[name] is None else float(given[name] or 0) for name, default in _DEFAULTS.items()}
+    return Conditions(
+        Network(
+            Link(values["latency_us"] / 1e6, values["bandwidth_mbps"] * 1e6 / 8),
+            Link(values["inside_latency_us"] / 1e6, values["inside_bandwidth_mbps"] * 1e6 / 8),
+        ),
+        Compute.of(values["compute_ms"] / 1e3, BACKWARD_SHARE if backward_share is None else backward_share),
+        batch_size,
+        tuple(f"--{name} {default:g}" for name, default in _DEFAULTS.items() if given[name] is None),
+    )
+
+
+def _repeated(
+    strategy: str | None,
+    model: str | None,
+    script: str | None,
+    arguments: tuple[str, ...],
+    nodes_on_paper: tuple[int, ...],
+    given: dict[str, Any],
+) -> list[str]:
+    """The flags beside the measured ones for the printed command; --script last, it takes the rest of the line."""
+    strategy = strategy or os.environ.get("FLEET_TRAIN_STRATEGY")  # that of the launcher
+    words = [f"--strategy={strategy}"] if strategy else []
+    kept = ("compute_ms", "backward_share", "batch_size")
+    words += [f"--{name}={given[name]:g}" for name in kept if given[name]]
+    words += [f"--nodes_on_paper={','.join(map(str, nodes_on_paper))}"] if nodes_on_paper else []
+    return [*words, f"--script={script}", *arguments] if script else [*words, f"--model={model or 'mlp'}"]
+
+
+def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
+    from fleet_train.convert.measuring import measure_cluster
+    from fleet_train.plan.measure import describe as describe_link
+    from fleet_train.plan.measure import plan_command
+
+    found = measure_cluster(seconds)
+    if found.cluster.rank != 0:
+        return
+    nodes = found.cluster.node_num
+    ranks_per_node = max(len(found.cluster.ranks_on_node(node)) for node in range(nodes))
+    line = plan_command(nodes, ranks_per_node, found.between, found.inside, rest)
+    links = {"between nodes": found.between, "inside a node": found.inside}
+    if as_json:
+        measured = {where: asdict(link) if link else None for where, link in links.items()}
+        click.echo(json.dumps({"measured": measured, "command": line}, indent=1))
+        return
+    for where, link in links.items():
+        click.echo(describe_link(where, link) if link else f"{where}: no two ranks to measure")
+    click.echo(f"\nto predict with these numbers:\n{line}")
+
+
+def _plan(script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster) -> CommPlan:
+    from fleet_train.convert.planning import plan_of, plan_of_script
+
+    if script is not None:
+        return plan_of_script(Path(script), arguments, cluster)
+    from fleet_train.train.config import TrainConfig
+    from fleet_train.train.job import convert_only
+
+    return plan_of(lambda: convert_only(TrainConfig(model=str(model))), cluster)

@@ -1,0 +1,56 @@
+"""`python -m fleet_train train`: flags of the reference trainer. Paddle is imported after they have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from fleet_train.data import AUGMENTATIONS, DATASETS
+from fleet_train.train.config import DEFAULT_LEARNING_RATES, MODELS, OPTIMIZERS, TrainConfig
+from fleet_train.train.schedules import SCHEDULES
+
+_DEFAULT = TrainConfig()
+_RATES = ", ".join(f"{name} {rate:g}" for name, rate in DEFAULT_LEARNING_RATES.items())
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], Function]:
+    """An option whose default is the config's field of the same name."""
+    name = flag.removeprefix("--")
+    settings.setdefault("default", getattr(_DEFAULT, name, None))
+    settings.setdefault("show_default", settings["default"] is not None)
+    return click.option(flag, help=help_text, **settings)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@_option("--model", "Network.", type=click.Choice(MODELS))
+@_option("--data", "scikit-learn's handwritten digits, or generated data.", type=click.Choice(sorted(DATASETS)))
+@_option("--augment", "Random change of training images (shift: by a pixel).", type=click.Choice(list(AUGMENTATIONS)))
+@_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
+@_option("--epochs", "Passes over the training data.", type=int)
+@_option("--batch_size", "Samples per rank and step.", type=int)
+@_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=float, default=None)
+@_option("--scale_lr", "Multiply the learning rate by the number of ranks.", is_flag=True)
+@_option("--optimizer", "Optimizer (momentum: 0.9).", type=click.Choice(OPTIMIZERS))
+@_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=float)
+@_option("--lr_schedule", "Learning rate over the run, down from the peak.", type=click.Choice(SCHEDULES))
+@_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=float)
+@_option("--seed", "Start of all random streams; the same seed gives the same run.", type=int)
+@_option("--output_dir", "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).")
+@_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=int)
+@_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=int)
+@_option("--evaluate_every", "Epochs between two evaluations.", type=int)
+@_option("--log_every", "Steps between two metric records.", type=int)
+@_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
+@_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
+@_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=int)
+def command(lr: float | None, **options: Any) -> None:
+    """Train a built-in model with the reference trainer, on one process or under any launcher."""
+    config = TrainConfig(learning_rate=lr, **options)
+    from fleet_train.train.job import run
+
+    run(config)

@@ -1,0 +1,119 @@
+"""Who takes part: hosts -> ranks, as pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fleet_train.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of the job."""
+
+    index: int
+    host: str
+    port: int
+    node_index: int
+    local_index: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All ranks of the job, and which of them this process is."""
+
+    ranks: tuple[Rank, ...]
+    rank: int
+    store_endpoint: str = ""
+    """Where a launcher hosts the rendezvous store; empty = rank 0 hosts it on its own endpoint."""
+    formed_by: str = "one process"
+    """Which launch form or variables described this cluster, for messages."""
+
+    @classmethod
+    def single(cls) -> Cluster:
+        return cls((Rank(0, "127.0.0.1", 0, 0, 0),), 0)
+
+    @classmethod
+    def imagined(cls, nodes: int, ranks_per_node: int) -> Cluster:
+        """A cluster that is not there, for planning: hosts are called node0, node1, ..."""
+        if nodes < 1 or ranks_per_node < 1:
+            raise ClusterError(f"nodes={nodes}, ranks_per_node={ranks_per_node}: both must be at least 1")
+        hosts = [f"node{i}" for i in range(nodes)]
+        return cls(assign(hosts, ranks_per_node, 6170), 0, formed_by="imagined")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def node_num(self) -> int:
+        return 1 + max(rank.node_index for rank in self.ranks)
+
+    @property
+    def this(self) -> Rank:
+        return self.ranks[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        return self.this.local_index
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [rank.endpoint for rank in self.ranks]
+
+    def ranks_on_node(self, node_index: int) -> list[int]:
+        return [rank.index for rank in self.ranks if rank.node_index == node_index]
+
+    def describe(self, rank: int) -> str:
+        """``rank 3 (10.0.0.2:6171)``; a rank outside the job is described by its number alone."""
+        if not 0 <= rank < self.world_size:
+            return f"rank {rank}"
+        return f"rank {rank} ({self.ranks[rank].endpoint})"
+
+
+def assign(hosts: Sequence[str], ranks_per_node: int, started_port: int) -> tuple[Rank, ...]:
+    """Ranks in the order of the host list, ``ranks_per_node`` on each, ports counted up from ``started_port``."""
+    return tuple(
+        Rank(node * ranks_per_node + local, host, started_port + local, node, local)
+        for node, host in enumerate(hosts)
+        for local in range(ranks_per_node)
+    )
+
+
+def from_endpoints(endpoints: Sequence[str], node_num: int | None = None) -> tuple[Rank, ...]:
+    """Ranks from ``host:port`` texts; neighbours on one host form a node.
+
+    ``node_num`` splits a host evenly when several launchers share it. Raises ClusterError for a text without a port
+    and for an endpoint that is named twice.
+    """
+    pairs = [_split(endpoint) for endpoint in endpoints]
+    twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
+    if twice:
+        raise ClusterError(f"endpoint {', '.join(twice)} stands for two ranks; every rank needs a host:port of its own")
+    nodes = _node_indices([host for host, _ in pairs], node_num)
+    local: dict[int, int] = {}
+    ranks = []
+    for index, ((host, port), node) in enumerate(zip(pairs, nodes, strict=True)):
+        ranks.append(Rank(index, host, port, node, local.get(node, 0)))
+        local[node] = local.get(node, 0) + 1
+    return tuple(ranks)
+
+
+def _node_indices(hosts: list[str], node_num: int | None) -> list[int]:
+    distinct = list(dict.fromkeys(hosts))
+    if node_num and node_num > len(distinct) and len(hosts) % node_num == 0:
+        return [index // (len(hosts) // node_num) for index in range(len(hosts))]
+    return [distinct.index(host) for host in hosts]
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.strip().rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(f"endpoint {endpoint!r} is not of the form host:port")
+    return host, int(port)

@@ -1,0 +1,174 @@
+"""From the launch environment to a Cluster: the only reader of PADDLE_*, POD_*, TRAINER_* and FLEET_TRAIN_*.
+
+The environment is an argument everywhere, so that tests pass a plain dict. What is read is cross-checked: on Paddle
+3.3 the stock launcher's variables can describe another job than the one that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
+from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.errors import ClusterError
+
+DEFAULT_STARTED_PORT = 6170
+DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
+
+
+def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster:
+    """The cluster that was asked for.
+
+    ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.
+    Raises ClusterError when the variables contradict each other or the launcher started another job than asked.
+    """
+    asked = None if environ.get("FLEET_TRAIN_STORE") else parse_launch(launcher_command)
+    if asked and asked.ips():
+        return _old_recipe(asked, environ)
+    if asked and "use_paddlecloud" in asked.flags:
+        return paddlecloud(environ, local_index=_started(environ)[0], processes=_started(environ)[1])
+    if asked:
+        refuse_unknown_flags(asked)
+    if environ.get("PADDLE_TRAINER_ENDPOINTS"):
+        return _modern(environ)
+    if _integer(environ, "PADDLE_TRAINERS_NUM", 1) > 1:
+        raise ClusterError(
+            f"PADDLE_TRAINERS_NUM={environ['PADDLE_TRAINERS_NUM']} asks for several processes but "
+            "PADDLE_TRAINER_ENDPOINTS, which says where they are, is not set; start the job with "
+            "python -m fleet_train launch, or set PADDLE_TRAINER_ENDPOINTS=host:port,host:port,..."
+        )
+    return Cluster.single()
+
+
+def join_timeout_seconds(environ: Mapping[str, str]) -> float:
+    """How long ``fleet.init`` waits for the other ranks, in seconds."""
+    text = environ.get("FLEET_TRAIN_JOIN_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else DEFAULT_JOIN_TIMEOUT_SECONDS
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ClusterError(f"FLEET_TRAIN_JOIN_TIMEOUT={text!r} is not a positive number of seconds")
+    return seconds
+
+
+def asked_strategy(environ: Mapping[str, str]) -> str | None:
+    """The profile that the launcher was given, by name or path, or None."""
+    return environ.get("FLEET_TRAIN_STRATEGY") or None
+
+
+def rank_variables(cluster: Cluster) -> dict[str, str]:
+    """What Paddle itself must see to form this cluster's process groups."""
+    return {
+        "PADDLE_TRAINER_ID": str(cluster.rank),
+        "PADDLE_TRAINERS_NUM": str(cluster.world_size),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(cluster.endpoints),
+        "PADDLE_CURRENT_ENDPOINT": cluster.this.endpoint,
+        "PADDLE_RANK_IN_NODE": str(cluster.local_rank),
+    }
+
+
+def paddlecloud(environ: Mapping[str, str], local_index: int, processes: int) -> Cluster:
+    """The cluster that a PaddleCloud pod or a PaddleJob describes.
+
+    ``PADDLE_TRAINERS`` (IPs) + ``POD_IP`` and a first port from ``PADDLE_PORT``. Raises ClusterError naming the
+    variable that is missing or contradicts another.
+    """
+    hosts = [host.strip() for host in environ.get("PADDLE_TRAINERS", "").split(",") if host.strip()]
+    if not hosts:
+        raise ClusterError("--use_paddlecloud: PADDLE_TRAINERS (the IPs of all pods, with commas) is not set")
+    pod_ip = environ.get("POD_IP", "")
+    if pod_ip not in hosts:
+        raise ClusterError(
+            f"--use_paddlecloud: POD_IP {pod_ip!r} is not among the {len(hosts)} pods of PADDLE_TRAINERS"
+        )
+    ports = _integer(environ, "TRAINER_PORTS_NUM", processes)
+    if ports < processes:
+        raise ClusterError(f"--use_paddlecloud: TRAINER_PORTS_NUM={ports} is too few for {processes} processes per pod")
+    node = hosts.index(pod_ip)
+    told = _integer(environ, "PADDLE_TRAINER_ID", node)
+    if told != node and len(hosts) > 1:
+        raise ClusterError(
+            f"--use_paddlecloud: PADDLE_TRAINER_ID={told}, but POD_IP is number {node} of PADDLE_TRAINERS"
+        )
+    first_port = _integer(environ, "PADDLE_PORT", DEFAULT_STARTED_PORT)
+    ranks = assign(hosts, processes, first_port)
+    return Cluster(ranks, node * processes + local_index, formed_by="PaddleCloud variables")
+
+
+def _started(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Local index and number of the processes that the launcher really started on this machine."""
+    local_index = _integer(environ, "PADDLE_RANK_IN_NODE", _integer(environ, "PADDLE_TRAINER_ID", 0))
+    return local_index, _integer(environ, "PADDLE_TRAINERS_NUM", 1)
+
+
+def _old_recipe(asked: AskedLaunch, environ: Mapping[str, str]) -> Cluster:
+    hosts = asked.ips()
+    node_ip = asked.flags.get("node_ip") or asked.flags.get("host") or (hosts[0] if len(hosts) == 1 else "")
+    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    if twice:
+        raise ClusterError(f"--cluster_node_ips names {', '.join(twice)} twice; every machine once")
+    if node_ip not in hosts:
+        raise ClusterError(
+            f"--node_ip={node_ip or '(not given)'} is not one of --cluster_node_ips={','.join(hosts)}; "
+            "give each machine its own address of that list"
+        )
+    local_index, started = _started(environ)
+    asked_for = _asked_processes(asked, started)
+    first_port = int(asked.flags.get("started_port") or DEFAULT_STARTED_PORT)
+    if started != asked_for:
+        raise ClusterError(_fewer_than_asked(asked, hosts, node_ip, first_port, asked_for, started))
+    refuse_unknown_flags(asked)
+    ranks = assign(hosts, started, first_port)
+    rank = hosts.index(node_ip) * started + local_index
+    return Cluster(ranks, rank, formed_by="the launcher's --cluster_node_ips")
+
+
+def _asked_processes(asked: AskedLaunch, started: int) -> int:
+    if asked.flags.get("nproc_per_node"):
+        return int(asked.flags["nproc_per_node"])
+    devices = [device for device in asked.flags.get("devices", "").split(",") if device.strip()]
+    return len(devices) or started
+
+
+def _fewer_than_asked(
+    asked: AskedLaunch, hosts: list[str], node_ip: str, first_port: int, asked_for: int, started: int
+) -> str:
+    script = " ".join(asked.script) or "train.py"
+    return (
+        f"paddle.distributed.launch was asked for {asked_for} processes on this machine and has started {started} "
+        "(on a CPU build it does not count --selected_gpus). The command that works: python -m fleet_train launch "
+        f"--cluster_node_ips={','.join(hosts)} --node_ip={node_ip} --started_port={first_port} "
+        f"--nproc_per_node={asked_for} {script}"
+    )
+
+
+def _modern(environ: Mapping[str, str]) -> Cluster:
+    endpoints = [text.strip() for text in environ["PADDLE_TRAINER_ENDPOINTS"].split(",") if text.strip()]
+    ranks = from_endpoints(endpoints, _integer(environ, "PADDLE_NNODES", 0) or None)
+    rank = _integer(environ, "PADDLE_TRAINER_ID", 0)
+    told = _integer(environ, "PADDLE_TRAINERS_NUM", len(ranks))
+    if told != len(ranks):
+        raise ClusterError(
+            f"PADDLE_TRAINERS_NUM={told}, but PADDLE_TRAINER_ENDPOINTS names {len(ranks)} processes; they must agree"
+        )
+    if not 0 <= rank < len(ranks):
+        raise ClusterError(f"PADDLE_TRAINER_ID={rank} is not in 0 .. {len(ranks) - 1}, the ranks of this job")
+    current = environ.get("PADDLE_CURRENT_ENDPOINT", ranks[rank].endpoint)
+    if len(ranks) > 1 and current != ranks[rank].endpoint:
+        raise ClusterError(
+            f"PADDLE_CURRENT_ENDPOINT={current}, but rank {rank} of the job is {ranks[rank].endpoint}; "
+            "the launcher has mixed up two jobs"
+        )
+    store = environ.get("FLEET_TRAIN_STORE", "")
+    return Cluster(ranks, rank, store, "the launcher's PADDLE_TRAINER_ENDPOINTS")
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ClusterError(f"{name}={text!r} is not a whole number") from None

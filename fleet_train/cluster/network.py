@@ -1,0 +1,152 @@
+"""The addresses, interfaces and ports of this machine, asked from the operating system."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fleet_train.errors import ClusterError
+
+# Any port does: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
+_ANY_PORT = 9
+
+
+@dataclass(frozen=True)
+class PortOwner:
+    """The process that listens on a port; ``pid`` is None when it belongs to another user."""
+
+    pid: int | None
+    program: str | None
+
+    def __str__(self) -> str:
+        if self.pid is None:
+            return "a process of another user"
+        return f"process {self.pid} ({self.program or 'name unknown'})"
+
+
+def interface_addresses() -> dict[str, tuple[str, ...]]:
+    """IPv4 addresses per network interface, for example ``{"lo": ("127.0.0.1",), "eth0": ("10.0.0.2",)}``."""
+    import psutil  # 30 ms: not for --help
+
+    found = {
+        name: tuple(entry.address for entry in entries if entry.family == socket.AF_INET)
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def local_addresses() -> tuple[str, ...]:
+    """Every IPv4 address of this machine, the loopback ones last."""
+    addresses = [address for group in interface_addresses().values() for address in group]
+    return tuple(sorted(addresses, key=is_loopback))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def is_local(address: str, addresses: Iterable[str]) -> bool:
+    """Whether ``address`` is one of this machine's; the kernel answers for all of 127.0.0.0/8."""
+    return is_loopback(address) or address in addresses
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of a host name or of an address in text form.
+
+    Raises ClusterError for an IPv6 address, for something that is neither, and for a name that nobody knows.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _look_up(host)
+    if address.version == 6:
+        raise ClusterError(
+            f"{host} is an IPv6 address; Paddle's launcher splits host:port at the first colon, so give the node's "
+            "IPv4 address or a host name that has one"
+        )
+    if address.is_unspecified or address.is_multicast:
+        raise ClusterError(f"{host} is not the address of a machine; give the IPv4 address of each node")
+    return str(address)
+
+
+def _look_up(host: str) -> str:
+    if not host:
+        raise ClusterError("an empty text is neither an IPv4 address nor a host name; give the node's address")
+    if host.replace(".", "").isdigit():
+        raise ClusterError(f"{host!r} is not an IPv4 address (four numbers from 0 to 255 with dots between them)")
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        raise ClusterError(
+            f"{host!r} is neither an IPv4 address nor a host name that this machine can resolve ({error}); "
+            "give the address, or add the name to /etc/hosts on every node"
+        ) from None
+
+
+def address_towards(address: str) -> str | None:
+    """The local address that the kernel would send from to reach ``address``; None without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+        except OSError:
+            return None
+        source: str = probe.getsockname()[0]
+        return source
+
+
+def interface_of(address: str, interfaces: dict[str, tuple[str, ...]]) -> str | None:
+    """The interface that carries ``address``; the loopback interface for all of 127.0.0.0/8."""
+    for name, addresses in interfaces.items():
+        if address in addresses:
+            return name
+    if is_loopback(address):
+        return next((name for name, group in interfaces.items() if any(map(is_loopback, group))), None)
+    return None
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface on the route to ``address``; None without a route."""
+    source = address_towards(address)
+    return interface_of(source, interface_addresses()) if source else None
+
+
+def port_is_free(address: str, port: int) -> bool:
+    """Whether a server could listen there now. Connections of a past job in TIME_WAIT do not count."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen(1)  # two sockets may be bound with SO_REUSEADDR, only one may listen
+        except OSError:
+            return False
+        return True
+
+
+def port_owner(port: int, address: str | None = None) -> PortOwner:
+    """Who listens on ``port`` (on ``address``, or on all addresses); see PortOwner for what cannot be known."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp4") + psutil.net_connections(kind="tcp6")
+    except (psutil.AccessDenied, OSError):
+        return PortOwner(None, None)
+    for connection in connections:
+        if connection.status != psutil.CONN_LISTEN or not connection.laddr or connection.laddr.port != port:
+            continue
+        if address not in (None, connection.laddr.ip) and connection.laddr.ip not in ("0.0.0.0", "::"):
+            continue
+        if connection.pid:
+            return PortOwner(connection.pid, _program_name(connection.pid))
+    return PortOwner(None, None)
+
+
+def _program_name(pid: int) -> str | None:
+    """The program's name only: its arguments may hold what nobody else should read."""
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return None

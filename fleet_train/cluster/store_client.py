@@ -1,0 +1,184 @@
+"""The rendezvous store's client: one member's connection, with bounded waits and errors that carry names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from fleet_train.cluster.store_wire import Json, keep_alive
+from fleet_train.errors import ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+
+# How much longer than the server's own bound a client waits for the server's answer.
+_ANSWER_GRACE_SECONDS = 10.0
+
+Describe = Callable[[int], str]
+
+
+class StoreClient:
+    """One member's connection to the store. Calls from several threads take turns; a waiting call occupies it."""
+
+    def __init__(self, sock: socket.socket, endpoint: str, member: int, group: str, describe: Describe) -> None:
+        self.endpoint = endpoint
+        self.member = member
+        self.group = group
+        self._sock = sock
+        self._file = sock.makefile("rb")
+        self._lock = threading.Lock()
+        self._describe = describe
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str,
+        member: int,
+        *,
+        group: str = "rank",
+        timeout_seconds: float = 300.0,
+        watched: bool = True,
+        describe: Describe | None = None,
+    ) -> StoreClient:
+        """Connect, retrying until the server listens.
+
+        A *watched* connection stands for the member: when it breaks without ``leave()``, the member counts as lost.
+        Raises JoinTimeout when nobody listens within the bound, ClusterError when the member is connected already.
+        """
+        host, port = endpoint.rsplit(":", 1)
+        deadline = time.monotonic() + timeout_seconds
+        for pause in _pauses():
+            try:
+                sock = socket.create_connection(
+                    (host, int(port)), timeout=max(0.1, min(5.0, deadline - time.monotonic()))
+                )
+                break
+            except OSError as error:
+                if time.monotonic() + pause >= deadline:
+                    raise JoinTimeout(
+                        f"nobody answers at {endpoint}, where the rendezvous store of this job should be, within "
+                        f"{timeout_seconds:g} s ({error}); start the job on the first node, and check that the node "
+                        "list is the same everywhere and that the port can be reached"
+                    ) from error
+                time.sleep(pause)
+        keep_alive(sock)
+        client = cls(sock, endpoint, member, group, describe or (lambda i: f"{group} {i}"))
+        try:
+            client._call({"do": "hello", "group": group, "member": member, "watched": watched})
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def set(self, key: str, value: Json) -> None:
+        self._call({"do": "set", "key": key, "value": value})
+
+    def get(self, key: str) -> Json:
+        """The value of ``key``, or None."""
+        return self._call({"do": "get", "key": key})
+
+    def gather(self, name: str, value: Json, count: int, timeout_seconds: float) -> dict[int, Json]:
+        """Wait until members 0 .. count-1 of this group have called with this name; everybody gets all values.
+
+        Raises JoinTimeout naming who did not come; WorkerFailed naming a member that died, left, or reported a
+        failure; ScheduleMismatch when the members do not agree on ``count``.
+        """
+        request = {"do": "gather", "name": name, "value": value, "count": count, "timeout": timeout_seconds}
+        try:
+            values = self._call(request, timeout_seconds)
+        except JoinTimeout as error:
+            raise JoinTimeout(f"{name}: {error} within {timeout_seconds:g} s") from None
+        return dict(enumerate(values))
+
+    def fail(self, report: dict[str, Json]) -> None:
+        """Publish why this job has failed. The first report stands; every waiter is woken with it."""
+        self._call({"do": "fail", "value": report})
+
+    def failure(self) -> dict[str, Json] | None:
+        """The first failure that a member reported, or None."""
+        report: dict[str, Json] | None = self._call({"do": "failure"})
+        return report
+
+    def gone(self, group: str | None = None) -> dict[int, str]:
+        """Members that were connected and are no longer: member -> ``left`` or how it was lost."""
+        return {int(member): how for member, how in self._call({"do": "gone", "group": group or self.group})}
+
+    def leave(self) -> None:
+        """Say goodbye: from now on this member counts as finished, not as lost."""
+        self._call({"do": "leave"})
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+            self._sock.close()
+
+    def _call(self, request: Json, patience_seconds: float = 0.0) -> Json:
+        with self._lock:
+            try:
+                self._sock.settimeout(patience_seconds + _ANSWER_GRACE_SECONDS)
+                self._sock.sendall(json.dumps(request, separators=(",", ":")).encode() + b"\n")
+                line = self._file.readline()
+            except (OSError, ValueError) as error:
+                raise WorkerFailed(self._lost_server(str(error))) from error
+        if not line:
+            raise WorkerFailed(self._lost_server("the connection was closed"))
+        return self._unwrap(json.loads(line))
+
+    def _lost_server(self, why: str) -> str:
+        return (
+            f"the rendezvous store at {self.endpoint} does not answer any more ({why}): the process that hosts it "
+            "(the first node's launcher, or rank 0) has ended or its machine cannot be reached"
+        )
+
+    def _unwrap(self, reply: Json) -> Json:
+        match reply.get("error"):
+            case None:
+                return reply["value"]
+            case "timeout":
+                raise JoinTimeout(f"{self._names(reply['missing'])} did not come")
+            case "gone":
+                parts = [f"{self._describe(m)} {_how_gone(how)}" for m, how in reply["gone"]]
+                raise WorkerFailed("; ".join(parts))
+            case "failed":
+                raise WorkerFailed(_what_failed(reply["failure"]))
+            case "count":
+                (first, one), (second, other) = reply["counts"]
+                raise ScheduleMismatch(
+                    f"{self._describe(first)} says that the job has {one} {self.group}s, {self._describe(second)} says "
+                    f"{other}; start every node with the same node list and the same number of processes"
+                )
+            case "crossed":
+                parts = [f"{self._describe(member)} at '{name}'" for member, name in reply["where"]]
+                raise ScheduleMismatch(
+                    f"the {self.group}s wait for each other at different points: {', '.join(parts)}; every "
+                    f"{self.group} must make the same steps and calls in the same order (unequal numbers of batches?)"
+                )
+            case "twice":
+                raise ClusterError(
+                    f"{self._describe(self.member)} has joined this job already (rendezvous store at {self.endpoint}); "
+                    "two processes were started with the same rank: check that --node_ip differs on every machine, "
+                    "and that no earlier job still runs"
+                )
+            case other:
+                raise ClusterError(f"the rendezvous store at {self.endpoint} answered {other!r}")
+
+    def _names(self, members: list[int]) -> str:
+        return ", ".join(self._describe(member) for member in members)
+
+
+def _pauses() -> Iterator[float]:
+    pause = 0.02
+    while True:
+        yield pause
+        pause = min(pause * 1.5, 0.5)
+
+
+def _how_gone(how: str) -> str:
+    if how == "left":
+        return "has finished and left the job while others still wait for it (unequal numbers of steps?)"
+    return f"was lost ({how}: the process ended or its machine cannot be reached)"
+
+
+def _what_failed(report: dict[str, Json]) -> str:
+    return str(report.get("message") or report)

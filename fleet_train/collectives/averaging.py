@@ -1,0 +1,94 @@
+"""LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.methods import flatten, unflatten
+from fleet_train.collectives.outer import OuterOptimizer
+from fleet_train.collectives.reducers import Reducer
+from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.profile import Profile
+
+
+@dataclass
+class Held:
+    """The tensors of one rank that LocalSGD treats, as eager tensors that share memory with the scope's variables."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    """Batch-norm statistics: averaged as they are, whatever is done with the parameters."""
+    accumulators: list[Any]
+    """The optimizer's own state of floating dtype; empty unless the profile wants it averaged or reset."""
+
+
+class ParameterAverager:
+    """Averages parameters over all ranks when the schedule says so. Runs on one communicator's thread."""
+
+    def __init__(self, profile: Profile, reducer: Reducer, world_size: int, rate: Callable[[], float]) -> None:
+        self.schedule = LocalSgdSchedule.of(profile)
+        self.outer = OuterOptimizer(profile)
+        self.anchor: Any = None
+        self._profile = profile
+        self._reducer = reducer
+        self._world_size = world_size
+        self._rate = rate
+        # The kept copy of the last agreed values is needed only where differences are sent or given momentum.
+        self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
+
+    def before_update(self, parameters: Sequence[Any]) -> None:
+        """Remember the very start: all ranks hold the same values there."""
+        if self.keeps_anchor and self.anchor is None:
+            self.anchor = flatten(parameters)
+
+    def after_synchronous_step(self, step: int, held: Held) -> None:
+        """The last warm-up step ends with equal parameters: local training starts from them."""
+        if self.keeps_anchor and step == self.schedule.warm_steps:
+            self.anchor = flatten(held.parameters)
+
+    def average(self, held: Held, loss: Any) -> None:
+        """Make the parameters of all ranks equal and start the next period."""
+        self._average_parameters(held.parameters)
+        self.mean(held.statistics)
+        self._treat_accumulators(held.accumulators)
+        mean_loss = 0.0
+        if self.schedule.kind == "adaptive":
+            mean_loss = self._reducer.sum(loss.cast("float32").reshape([-1]).clone()).mean().item() / self._world_size
+        self.schedule.begin_period(self._rate(), mean_loss)
+
+    def mean(self, tensors: Sequence[Any]) -> None:
+        """Replace tensors by their mean over all ranks, in place."""
+        if tensors:
+            _write(tensors, self._sum(flatten([t.cast("float32") for t in tensors])))
+
+    def _average_parameters(self, parameters: Sequence[Any]) -> None:
+        if not self.keeps_anchor:
+            self.mean(parameters)
+            return
+        difference = self.anchor - flatten(parameters)
+        if self._profile.local_sgd_dtype == "bfloat16":
+            difference = self._sum(difference.cast("bfloat16")).cast("float32")
+        else:
+            difference = self._sum(difference)
+        self.anchor = self.outer.step(self.anchor, difference, self._rate())
+        _write(parameters, self.anchor)
+
+    def _treat_accumulators(self, accumulators: Sequence[Any]) -> None:
+        if self._profile.local_sgd_momentum == "average":
+            self.mean(accumulators)
+        elif self._profile.local_sgd_momentum == "reset":
+            for tensor in accumulators:
+                tensor.zero_()
+
+    def _sum(self, buffer: Any) -> Any:
+        return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
+
+
+def _write(tensors: Sequence[Any], values: Any) -> None:
+    """Put flat values into tensors, in place: the scope's variables share their memory."""
+    for tensor, part in zip(tensors, unflatten(values, [tensor.shape for tensor in tensors]), strict=True):
+        paddle.assign(part.cast(tensor.dtype), output=tensor)

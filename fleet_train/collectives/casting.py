@@ -1,0 +1,12 @@
+"""Dtypes of eager tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+
+def as_dtype(tensor: Any, dtype: str) -> Any:
+    """``tensor`` in ``dtype`` (by name); itself when it has that already, where Paddle's own ``cast`` copies."""
+    return tensor if tensor.dtype == getattr(paddle, dtype) else tensor.cast(dtype)

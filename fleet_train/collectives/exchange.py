@@ -1,0 +1,159 @@
+"""Carries out a plan while a step runs: gradients in, averages out, communication beside the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from fleet_train.collectives import sentinel
+from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.make_methods import WIRE_DTYPES, make_method
+from fleet_train.collectives.methods import BucketMethod
+from fleet_train.collectives.reducers import make_reducers
+from fleet_train.collectives.worker_thread import WorkerThread
+from fleet_train.errors import FleetTrainError
+from fleet_train.plan import Bucket, CommPlan
+from fleet_train.plan.compression_settings import DgcSettings
+from fleet_train.profile import Profile
+
+
+class GradientExchange:
+    """The communication of one converted program.
+
+    The host operators call ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank. Each
+    communicator has a thread of its own; buckets on one communicator keep their order.
+    """
+
+    def __init__(
+        self, job: Job, plan: CommPlan, profile: Profile, rate: Callable[[], float], dgc: DgcSettings | None = None
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._profile = profile
+        between = WIRE_DTYPES.get(profile.compression, "float32")
+        reducers = make_reducers(job, plan.communicators, plan.team_size, between)
+        self._methods: list[BucketMethod] = [
+            make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets
+        ]
+        self.averager = ParameterAverager(profile, reducers[0], plan.world_size, rate) if plan.averaging else None
+        self._threads = [WorkerThread(f"fleet_train communicator {i}", job.place) for i in range(plan.communicators)]
+        job.on_leave.append(self.stop)
+        self._conversion = job.count("exchange")
+        self.step = 0
+        """Updates so far; with gradient merge not every run of the program is one."""
+        self._updates = True
+        self._steps_since_check = 0
+        self._gate: Future[None] = Future()
+        self._running: dict[int, Future[list[Any]]] = {}
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether the current run averages gradients: not between updates, and not in LocalSGD's local steps."""
+        return self._updates and (self.averager is None or self.averager.schedule.is_synchronous(self.step))
+
+    def begin(self, parameters: Sequence[Any]) -> None:
+        """Called before the first bucket of a step, with the parameters that the step starts from."""
+        if self.averager is not None:
+            self.averager.before_update(parameters)
+
+    def launch(self, index: int, gradients: Sequence[Any], updates: bool = True) -> None:
+        """Start averaging a bucket's gradients (eager tensors, shapes as planned).
+
+        ``updates``: whether this run of the program ends with an update; the first bucket decides for all.
+        """
+        if index == 0:
+            self._next_step(updates)
+        if not self.sends_gradients:
+            # The executor empties its own tensor objects after their last use; a view keeps the memory.
+            self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
+            return
+        bucket, method, gate, moment = self._plan.buckets[index], self._methods[index], self._gate, self._moment
+        prepared = method.prepare(gradients)
+        self._running[index] = self._threads[bucket.communicator].submit(
+            lambda: self._communicate(bucket, method, prepared, gate, moment)
+        )
+        if self._profile.sync_nccl_allreduce:
+            self._running[index].result()
+
+    def wait(self, index: int) -> list[Any]:
+        """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with names."""
+        return self._running.pop(index).result()
+
+    def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
+        """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
+        if not self._updates:
+            return
+        self._steps_since_check += 1
+        averager = self.averager
+        if averager is None:
+            self._check(held, names, first=self.step == 1)
+        elif averager.schedule.is_synchronous(self.step):
+            averager.after_synchronous_step(self.step, held)
+            self._check(held, names, first=self.step == 1)
+        elif averager.schedule.count():
+            self._on_communicator("averaging", lambda: averager.average(held, loss))
+            self._check(held, names)
+
+    def synchronise(self, held: Held) -> None:
+        """Make parameters, statistics and the given accumulators equal now, in the middle of a period or not."""
+        if self.averager is None:
+            return
+        averager = self.averager
+        everything = [*held.parameters, *held.statistics, *held.accumulators]
+        self._on_communicator("synchronisation", lambda: averager.mean(everything))
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            thread.stop()
+
+    @property
+    def _moment(self) -> str:
+        return f"step {self.step}" if self._conversion == 0 else f"step {self.step} of program {self._conversion}"
+
+    def _next_step(self, updates: bool) -> None:
+        self._updates = updates
+        self.step += updates
+        if self.sends_gradients:
+            moment, bound = self._moment, self._profile.collective_timeout_seconds
+            self._gate = self._threads[0].submit(lambda: self._job.gate(moment, bound))
+
+    def _communicate(
+        self, bucket: Bucket, method: BucketMethod, prepared: Any, gate: Future[None], moment: str
+    ) -> list[Any]:
+        gate.result()
+        averages: list[Any] = self._blaming(
+            moment, f"{moment}, {bucket.describe()}", lambda: method.communicate(prepared)
+        )
+        return averages
+
+    def _on_communicator(self, what: str, task: Callable[[], Any]) -> None:
+        moment = f"{what} after {self._moment}"
+
+        def run() -> None:
+            self._job.gate(f"{moment} {self._job.count(moment)}", self._profile.collective_timeout_seconds)
+            self._blaming(moment, moment, task)
+
+        self._threads[0].submit(run).result()
+
+    def _blaming(self, moment: str, what: str, task: Callable[[], Any]) -> Any:
+        """The result of ``task``; what its collectives fail with becomes an error that names who is to blame."""
+        try:
+            return task()
+        except FleetTrainError:
+            raise
+        except Exception as error:
+            raise self._job.blame(moment, what, error) from error
+
+    def _check(self, held: Held, names: Sequence[str], first: bool = False) -> None:
+        every = self._profile.divergence_check_steps
+        if every and (first or self._steps_since_check >= every):
+            self._steps_since_check = 0
+            sentinel.compare(self._job, self._moment, names, held.parameters)
+
+
+def _done(values: list[Any]) -> Future[list[Any]]:
+    future: Future[list[Any]] = Future()
+    future.set_result(values)
+    return future

@@ -1,0 +1,76 @@
+"""Making process groups, and what stands in the way of it on Paddle 3.3.1."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.paddle_check import backend_name
+from fleet_train.errors import ClusterError
+
+if TYPE_CHECKING:
+    from fleet_train.collectives.job import Job
+
+_STORE_TIMEOUT_SECONDS = 60
+
+
+def new_group(job: Job, ranks: Sequence[int]) -> Any:
+    """A process group over ``ranks``; called by all ranks of the job in the same order, members or not.
+
+    Raises ClusterError when the group cannot be formed, with the interface that was used.
+    """
+    with _own_store(job, ranks), dynamic_mode():
+        try:
+            return paddle.distributed.new_group(list(ranks))
+        except Exception as error:
+            raise ClusterError(
+                f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
+                f"(interface {os.environ.get('GLOO_SOCKET_IFNAME', 'chosen by the backend')})"
+            ) from error
+
+
+@contextmanager
+def _own_store(job: Job, ranks: Sequence[int]) -> Iterator[None]:
+    """Give the next group a Paddle store of its own.
+
+    Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
+    store reads the addresses of the first (tests/integration/test_many_communicators.py). NCCL's keys are distinct.
+    """
+    if backend_name() != "gloo":
+        yield
+        return
+    collective = paddle.distributed.collective
+    shared = collective._default_store
+    collective._default_store = _open_store(job, ranks)
+    try:
+        yield
+    finally:
+        collective._default_store = shared
+
+
+def _open_store(job: Job, ranks: Sequence[int]) -> Any:
+    """A TCP store on the group's first rank. It is told to wait for nobody: it would hold the interpreter lock."""
+    first = ranks[0]
+    host = job.cluster.ranks[first].host
+    store = None
+    port = 0
+    if job.cluster.rank == first:
+        port = free_port(host)
+        store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
+    port = job.gather(f"store of group {job.count('group')}", port)[first]
+    if store is None and job.cluster.rank in ranks:
+        store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
+    return store
+
+
+def free_port(host: str) -> int:
+    """A port of ``host`` (an address of this machine) that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

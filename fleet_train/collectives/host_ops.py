@@ -1,0 +1,166 @@
+"""Host operators: Python that runs inside a static program. The only place that emits operators.
+
+``paddle.static.register_op`` (public since Paddle 3.3) binds by parameter names and cannot bind ``*args``, so the
+functions are made with as many named parameters as the operator has inputs. Its infer_meta must return a tuple.
+Paddle hands an exception of a host operator to ``sys.excepthook`` at once, on whatever thread, and then raises a
+SystemError without a cause out of the executor: such exceptions are marked, so that ours can tell the two apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle.static import MetaTensor, register_op
+
+from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Job
+from fleet_train.plan import Bucket
+
+# Names are global in a process and bound to one function: two programs must not share one.
+_serial = itertools.count()
+
+Shape = Sequence[int]
+
+
+def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]], run: Callable[..., Any]) -> Any:
+    """An operator of ``inputs`` tensors whose outputs have the given shapes and dtypes."""
+    names = [f"x{i}" for i in range(inputs)]
+    shapes = [(list(shape), dtype) for shape, dtype in outputs]
+
+    def infer(*_: Any) -> Any:
+        metas = tuple(MetaTensor(dtype=dtype, shape=shape) for shape, dtype in shapes)
+        return metas if len(metas) > 1 else metas[0]
+
+    def run_and_mark(*values: Any) -> Any:
+        try:
+            return run(*values)
+        except BaseException as error:
+            error.inside_host_operator = True  # type: ignore[attr-defined]
+            raise
+
+    text = ", ".join(names)
+    function = eval(f"lambda {text}: run({text})", {"run": run_and_mark})
+    meta = eval(f"lambda {text}: infer({text})", {"infer": infer})
+    return register_op(
+        function,
+        name=f"fleet_train_{name}_{next(_serial)}",
+        infer_meta=meta,
+        input_names=names,
+        output_names=[f"y{i}" for i in range(len(outputs))],
+    )
+
+
+def token() -> Any:
+    """The start of a chain: operators that pass a token on run in that order on every rank."""
+    return paddle.full([1], 0.0, "float32")
+
+
+_TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
+
+
+def emit_launch(
+    exchange: GradientExchange, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None
+) -> Any:
+    """Insert the operator that starts a bucket; returns the chain's next token.
+
+    ``boundary`` (bool [1], or None for always) says on the host whether this run ends with an update.
+    """
+    extra = [] if boundary is None else [boundary]
+
+    def run(link: Any, *values: Any) -> Any:
+        updates = bool(values[-1].item()) if extra else True
+        exchange.launch(bucket.index, values[: len(gradients)], updates)
+        return link.clone()
+
+    inputs = [*gradients, *extra]
+    return _host_operator(f"launch_{bucket.index}", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
+
+
+def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
+    """Insert the operator that waits for a bucket; returns the next token and the averaged gradients."""
+
+    def run(link: Any) -> Any:
+        return (link.clone(), *exchange.wait(bucket.index))
+
+    outputs = [(gradient.shape, dtype) for gradient, dtype in zip(bucket.gradients, dtypes, strict=True)]
+    results = _host_operator(f"wait_{bucket.index}", 1, [_TOKEN, *outputs], run)(chain)
+    return results[0], list(results[1:])
+
+
+@dataclass(frozen=True)
+class HeldValues:
+    """The program's values behind ``Held``: parameters that are trained, batch-norm statistics, optimizer state."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    accumulators: list[Any]
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.parameters, *self.statistics, *self.accumulators]
+
+    def held(self, tensors: Sequence[Any]) -> Held:
+        """The same three groups as eager tensors, which share memory with the scope's variables."""
+        first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
+        return Held(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
+
+
+def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any) -> Any:
+    """Insert the operator that sees the parameters that a step starts from; returns the chain's next token."""
+
+    def run(link: Any, *tensors: Any) -> Any:
+        exchange.begin(tensors)
+        return link.clone()
+
+    return _host_operator("begin", 1 + len(parameters), [_TOKEN], run)(chain, *parameters)
+
+
+def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[str], loss: Any, chain: Any) -> Any:
+    """Insert the operator that ends a step, after the update. It changes parameters in place, so it comes last."""
+    extra = [] if loss is None else [loss]
+
+    def run(link: Any, *tensors: Any) -> Any:
+        exchange.finish(values.held(tensors), names, tensors[-1] if extra else None)
+        return link.clone()
+
+    inputs = [*values.all, *extra]
+    return _host_operator("finish", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
+
+
+def emit_meeting(job: Job, moment: str, chain: Any) -> Any:
+    """Insert an operator at which all ranks meet, within the job's bound."""
+
+    def run(link: Any) -> Any:
+        job.gate(f"{moment} {job.count(moment)}", job.timeout_seconds)
+        return link.clone()
+
+    return _host_operator("meet", 1, [_TOKEN], run)(chain)
+
+
+def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, Any]:
+    """Insert an operator that replaces ``value`` by rank 0's; returns the new value and the next token."""
+
+    def run(link: Any, tensor: Any) -> Any:
+        return link.clone(), broadcast(job, tensor, f"start value of '{name}'")
+
+    result, link = reversed(_host_operator("broadcast", 2, [_TOKEN, (value.shape, value.dtype)], run)(chain, value))
+    return result, link
+
+
+def broadcast(job: Job, tensor: Any, what: str) -> Any:
+    """Rank 0's values in a tensor of the same shape and dtype (eager). The bytes travel, so any dtype will do."""
+    flat = tensor.reshape([-1]).clone()
+    if flat.shape[0] == 0:
+        return tensor
+    wire = flat.cast("uint8") if flat.dtype == paddle.bool else paddle.view(flat, "uint8")
+    try:
+        paddle.distributed.broadcast(wire, src=0, group=job.communicators(1)[0])
+    except Exception as error:
+        raise job.blame("start state", what, error) from error
+    flat = wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
+    return flat.reshape(tensor.shape)

@@ -1,0 +1,175 @@
+"""The formed job: this process's store connection, process groups, and the words for what goes wrong with peers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.store_host import StoreHost
+from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
+from fleet_train.plan import CommPlan
+
+# After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
+_AUTOPSY_SECONDS = 5.0
+_REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+_REDUCIBLE = ("float32", "float64", "int32", "int64")
+
+Array = np.ndarray[Any, Any]
+
+
+class Job:
+    """What this process knows of its peers. Made by ``join``; a job of one process has no store and no groups."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        place: Any,
+        *,
+        host: StoreHost | None = None,
+        store: StoreClient | None = None,
+        gates: StoreClient | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.cluster = cluster
+        self.place = place
+        self.timeout_seconds = timeout_seconds
+        self.failure: FleetTrainError | None = None
+        self._host = host
+        self._store = store
+        self._gates = gates
+        self._groups: list[Any] = []
+        self._counts: dict[str, int] = {}
+        self.on_leave: list[Callable[[], None]] = []
+        self._left = False
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def store(self) -> StoreClient:
+        assert self._store is not None, "a job of one process has no store"
+        return self._store
+
+    def count(self, name: str) -> int:
+        """0, 1, 2, ... per name: gives meetings that repeat the same name on every rank."""
+        self._counts[name] = self._counts.get(name, -1) + 1
+        return self._counts[name]
+
+    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
+        """Meet all ranks: a barrier that exchanges a JSON value each. Bounded; errors name who is missing."""
+        if self.world_size == 1:
+            return {0: value}
+        return self._remember(self.store, name, value, timeout_seconds or self.timeout_seconds)
+
+    def gate(self, name: str, timeout_seconds: float) -> None:
+        """Wait until every rank stands before the same collective.
+
+        Gloo's own wait ends after 30 s, whatever the reason, without a name. A gate makes the bound ours: a rank may
+        be busy for minutes (saving, evaluating), and one that does not come is named.
+        """
+        assert self._gates is not None
+        self._remember(self._gates, name, None, timeout_seconds)
+
+    def _remember(self, client: StoreClient, name: str, value: Any, timeout_seconds: float) -> dict[int, Any]:
+        try:
+            return client.gather(name, value, self.world_size, timeout_seconds)
+        except JoinTimeout as error:
+            self.failure = WorkerFailed(str(error))
+            raise self.failure from None
+        except FleetTrainError as error:
+            self.failure = error
+            raise
+
+    def agreed(self, plan: CommPlan) -> None:
+        """Called when all ranks have the same plan, before anything is inserted. Nothing more to do here."""
+
+    def communicators(self, number: int) -> list[Any]:
+        """The first ``number`` process groups over all ranks; made on first use, by all ranks in the same order."""
+        while len(self._groups) < number:
+            self._groups.append(new_group(self, list(range(self.world_size))))
+        return self._groups[:number]
+
+    def reduce(self, values: Array, op: str) -> Array:
+        """``values`` reduced over all ranks. Raises ConversionError when the ranks bring different arrays."""
+        refuse_unreducible(values, op)
+        if self.world_size == 1:
+            return np.array(values)
+        name = f"all_reduce {self.count('all_reduce')}"
+        brought = self.gather(name, [list(values.shape), values.dtype.name, op])
+        if any(other != brought[0] for other in brought.values()):
+            raise ConversionError(f"{name}: the ranks brought different arrays: {brought}")
+        operation = getattr(paddle.distributed.ReduceOp, _REDUCTIONS[op])
+        with dynamic_mode():
+            tensor = paddle.to_tensor(values.reshape(-1), place=self.place)
+            try:
+                paddle.distributed.all_reduce(tensor, op=operation, group=self.communicators(1)[0])
+            except Exception as error:
+                raise self.blame(name, name, error) from error
+            result: Array = np.array(tensor.numpy()).reshape(values.shape)
+        return result
+
+    def blame(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
+        """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too.
+
+        ``moment`` is the same on every rank (a step), ``what`` may differ (the bucket that this rank was at).
+        """
+        self.failure = self._find_culprit(moment, what, error)
+        return self.failure
+
+    def _find_culprit(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
+        detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        try:
+            self.store.gather(f"autopsy of {moment}", None, self.world_size, _AUTOPSY_SECONDS)
+        except (JoinTimeout, WorkerFailed) as found:
+            return WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
+        except FleetTrainError as other:
+            return WorkerFailed(f"{what}: {other}")
+        return WorkerFailed(
+            f"{what}: the collective failed on every rank ({detail[0]}); all ranks are alive, so look at the network "
+            "between them and at GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME"
+        )
+
+    def report_failure(self, message: str) -> None:
+        """Tell the others why this rank stops, so that they can name it."""
+        if self._store is None or self._left:
+            return
+        report = {"rank": self.cluster.rank, "host": self.cluster.this.host, "message": message, "time": time.time()}
+        with contextlib.suppress(FleetTrainError):
+            self._store.fail(report)
+
+    def leave(self) -> None:
+        """An orderly goodbye; the store goes on for those that are still at work."""
+        if self._left:
+            return
+        self._left = True
+        for stop in self.on_leave:
+            stop()
+        if self._store is not None and self.failure is None:
+            with contextlib.suppress(FleetTrainError):
+                self._store.leave()
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connections: for the others this rank is lost, unless it has left."""
+        for client in (self._gates, self._store):
+            if client is not None:
+                client.close()
+        if self._host is not None:
+            self._host.release()
+
+
+def refuse_unreducible(values: Array, op: str) -> None:
+    """Raise ConversionError for an unknown operation, or a dtype that not every backend reduces."""
+    if op not in _REDUCTIONS:
+        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_REDUCTIONS)}")
+    if values.dtype.name not in _REDUCIBLE:
+        raise ConversionError(f"all_reduce: dtype {values.dtype} is not reduced; use {', '.join(_REDUCIBLE)}")

@@ -1,0 +1,155 @@
+"""Joining: from a cluster on paper to processes that can talk, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+import paddle
+
+import fleet_train
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.network import interface_towards, local_addresses
+from fleet_train.cluster.store_host import StoreHost
+from fleet_train.collectives.allocator import keep_freed_memory
+from fleet_train.collectives.groups import free_port
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.paddle_check import backend_name, installed_version
+from fleet_train.errors import ClusterError, ScheduleMismatch
+
+
+def join(cluster: Cluster, timeout_seconds: float) -> Job:
+    """Meet all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
+
+    Raises JoinTimeout with the ranks and hosts that did not come, ScheduleMismatch when ranks disagree,
+    ClusterError when this process was given an address that is not this machine's.
+    """
+    place = choose_place(cluster)
+    if cluster.world_size == 1:
+        return Job(cluster, place)
+    _refuse_foreign_address(cluster)
+    if backend_name() == "gloo":
+        keep_freed_memory()
+    job = _meet(cluster, place, timeout_seconds)
+    try:
+        _compare(job, timeout_seconds)
+        _form_process_group(job, timeout_seconds)
+    except BaseException as error:
+        job.report_failure(f"{cluster.describe(cluster.rank)} could not join: {error}")
+        job.close()
+        raise
+    return job
+
+
+def choose_place(cluster: Cluster) -> Any:
+    """The device of this rank: its GPU on a GPU build, the CPU otherwise."""
+    if backend_name() == "gloo":
+        return paddle.CPUPlace()
+    selected = os.environ.get("FLAGS_selected_gpus", "").split(",")[0]
+    return paddle.CUDAPlace(int(selected) if selected else cluster.local_rank)
+
+
+def _refuse_foreign_address(cluster: Cluster) -> None:
+    host = cluster.this.host
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    ours = local_addresses()
+    if host not in ours and not host.startswith("127."):
+        raise ClusterError(
+            f"{cluster.describe(cluster.rank)} is this process according to {cluster.formed_by}, but {host} is not an "
+            f"address of this machine, which has {', '.join(sorted(ours))}; give this machine its own address "
+            "(--node_ip, or --host for the stock launcher's --ips)"
+        )
+
+
+def _meet(cluster: Cluster, place: Any, timeout_seconds: float) -> Job:
+    host = None
+    endpoint = cluster.store_endpoint or cluster.ranks[0].endpoint
+    if not cluster.store_endpoint and cluster.rank == 0:
+        host = StoreHost(cluster.this.host, cluster.this.port)
+    try:
+        store = StoreClient.connect(endpoint, cluster.rank, timeout_seconds=timeout_seconds, describe=cluster.describe)
+        gates = StoreClient.connect(
+            endpoint, cluster.rank, timeout_seconds=timeout_seconds, describe=cluster.describe, watched=False
+        )
+    except BaseException:
+        if host is not None:
+            host.release()
+        raise
+    return Job(cluster, place, host=host, store=store, gates=gates, timeout_seconds=timeout_seconds)
+
+
+def _compare(job: Job, timeout_seconds: float) -> None:
+    facts = {
+        "Paddle version": installed_version(),
+        "fleet_train version": fleet_train.__version__,
+        "backend": backend_name(),
+        "endpoints of all ranks": ",".join(job.cluster.endpoints),
+    }
+    everybody = job.store.gather("join", facts, job.world_size, timeout_seconds)
+    refuse_differences(everybody, job.cluster)
+
+
+def refuse_differences(everybody: dict[int, dict[str, Any]], cluster: Cluster) -> None:
+    """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
+    for name, expected in everybody[0].items():
+        others = [rank for rank, facts in everybody.items() if facts.get(name) != expected]
+        if others:
+            raise ScheduleMismatch(
+                f"{name}: {cluster.describe(0)} has {expected}, {cluster.describe(others[0])} has "
+                f"{everybody[others[0]].get(name)}"
+                + (f" (and so differ ranks {', '.join(map(str, others[1:]))})" if others[1:] else "")
+                + "; all ranks must agree"
+            )
+
+
+def _form_process_group(job: Job, timeout_seconds: float) -> None:
+    cluster = job.cluster
+    os.environ.update(rank_variables(cluster))
+    os.environ.setdefault("FLAGS_stop_check_timeout", str(int(timeout_seconds) + 1))
+    if backend_name() == "gloo":
+        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
+    _choose_interface(cluster)
+    _open_paddle_store(job, timeout_seconds)
+    with dynamic_mode():
+        paddle.distributed.init_parallel_env()
+    # Everybody is through before anybody uses the group: a rank that failed above is named here.
+    job.gather("process group formed", timeout_seconds=timeout_seconds)
+
+
+def _choose_interface(cluster: Cluster) -> None:
+    peers = [rank.host for rank in cluster.ranks if rank.host != cluster.this.host] or [cluster.this.host]
+    interface = interface_towards(peers[0])
+    if interface:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+
+
+def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
+    """Open Paddle's own store on rank 0 first, then on the others, which would otherwise retry only every 3 s.
+
+    Paddle's store waits, with the interpreter lock held, for as many members as PADDLE_TRAINERS_NUM says; all have
+    come already, so it is told 1. ``init_parallel_env`` then takes the store that is there.
+    """
+    cluster = job.cluster
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    if cluster.rank == 0:
+        _create_paddle_store(f"{cluster.this.host}:{free_port(cluster.this.host)}")
+    endpoint = job.gather("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds)[0]
+    if cluster.rank != 0:
+        _create_paddle_store(endpoint)
+
+
+def _create_paddle_store(endpoint: str) -> None:
+    os.environ["PADDLE_MASTER"] = endpoint
+    members = os.environ["PADDLE_TRAINERS_NUM"]
+    os.environ["PADDLE_TRAINERS_NUM"] = "1"
+    try:
+        paddle.base.core.create_or_get_global_tcp_store()
+    finally:
+        os.environ["PADDLE_TRAINERS_NUM"] = members

@@ -1,0 +1,65 @@
+"""How the gradients of one bucket become averages: dense here, compressed ones in modules beside this one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import paddle
+
+from fleet_train.collectives.reducers import Reducer
+from fleet_train.plan import Bucket
+
+
+class BucketMethod(Protocol):
+    """Both calls see eager tensors in dynamic mode; one bucket's calls never overlap.
+
+    ``prepare`` runs on the computing thread while the backward pass goes on, ``communicate`` on the communicator's.
+    """
+
+    def prepare(self, gradients: Sequence[Any]) -> Any:
+        """Take the local gradients (the bucket's shapes and dtype). What is returned is handed to ``communicate``."""
+
+    def communicate(self, prepared: Any) -> list[Any]:
+        """The averaged gradients, in the bucket's order, shapes and dtype; every rank gets the same bits."""
+
+    def state(self) -> dict[str, Any]:
+        """Eager tensors that must be saved for a bit-exact resume (error feedback, warm starts), by a stable name."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``state`` gave: eager tensors of the same names, shapes and dtypes."""
+
+
+class DenseMethod:
+    """Copy the gradients into one buffer, average it, cut it up again."""
+
+    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int) -> None:
+        self._bucket = bucket
+        self._reducer = reducer
+        self._scale = 1.0 / world_size
+
+    def prepare(self, gradients: Sequence[Any]) -> Any:
+        return flatten(gradients)
+
+    def communicate(self, prepared: Any) -> list[Any]:
+        return unflatten(self._reducer.sum(prepared).scale_(self._scale), [g.shape for g in self._bucket.gradients])
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def flatten(tensors: Sequence[Any]) -> Any:
+    """All elements in one [elements] tensor: a copy, also of a single tensor."""
+    return paddle.concat([tensor.reshape([-1]) for tensor in tensors])
+
+
+def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """Cut a flat tensor into tensors of these shapes."""
+    if len(shapes) == 1:
+        return [buffer.reshape(list(shapes[0]))]
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.reshape(list(shape)) for part, shape in zip(paddle.split(buffer, sizes), shapes, strict=True)]

@@ -1,0 +1,196 @@
+"""Gradients as products of two thin factors: PowerSGD as a bucket method.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.collectives.casting import as_dtype
+from fleet_train.collectives.methods import DenseMethod, flatten, unflatten
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.reducers import Reducer
+from fleet_train.plan import Bucket
+from fleet_train.plan.compression_settings import Matrix, PowerSgdSettings, low_rank_families, random_factor
+
+
+@dataclass
+class _Prepared:
+    """Flat copies of what is sent whole, and the matrices to compress: gradient + error, by family."""
+
+    whole: Any
+    matrices: list[list[Any]] | None
+
+
+class PowerSgdMethod:
+    """Two allreduces per step: left factors with all uncompressed gradients, then right factors.
+
+    Matrices are handled one by one where they are large (a stacked copy costs more than all products together), their
+    thin factors in batches of equal shape. The factors are orthonormalised from sums that are bit-equal on every
+    rank; ranks on equal hardware therefore decompress to the same bits.
+    """
+
+    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int, settings: PowerSgdSettings) -> None:
+        self._bucket = bucket
+        self._reducer = reducer
+        self._scale = 1.0 / world_size
+        self._settings = settings
+        self._dense = DenseMethod(bucket, reducer, world_size)
+        self._families, self._whole = low_rank_families(bucket, settings)
+        self._step = 0
+        self._errors: dict[str, Any] = {}  # parameter's name -> [rows, columns] float32
+        self._results: dict[str, Any] = {}  # the same: what the last step gave
+        self._factors: list[Any] = []  # per family: right factors [matrices, rank, columns] float32
+        self._fresh: list[Any] = []  # per family: what stands in for right factors that have become zero
+
+    def prepare(self, gradients: Sequence[Any]) -> _Prepared:
+        with paddle.no_grad():
+            self._step += 1
+            if self._step <= self._settings.start_step or not self._families:
+                return _Prepared(self._dense.prepare(gradients), None)
+            matrices = [[self._with_error(m, gradients[m.position]) for m in family] for family in self._families]
+            whole = flatten([as_dtype(gradients[i], "float32") for i in self._whole]) if self._whole else None
+            return _Prepared(whole, matrices)
+
+    def communicate(self, prepared: _Prepared) -> list[Any]:
+        with paddle.no_grad():
+            if prepared.matrices is None:
+                return self._dense.communicate(prepared.whole)
+            lefts, whole = self._reduce_left(prepared)
+            if lefts is None:
+                return self._give_up(whole)
+            rights = self._reduce_right(prepared.matrices, lefts)
+            results = dict(zip(self._whole, whole, strict=True))
+            for family, matrices, left, right in zip(self._families, prepared.matrices, lefts, rights, strict=True):
+                for i, matrix in enumerate(family):
+                    results[matrix.position] = self._decompress(matrix, matrices[i], left[i], right[i])
+            return self._in_order(results)
+
+    def state(self) -> dict[str, Any]:
+        """``step``; per compressed parameter ``<name>.error`` (differs between ranks) and ``<name>.factor``."""
+        with dynamic_mode(), paddle.no_grad():
+            state = {"step": paddle.to_tensor([self._step], dtype="int64")}
+            state |= {f"{name}.error": error.clone() for name, error in self._errors.items()}
+            for family, factors in zip(self._families, self._factors, strict=False):
+                state |= {f"{matrix.name}.factor": factors[i].clone() for i, matrix in enumerate(family)}
+            return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with dynamic_mode(), paddle.no_grad():
+            self._step = int(state["step"].item())
+            suffix = ".error"
+            self._errors = {k.removesuffix(suffix): v.clone() for k, v in state.items() if k.endswith(suffix)}
+            self._factors = [
+                paddle.stack([state[f"{matrix.name}.factor"] for matrix in family])
+                for family in self._families
+                if f"{family[0].name}.factor" in state
+            ]
+
+    def _with_error(self, matrix: Matrix, gradient: Any) -> Any:
+        """Gradient + error, [rows, columns] float32; kept in the error's own memory, which saves a copy."""
+        values = as_dtype(gradient, "float32").reshape([matrix.rows, matrix.columns])
+        if not self._settings.error_feedback:
+            return values.clone()
+        if matrix.name not in self._errors:
+            self._errors[matrix.name] = values.clone()
+            return self._errors[matrix.name]
+        return self._errors[matrix.name].add_(values)
+
+    def _reduce_left(self, prepared: _Prepared) -> tuple[list[Any] | None, list[Any]]:
+        """(per family orthonormal left factors [matrices, rows, rank], or None when not finite; averaged rest)."""
+        assert prepared.matrices is not None
+        products = [
+            paddle.matmul(matrix, factors[i], transpose_y=True).reshape([-1])
+            for matrices, factors in zip(prepared.matrices, self._start_factors(), strict=True)
+            for i, matrix in enumerate(matrices)
+        ]
+        parts = products if prepared.whole is None else [*products, prepared.whole]
+        buffer = self._reducer.sum(paddle.concat(parts))
+        shapes = [[len(family), family[0].rows, family[0].rank] for family in self._families]
+        whole_shapes = [self._bucket.gradients[i].shape for i in self._whole]
+        pieces = unflatten(buffer, [*shapes, *whole_shapes])
+        lefts, whole = pieces[: len(shapes)], [piece.scale(self._scale) for piece in pieces[len(shapes) :]]
+        if not all(bool(paddle.isfinite(left).all()) for left in lefts):
+            return None, whole
+        return [_orthonormal(left) for left in lefts], whole
+
+    def _reduce_right(self, matrices: list[list[Any]], lefts: list[Any]) -> list[Any]:
+        """Per family averaged right factors [matrices, rank, columns]; kept for the next step."""
+        products = [
+            paddle.matmul(left[i], matrix, transpose_x=True).reshape([-1])
+            for family, left in zip(matrices, lefts, strict=True)
+            for i, matrix in enumerate(family)
+        ]
+        buffer = self._reducer.sum(paddle.concat(products)).scale_(self._scale)
+        self._factors = unflatten(buffer, [[len(f), f[0].rank, f[0].columns] for f in self._families])
+        return self._factors
+
+    def _decompress(self, matrix: Matrix, values: Any, left: Any, right: Any) -> Any:
+        """The matrix that every rank gets; what it lacks of this rank's ``values`` becomes the error.
+
+        It is written over the last step's: on CPU, new memory costs more than the product that fills it.
+        """
+        if matrix.name not in self._results:
+            self._results[matrix.name] = paddle.zeros_like(values)
+        result = self._results[matrix.name]
+        paddle.addmm_(result, left, right, beta=0.0, alpha=1.0)
+        if self._settings.error_feedback:
+            paddle.addmm_(values, left, right, beta=1.0, alpha=-1.0)
+        return result.reshape(list(self._bucket.gradients[matrix.position].shape))
+
+    def _give_up(self, whole: list[Any]) -> list[Any]:
+        """An infinity or NaN on any rank: give NaN gradients, which a loss scaler skips, and do not remember them."""
+        self._errors, self._factors = {}, []
+        results = dict(zip(self._whole, whole, strict=True))
+        for matrix in (matrix for family in self._families for matrix in family):
+            shape = list(self._bucket.gradients[matrix.position].shape)
+            results[matrix.position] = paddle.full(shape, float("nan"), "float32")
+        return self._in_order(results)
+
+    def _in_order(self, results: dict[int, Any]) -> list[Any]:
+        return [as_dtype(results[i], gradient.dtype) for i, gradient in enumerate(self._bucket.gradients)]
+
+    def _start_factors(self) -> list[Any]:
+        """Per family right factors [matrices, rank, columns] to start from, with rows of length 1."""
+        if not self._settings.warm_start:
+            return self._random_factors(self._step)
+        if not self._fresh:
+            self._fresh = self._random_factors(0)
+        if not self._factors:
+            return self._fresh
+        return [_revived(*pair) for pair in zip(self._factors, self._fresh, strict=True)]
+
+    def _random_factors(self, step: int) -> list[Any]:
+        seed = self._settings.seed
+        families = [
+            np.stack([random_factor(seed, matrix.name, (matrix.rank, matrix.columns), step) for matrix in family])
+            for family in self._families
+        ]
+        return [paddle.to_tensor(f / np.linalg.norm(f, axis=2, keepdims=True)) for f in families]
+
+
+def _orthonormal(left: Any) -> Any:
+    """Orthonormal columns that span those of ``left`` [matrices, rows, rank]; a zero matrix of rank 1 stays zero."""
+    if left.shape[2] > 1:
+        return paddle.linalg.qr(left)[0]
+    # Scaled by the largest element first: squares of small gradients underflow.
+    largest = left.abs().max(axis=1, keepdim=True)
+    scaled = left / paddle.where(largest > 0, largest, paddle.ones_like(largest))
+    return scaled / (scaled * scaled).sum(axis=1, keepdim=True).sqrt().clip(min=1.0)
+
+
+def _revived(factors: Any, fresh: Any) -> Any:
+    """``factors`` [matrices, rank, columns] with rows of length 1; a zero row is replaced by that of ``fresh``.
+
+    A factor that is zero once (a layer without gradient in one step) would give zero products for ever.
+    """
+    length = (factors * factors).sum(axis=2, keepdim=True).sqrt()
+    alive = length > 0
+    return paddle.where(alive, factors / paddle.where(alive, length, paddle.ones_like(length)), fresh)

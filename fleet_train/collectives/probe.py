@@ -1,0 +1,90 @@
+"""Time allreduces between nodes and inside a node, on the process groups that training uses."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.plan.measure import MEASURED_BYTES, MeasuredLink, Sample, fit
+
+_MOST_REPEATS = 50
+_FEWEST_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """One kind of link: its name for people, the groups that are measured at the same time, this rank's own group."""
+
+    where: str
+    groups: Sequence[Sequence[int]]
+    own: Any
+
+    @property
+    def largest(self) -> Sequence[int]:
+        return max(self.groups, key=len)
+
+
+def probe(job: Job, seconds: float, say: Callable[[str], None]) -> dict[str, MeasuredLink]:
+    """Latency and bandwidth ``between nodes`` and ``inside a node``, as far as the cluster has them; about ``seconds``.
+
+    All ranks call it; all get the same numbers, which are the slowest rank's. ``say`` is told of the progress.
+    """
+    nodes = [job.cluster.ranks_on_node(node) for node in range(job.cluster.node_num)]
+    sweeps = [_sweep(job, "between nodes", [[ranks[0] for ranks in nodes]]), _sweep(job, "inside a node", nodes)]
+    sweeps = [sweep for sweep in sweeps if len(sweep.largest) > 1]
+    return {sweep.where: fit(_measure(job, sweep, seconds / len(sweeps), say), len(sweep.largest)) for sweep in sweeps}
+
+
+def _sweep(job: Job, where: str, groups: Sequence[Sequence[int]]) -> _Sweep:
+    # Every rank makes every group, in this order: that is how groups are formed.
+    made = [(ranks, new_group(job, ranks)) for ranks in groups if len(ranks) > 1]
+    return _Sweep(where, groups, next((group for ranks, group in made if job.cluster.rank in ranks), None))
+
+
+def _measure(job: Job, sweep: _Sweep, seconds: float, say: Callable[[str], None]) -> list[Sample]:
+    budget = seconds / len(MEASURED_BYTES)
+    samples: list[Sample] = []
+    for nbytes in MEASURED_BYTES:
+        first = _slowest(job, sweep, _timed(job, sweep, nbytes, 2))
+        if first > 2 * budget and len(samples) > 1:
+            say(f"{sweep.where}: {nbytes // 1024} KiB would take longer than asked for, left out from here on")
+            break
+        repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(budget / first)))
+        median = _slowest(job, sweep, _timed(job, sweep, nbytes, repeats))
+        samples.append(Sample(nbytes, median))
+        say(f"{sweep.where}: {nbytes // 1024} KiB in {median * 1e3:.3f} ms (median of {repeats})")
+    return samples
+
+
+def _timed(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> float:
+    """Median seconds of an allreduce on this rank; 0 on a rank that is in no group. Starts together with all."""
+    name = f"probe {job.count('probe')}"
+    with dynamic_mode():
+        buffer = paddle.zeros([nbytes // 4], "float32")
+        job.gather(name)
+        if sweep.own is None:
+            return 0.0
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            try:
+                paddle.distributed.all_reduce(buffer, group=sweep.own)
+                buffer[:1].numpy()  # on a GPU the call above only queues the collective
+            except Exception as error:
+                raise job.blame(name, f"measuring {sweep.where}", error) from error
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _slowest(job: Job, sweep: _Sweep, seconds: float) -> float:
+    """Of the largest group; smaller ones have fewer rounds. Also the barrier after which the next size starts."""
+    everybody = job.gather(f"probed {job.count('probed')}", seconds)
+    return max(float(everybody[rank]) for rank in sweep.largest)

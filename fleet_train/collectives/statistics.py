@@ -1,0 +1,62 @@
+"""How synchronised batch norm talks to the other ranks: at once, on a process group of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, token
+from fleet_train.collectives.job import Job
+
+
+class RankStatistics:
+    """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same moment.
+
+    Its group is not one of the gradients' communicators: those send while the backward pass goes on, in an order
+    that the statistics do not share.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._group: Any = None
+        self._moment = f"statistics of program {job.count('statistics')}"
+
+    def connect(self) -> None:
+        """Form the group. Not done while emitting: a plan for a cluster that is not there emits, too."""
+        self._group = new_group(self._job, list(range(self._job.world_size)))
+
+    def start(self) -> Any:
+        """A token behind the meeting of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
+        return emit_meeting(self._job, self._moment, token())
+
+    def gather(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
+        """``values`` ([n]) of every rank, in rank order, as [world_size, n]; and the next token."""
+
+        def run(link: Any, tensor: Any) -> Any:
+            rows: list[Any] = []
+            self._talk(what, lambda: paddle.distributed.all_gather(rows, tensor, group=self._group))
+            return link.clone(), paddle.stack(rows)
+
+        shape = [self._job.world_size, *values.shape]
+        link, rows = _host_operator("gather", 2, [_TOKEN, (shape, values.dtype)], run)(chain, values)
+        return rows, link
+
+    def total(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
+        """The sum of ``values`` ([n]) over the ranks; and the next token."""
+
+        def run(link: Any, tensor: Any) -> Any:
+            summed = tensor.clone()
+            self._talk(what, lambda: paddle.distributed.all_reduce(summed, group=self._group))
+            return link.clone(), summed
+
+        link, summed = _host_operator("total", 2, [_TOKEN, (values.shape, values.dtype)], run)(chain, values)
+        return summed, link
+
+    def _talk(self, what: str, communicate: Callable[[], Any]) -> None:
+        try:
+            communicate()
+        except Exception as error:
+            raise self._job.blame(self._moment, what, error) from error

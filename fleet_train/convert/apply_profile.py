@@ -1,0 +1,60 @@
+"""What a profile asks of this process beside communication: its environment section and the mapped knobs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import paddle
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile import Profile, check_flags
+
+_said: set[str] = set()
+
+
+def say(messages: Iterable[str], rank: int) -> None:
+    """Each message once, a line each, on rank 0's stderr; the other ranks have nothing to add."""
+    for message in messages:
+        if rank == 0 and message not in _said:
+            _said.add(message)
+            print(f"fleet_train: {message}", file=sys.stderr, flush=True)
+
+
+def apply_environment(profile: Profile) -> list[str]:
+    """Set what can still be set; returns what the user should know.
+
+    Paddle's flags take effect at run time; other variables are read when a process starts, which has passed. A
+    variable that the environment sets already is left alone. Raises ProfileError for unknown ``FLAGS_*``.
+    """
+    check_flags(profile, paddle.base.core.globals().keys())
+    wanted = profile.worker_environment()
+    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
+    late = sorted(missing.keys() - flags.keys())
+    os.environ.update({name: missing[name] for name in late})
+    if flags:
+        paddle.set_flags(flags)
+    notices = []
+    if kept:
+        notices.append(f"the environment's own {', '.join(kept)} wins over profile '{profile.name}'")
+    if late:
+        notices.append(
+            f"profile '{profile.name}' sets {', '.join(late)} after this process has started; what is read at start "
+            "does not see it: start with python -m fleet_train launch --strategy"
+        )
+    return notices
+
+
+def _typed(name: str, text: str) -> Any:
+    """``text`` in the type that Paddle keeps this flag in; ``set_flags`` takes nothing else."""
+    kind = type(paddle.get_flags(name)[name])
+    try:
+        return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
+    except ValueError:
+        raise ProfileError(
+            f"environment.{name}: {text!r} is not of the type {kind.__name__} that Paddle keeps it in"
+        ) from None

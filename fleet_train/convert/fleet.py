@@ -1,0 +1,334 @@
+"""The facade: what a training script sees as ``fleet``. Fleet's names, one job per process.
+
+``init`` joins the cluster, ``distributed_optimizer`` wraps an optimizer, ``main_program`` is what to train,
+``save_persistables`` saves. With one process nothing is changed and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleet_train.cluster.environment import asked_strategy, join_timeout_seconds
+from fleet_train.collectives.paddle_check import require_paddle
+from fleet_train.convert import exits
+from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError
+
+exits.install()
+require_paddle()
+
+import paddle  # noqa: E402
+
+from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
+from fleet_train.collectives.job import Job  # noqa: E402
+from fleet_train.collectives.join import join  # noqa: E402
+from fleet_train.convert import persistables  # noqa: E402
+from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
+from fleet_train.convert.local_state import position_of, share_arrays, synchronise, take_position  # noqa: E402
+from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
+from fleet_train.convert.role_maker import cluster_of  # noqa: E402
+from fleet_train.convert.strategy import DistributedStrategy  # noqa: E402
+from fleet_train.plan import CommPlan  # noqa: E402
+from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
+
+if TYPE_CHECKING:
+    main_program: Any
+    startup_program: Any
+
+__all__ = [
+    "all_reduce",
+    "barrier_worker",
+    "distributed_optimizer",
+    "gather",
+    "init",
+    "is_first_worker",
+    "load_persistables",
+    "local_rank",
+    "main_program",
+    "node_num",
+    "place",
+    "plan",
+    "profile",
+    "save_inference_model",
+    "save_persistables",
+    "should_fetch",
+    "shutdown",
+    "startup_program",
+    "synchronize_parameters",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+]
+
+
+@dataclass
+class _Session:
+    """One ``init`` .. ``shutdown``."""
+
+    job: Job
+    profile: Profile | None = None
+    main_program: Any = None
+    startup_program: Any = None
+    plans: list[CommPlan] = field(default_factory=list)
+    exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
+    """Converted programs with their communication."""
+
+
+_session: _Session | None = None
+_has_left_a_job = False
+_imagined_job: Callable[[], Job] | None = None
+
+
+def init(role: Any = None) -> None:
+    """Join the cluster that the launcher describes; with no launcher, become a job of one process.
+
+    ``role``: ``role_maker.PaddleCloudRoleMaker(is_collective=True)``, Paddle's role maker of that name, or None.
+    Bounded by the launcher's ``--join_timeout`` (300 s). Raises ClusterError when the environment describes no usable
+    cluster, JoinTimeout naming the ranks that did not come, ScheduleMismatch when ranks disagree on versions.
+    """
+    global _session
+    if _session is not None:
+        raise ConversionError("fleet.init was called twice; one call joins the job for the whole process")
+    if _has_left_a_job:
+        raise ConversionError("this process has left its job (fleet.shutdown); a process joins one job in its life")
+    job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
+    _session = _Session(job)
+    exits.watch(job)
+
+
+def join_as(make_job: Callable[[], Job] | None) -> None:
+    """For planning: from now on ``init`` takes this job instead of joining one; None ends that."""
+    global _imagined_job
+    _imagined_job = make_job
+
+
+def _current() -> _Session:
+    if _session is None:
+        raise ConversionError("fleet.init(role) has not been called yet; it is the first of the four lines")
+    return _session
+
+
+def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOptimizer:
+    """Wrap any Paddle optimizer.
+
+    ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
+    name or path, or None: then the launcher's ``--strategy``, else ``multi_node`` on several nodes and
+    ``single_node`` on one. Raises ProfileError for settings that cannot be carried out.
+    """
+    session = _current()
+    rank, node_num = session.job.cluster.rank, session.job.cluster.node_num
+    session.profile, notices = _resolve(strategy, session.job).overridden_by(os.environ)
+    if strategy is not None and asked_strategy(os.environ):
+        notices.append(
+            f"the script names its own strategy; the launcher's --strategy is not used ({asked_strategy(os.environ)})"
+        )
+    notices += apply_environment(session.profile)
+    say([*notices, *applied_mappings(session.profile, node_num)], rank)
+    return DistributedOptimizer(optimizer, session.profile, session.job, _on_converted)
+
+
+def _resolve(strategy: Any, job: Job) -> Profile:
+    if strategy is None:
+        strategy = asked_strategy(os.environ) or ("multi_node" if job.cluster.node_num > 1 else "single_node")
+    if isinstance(strategy, (str, Path)):
+        return load_profile(str(strategy))
+    if isinstance(strategy, Profile):
+        return strategy
+    if isinstance(strategy, DistributedStrategy):
+        return strategy.to_profile()
+    return DistributedStrategy.from_stock(strategy).to_profile()
+
+
+def _on_converted(main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
+    session = _current()
+    session.main_program, session.startup_program = main, startup
+    if plan is not None and exchange is not None:
+        session.plans.append(plan)
+        session.exchanges.append((main, exchange))
+
+
+def _exchange_of(program: Any) -> GradientExchange | None:
+    found = [exchange for main, exchange in _current().exchanges if main is program]
+    return found[-1] if found else None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "main_program":
+        return _current().main_program or paddle.static.default_main_program()
+    if name == "startup_program":
+        return _current().startup_program or paddle.static.default_startup_program()
+    raise AttributeError(f"module 'fleet_train.fleet' has no attribute {name!r}")
+
+
+def place() -> Any:
+    """The device of this rank: ``CUDAPlace`` of its GPU on a GPU build, else ``CPUPlace``."""
+    return _current().job.place
+
+
+def worker_index() -> int:
+    """This process's rank, 0 .. worker_num() - 1."""
+    return _current().job.cluster.rank
+
+
+def worker_num() -> int:
+    """The number of processes of the job (world size)."""
+    return _current().job.world_size
+
+
+def local_rank() -> int:
+    """This process's index on its node."""
+    return _current().job.cluster.local_rank
+
+
+def node_num() -> int:
+    """The number of nodes of the job."""
+    return _current().job.cluster.node_num
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0, the one that reports and saves."""
+    return worker_index() == 0
+
+
+def worker_endpoints() -> list[str]:
+    """``host:port`` of every rank, by rank."""
+    return _current().job.cluster.endpoints
+
+
+def profile() -> Profile:
+    """The profile that ``distributed_optimizer`` has resolved; before that call, the default one."""
+    return _current().profile or Profile()
+
+
+def plan() -> CommPlan | None:
+    """The communication plan of the program converted last; None with one process."""
+    plans = _current().plans
+    return plans[-1] if plans else None
+
+
+def should_fetch(step: int) -> bool:
+    """Whether an own loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps."""
+    return step % profile().fetch_frequency == 0
+
+
+def barrier_worker(timeout_seconds: float | None = None) -> None:
+    """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
+
+    Raises WorkerFailed naming the ranks that did not come, died or left.
+    """
+    job = _current().job
+    job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds)
+
+
+def all_reduce(array: Any, op: str = "sum") -> np.ndarray[Any, Any]:
+    """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
+
+    ``op``: ``sum``, ``max`` or ``min``. dtypes: float32, float64, int32, int64. All ranks call it in the same order.
+    Raises ConversionError when the ranks bring different shapes, dtypes or operations.
+    """
+    return _current().job.reduce(np.asarray(array), op)
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON value of every rank, by rank, on every rank. For facts, not for tensors: it goes through the store.
+
+    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not come, died or left.
+    """
+    job = _current().job
+    values = job.gather(f"gather {job.count('gather')}", value)
+    return [values[rank] for rank in range(job.world_size)]
+
+
+def synchronize_parameters(main_program: Any = None) -> None:
+    """Make parameters and batch-norm statistics equal on all ranks now; LocalSGD lets them drift between averagings.
+
+    Call it on all ranks before an evaluation. It is done by itself before every save. Without LocalSGD it does nothing.
+    """
+    program = main_program or __getattr__("main_program")
+    exchange = _exchange_of(program)
+    if exchange is not None:
+        synchronise(exchange, program, paddle.static.global_scope(), _current().job.place, with_optimizer=False)
+
+
+def save_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
+    """Save parameters, statistics, optimizer state and LocalSGD's position: rank 0 writes, all return when it is done.
+
+    With LocalSGD, parameters and optimizer state are averaged first. Writes ``persistables.safetensors`` and
+    ``persistables.json`` into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
+    """
+    del exe  # Fleet's signature; the state is read from the scope
+    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
+    exchange = _exchange_of(program)
+    if exchange is not None:
+        synchronise(exchange, program, scope, _current().job.place, with_optimizer=True)
+
+    def write() -> None:
+        arrays, dtypes = persistables.read_scope(program, scope)
+        position = position_of(exchange) if exchange is not None else {}
+        persistables.write_folder(Path(dirname), {**arrays, **position}, dtypes)
+
+    _on_first_worker(f"save to {dirname}", write)
+
+
+def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
+    """Load what ``save_persistables`` wrote. Rank 0 reads, the others get its values over the network.
+
+    The startup program must have run. Raises CheckpointError on every rank, naming the first offending tensor, for
+    state that is missing, cut off, altered, or of another model.
+    """
+    del exe
+    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
+    loaded: persistables.Arrays = {}
+
+    def read() -> None:
+        loaded.update(persistables.read_folder(Path(dirname)))
+        persistables.refuse_other_model(loaded, program, scope, Path(dirname))
+
+    _on_first_worker(f"load from {dirname}", read)
+    job = _current().job
+    arrays = share_arrays(job, loaded)
+    persistables.write_scope(arrays, program, scope, job.place)
+    exchange = _exchange_of(program)
+    if exchange is not None:
+        take_position(exchange, arrays, job.place)
+
+
+def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[Any], targets: list[Any]) -> None:
+    """Export the forward program, pruned to ``feeds`` -> ``targets`` (program values), with its parameters.
+
+    Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks return once they are on disk.
+    """
+    program = __getattr__("main_program")
+    _on_first_worker(
+        f"export to {dirname}",
+        lambda: persistables.export_inference_model(exe, Path(dirname), feeds, targets, program),
+    )
+
+
+def _on_first_worker(what: str, action: Any) -> None:
+    """Do ``action`` on rank 0; every rank returns when it is done, or raises CheckpointError with rank 0's reason."""
+    job = _current().job
+    problem = None
+    if job.cluster.rank == 0:
+        try:
+            action()
+        except (OSError, FleetTrainError) as error:
+            problem = f"{what}: {error}"
+    problem = job.gather(f"{what} {job.count(what)}", problem)[0]
+    if problem:
+        raise CheckpointError(problem)
+
+
+def shutdown() -> None:
+    """Leave the job in good order; called at exit by itself. A process of several cannot join again after it."""
+    global _session, _has_left_a_job
+    if _session is not None:
+        _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
+        exits.watch(None)
+        _session.job.leave()
+        _session = None

@@ -1,0 +1,195 @@
+"""The optimizer that a script gets back from ``fleet.distributed_optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import HeldValues, emit_finish
+from fleet_train.collectives.job import Job
+from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order
+from fleet_train.convert.passes.gradient_merge import MergedGradients
+from fleet_train.convert.passes.pipeline import ProgramPasses
+from fleet_train.convert.profile_passes import (
+    leaves_one_process_alone,
+    pass_settings,
+    refuse_on_this_device,
+    take_over_momentum,
+)
+from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_exchange
+from fleet_train.errors import ConversionError, ScheduleMismatch
+from fleet_train.plan import CommPlan, Gradient, build_plan, first_difference
+from fleet_train.profile import Profile
+
+ParamsGrads = list[tuple[Any, Any]]
+
+
+class DistributedOptimizer:
+    """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
+
+    What is not defined here (``set_lr``, ``state_dict``, ...) is the wrapped optimizer's. With one process every call
+    goes through as it is: the program is the one that the wrapped optimizer makes.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        profile: Profile,
+        job: Job,
+        on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
+    ):
+        for method in ("backward", "apply_gradients", "minimize"):
+            if not callable(getattr(inner, method, None)):
+                raise ConversionError(
+                    f"distributed_optimizer was given {type(inner).__name__}, which has no {method}(); "
+                    "it takes an optimizer of paddle.optimizer"
+                )
+        refuse_on_this_device(profile, job.place)
+        self._inner, self._dgc = take_over_momentum(inner, profile)
+        self._passes = ProgramPasses(pass_settings(profile), job)
+        self._profile = profile
+        self._job = job
+        self._on_converted = on_converted
+        self._loss: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def minimize(
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameters: Any = None,
+        no_grad_set: Any = None,
+        parameter_list: Any = None,
+    ) -> tuple[Any, ParamsGrads]:
+        """Append the backward pass, the communication and the update of one step.
+
+        ``parameter_list`` is Fleet 1.8's name of ``parameters``. Returns what Paddle's ``minimize`` returns:
+        (optimizer operators, parameter and gradient pairs).
+        """
+        _refuse_dynamic_mode()
+        parameters = parameters if parameters is not None else parameter_list
+        startup = _startup_or_default(startup_program)
+        if self._is_untouched:
+            result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup_program, parameters, no_grad_set)
+            self._on_converted(_program_of(loss), startup, None, None)
+            return result
+        with paddle.static.program_guard(_program_of(loss), startup):
+            params_grads = self.backward(loss, startup, parameters, no_grad_set)
+            operators = self.apply_gradients(params_grads)
+        return operators, params_grads
+
+    @property
+    def _is_untouched(self) -> bool:
+        """One process and a profile that asks nothing of the program: Paddle's own path, operator by operator."""
+        return self._job.world_size == 1 and leaves_one_process_alone(self._profile)
+
+    def backward(
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameters: Any = None,
+        no_grad_set: Any = None,
+        callbacks: Any = None,
+    ) -> ParamsGrads:
+        """Append the backward pass; returns (parameter, local gradient) pairs as Paddle does. Nothing is sent yet."""
+        _refuse_dynamic_mode()
+        self._loss = loss
+        startup = _startup_or_default(startup_program)
+        with paddle.static.program_guard(_program_of(loss), startup):
+            return self._passes.backward(
+                loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
+            )
+
+    def apply_gradients(self, params_grads: ParamsGrads) -> Any:
+        """Append communication and update to the current program (``paddle.static.program_guard``).
+
+        The plan is compared over all ranks first. Clipping and weight decay act on the averaged gradients.
+        """
+        main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
+        merged = self._passes.merge(params_grads)
+        if self._job.world_size == 1:
+            operators = self._update(merged, merged.pairs)
+            self._on_converted(main, startup, None, None)
+            return operators
+        ready = in_ready_order(merged.pairs)
+        values = held_values(main, [item.parameter for item in ready], [])
+        plan = self._agreed_plan(ready, values)
+        exchange = GradientExchange(self._job, plan, self._profile, self._inner.get_lr, self._dgc)
+        averaged, chain = insert_exchange(exchange, plan, ready, values, merged.boundary)
+        operators = self._update(merged, averaged)
+        self._finish_step(exchange, values, chain)
+        with paddle.static.program_guard(startup, startup):
+            broadcast_start_state(self._job, startup)
+        self._on_converted(main, startup, plan, exchange)
+        return operators
+
+    def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
+        return self._passes.update(merged, pairs, self._inner.apply_gradients)
+
+    def _finish_step(self, exchange: GradientExchange, values: HeldValues, chain: Any) -> None:
+        if exchange.averager is None and not self._profile.divergence_check_steps:
+            return
+        if self._profile.local_sgd_momentum != "keep":
+            values.accumulators.extend(self._accumulators())
+        adaptive = self._profile.use_local_sgd and self._profile.local_sgd_schedule == "adaptive"
+        names = [parameter.name for parameter in values.parameters]
+        emit_finish(exchange, values, names, self._loss if adaptive else None, chain)
+
+    def _accumulators(self) -> list[Any]:
+        """The inner optimizer's moments and velocities, in an order that is the same on every rank.
+
+        Adam's bias-correction powers are left alone: they count steps and are equal everywhere.
+        """
+        tables = self._inner._accumulators
+        kinds = sorted(kind for kind in tables if "pow_acc" not in kind)
+        found = [tables[kind][name] for kind in kinds for name in sorted(tables[kind])]
+        return [value for value in found if "float" in dtype_name(value.dtype)]
+
+    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> CommPlan:
+        averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]
+        plan = build_plan([item.gradient for item in ready], self._job.cluster, self._profile, averaged)
+        number = self._job.count("plan")
+        digests = self._job.gather(f"plan {number}", plan.digest)
+        differing = [rank for rank, digest in digests.items() if digest != digests[0]]
+        if differing:
+            plans = self._job.gather(f"plan {number} in full", plan.to_json())
+            raise ScheduleMismatch(_explain_mismatch(self._job, plans, differing))
+        self._job.agreed(plan)
+        return plan
+
+
+def _refuse_dynamic_mode() -> None:
+    if paddle.in_dynamic_mode():
+        raise ConversionError(
+            "Paddle is in dynamic mode, and fleet_train converts static programs: call paddle.enable_static() before "
+            "building the network"
+        )
+
+
+def _explain_mismatch(job: Job, plans: dict[int, Any], differing: list[int]) -> str:
+    other = differing[0]
+    where = first_difference(plans[0], plans[other])
+    return (
+        f"{job.cluster.describe(0)} and {job.cluster.describe(other)} would not communicate the same: {where} "
+        f"(here = rank 0, there = rank {other}); {len(differing)} of {job.world_size} ranks differ from rank 0. "
+        "Start every rank with the same script, arguments and profile"
+    )
+
+
+def _as_gradient(value: Any) -> Gradient:
+    """A parameter's or statistic's name, shape and dtype, for the plan."""
+    name = str(value.get_defining_op().attrs().get("parameter_name", value.name))
+    return Gradient(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
+
+
+def _program_of(loss: Any) -> Any:
+    return loss.block.program
+
+
+def _startup_or_default(startup_program: Any) -> Any:
+    return startup_program if startup_program is not None else paddle.static.default_startup_program()

@@ -1,0 +1,1 @@
+"""Passes over the program of one rank: they change what is computed, not what is communicated."""

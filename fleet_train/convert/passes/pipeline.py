@@ -1,0 +1,90 @@
+"""The passes of one conversion, in the only order in which they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.hold import emit_hold
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.statistics import RankStatistics
+from fleet_train.convert.passes.gradient_merge import GradientMerge, MergedGradients, merge_gradients
+from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.precision import lower_precision
+from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+from fleet_train.convert.passes.sync_norm import synchronize_batch_norms, use_sync_batch_norm_operator
+from fleet_train.errors import ConversionError
+
+Pairs = list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What the profile asks of the program; the default asks nothing. ``loss_scaling`` is used with float16 only."""
+
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+    merge: GradientMerge = field(default_factory=GradientMerge)
+    recompute: Recompute = field(default_factory=Recompute)
+    sync_batch_norm: bool = False
+
+
+class ProgramPasses:
+    """Three calls around what the optimizer does: ``backward``, ``merge``, ``update``, in the current program."""
+
+    def __init__(self, settings: PassSettings, job: Job) -> None:
+        self._settings = settings
+        self._job = job
+        self._on_gpu = not isinstance(job.place, paddle.CPUPlace)
+        self._synchronizes = settings.sync_batch_norm and job.world_size > 1
+        self._scaler: LossScaler | None = None
+        self._statistics: RankStatistics | None = None
+
+    @property
+    def change_nothing(self) -> bool:
+        """Whether the program stays the one that the optimizer alone would make."""
+        return replace(self._settings, sync_batch_norm=self._synchronizes) == PassSettings()
+
+    def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
+        """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
+        settings = self._settings
+        lower_precision(loss, settings.precision, on_gpu=self._on_gpu)
+        if self._synchronizes and self._on_gpu:
+            use_sync_batch_norm_operator(loss.block.program)
+        pairs = list(derive(self._scaled(loss)))
+        if self._synchronizes and not self._on_gpu:
+            self._statistics = RankStatistics(self._job)
+            pairs = synchronize_batch_norms(pairs, self._statistics)
+        recompute_segments(loss, settings.recompute, emit_hold)
+        return pairs
+
+    def merge(self, pairs: Sequence[tuple[Any, Any]]) -> MergedGradients:
+        """Call it before the plan is made: launch operators then stand behind the sums, not behind the gradients."""
+        return merge_gradients(pairs, self._settings.merge)
+
+    def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
+        """Append ``update(pairs)``, the optimizer's operators, in the steps in which there is one; returns its result.
+
+        ``averaged``: what the exchange made of ``merged.pairs``. All ranks call it, once they have agreed on the plan.
+        """
+        if self._statistics is not None:
+            self._statistics.connect()
+        if self._scaler is None:
+            return merged.apply(lambda: update(averaged))
+        scaler = self._scaler
+        return merged.apply(lambda: scaler.apply(averaged, update))
+
+    def _scaled(self, loss: Any) -> Any:
+        if self._settings.precision.level == "O0" or self._settings.precision.dtype != "float16":
+            return loss
+        if self._scaler is not None:
+            raise ConversionError(
+                "amp dtype float16: backward was called twice on one optimizer; make one optimizer per loss, each has "
+                "a loss scale of its own"
+            )
+        self._scaler = LossScaler(self._settings.loss_scaling)
+        return self._scaler.scaled(loss)

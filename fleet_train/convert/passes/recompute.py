@@ -1,0 +1,179 @@
+"""Recompute: values of the forward pass are made a second time, instead of being kept for the backward pass.
+
+Works on a program that has its gradient operators. The forward operators are cut into segments; what crosses a cut is
+kept. In front of the gradient operators of a segment, its operators are cloned, and the gradient operators read the
+clones' results, so that the first results die early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train.convert.passes.walk import inputs_of, nested_operators, operators_behind
+from fleet_train.errors import ConversionError
+
+# Random operators that have no attribute "seed". What an operator drew must not be drawn again.
+_RANDOM = frozenset(
+    f"pd_op.{name}" for name in ("bernoulli", "binomial", "dirichlet", "multinomial", "poisson", "standard_gamma")
+)
+_HOLDS_STATE = ("pd_op.data", "pd_op.feed")
+
+Hold = Callable[[Sequence[Any], Any], list[Any]]
+"""``hold(values, trigger)`` emits an operator that hands on copies of ``values`` once ``trigger`` exists. Without it
+the executor would run the clones as soon as it can: in the forward pass."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """``segments``: into how many pieces of the same number of operators the forward program is cut. 0 or 1 = off.
+
+    ``checkpoints``: where to cut instead: in front of the first operator that reads the parameter of that name (values
+    have no names in today's programs, parameters do). The last piece is never recomputed: its backward pass follows at
+    once.
+    """
+
+    segments: int = 0
+    checkpoints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.segments < 0:
+            raise ConversionError(f"recompute segments={self.segments}: use 0 for none, or 2 and more")
+        if self.segments > 1 and self.checkpoints:
+            raise ConversionError(f"recompute: segments={self.segments} and checkpoints both say where to cut; use one")
+
+
+def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
+    """Rewrite the current program, between the backward pass and everything else; returns how many operators are
+    computed twice. Results are the same bit by bit: random operators, operators that write in place (batch norm's
+    running statistics) and host operators run once, and their results are kept.
+    """
+    if settings.segments < 2 and not settings.checkpoints:
+        return 0
+    forward = operators_behind(loss)
+    block = loss.get_defining_op().get_parent_block()
+    positions = {operator.id(): position for position, operator in enumerate(block.ops)}
+    last_forward = max(positions[operator.id()] for operator in forward)
+    backward = list(block.ops)[last_forward + 1 :]
+    pieces = _cut([operator for operator in forward if operator.name() != "builtin.parameter"], settings)
+    count = sum(_recompute(piece, forward, backward, hold) for piece in reversed(pieces[:-1]))
+    paddle.pir.reset_insertion_point_to_end()
+    return count
+
+
+def _cut(operators: Sequence[Any], settings: Recompute) -> list[Sequence[Any]]:
+    if settings.checkpoints:
+        cuts = sorted({_first_reader(operators, name) for name in settings.checkpoints} - {0})
+    else:
+        cuts = list(range(0, len(operators), -(-len(operators) // settings.segments)))[1:]
+    return [operators[first:last] for first, last in zip([0, *cuts], [*cuts, len(operators)], strict=True)]
+
+
+def _first_reader(operators: Sequence[Any], parameter: str) -> int:
+    for position, operator in enumerate(operators):
+        if any(source.is_parameter and source.name == parameter for source in inputs_of(operator)):
+            return position
+    raise ConversionError(f"recompute checkpoint {parameter!r}: the loss does not depend on a parameter of that name")
+
+
+def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[Any], hold: Hold) -> int:
+    inside = {operator.id() for operator in piece}
+    outside = [operator for operator in forward if operator.id() not in inside]
+    crossing = {source.id for operator in outside for source in _all_inputs(operator)}
+    makers = {
+        result.id: operator
+        for operator in piece
+        if _is_repeatable(operator)
+        for result in operator.results()
+        if result.initialized() and result.id not in crossing
+    }
+    readers = [operator for operator in backward if any(source.id in makers for source in _needed_by(operator))]
+    if not readers:
+        return 0
+    clones, values = _clone(piece, makers, readers, hold, backward)
+    for operator in readers:
+        for index in range(operator.num_operands()):
+            source = operator.operand_source(index)
+            if source.initialized() and source.id in values:
+                operator.operand(index).set_source(values[source.id])
+    return clones
+
+
+def _clone(
+    piece: Sequence[Any], makers: dict[int, Any], readers: Sequence[Any], hold: Hold, backward: Sequence[Any]
+) -> tuple[int, dict[int, Any]]:
+    """Clone what ``readers`` need in front of the first of them: how many operators, and {old value: its clone}."""
+    wanted = _closure([source for reader in readers for source in _needed_by(reader)], makers)
+    chosen = [operator for operator in piece if operator.id() in wanted]
+    first = readers[0]
+    paddle.pir.set_insertion_point(first)
+    values = _held_inputs(chosen, makers, first, hold, backward)
+    mapping = paddle.pir.IrMapping()
+    for operator in chosen:
+        for source in inputs_of(operator):
+            if not mapping.has(source):
+                mapping.add(source, values.get(source.id, source))
+        clone = operator.clone(mapping, paddle.pir.CloneOptions(False, True, True))
+        for old, new in zip(operator.results(), clone.results(), strict=True):
+            if old.initialized() and old.id in makers:
+                values[old.id] = new
+    made = {value: new for value, new in values.items() if value in makers}
+    return len(chosen), made
+
+
+def _closure(values: Sequence[Any], makers: dict[int, Any]) -> set[int]:
+    """The operators that have to run again for ``values``."""
+    wanted: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        maker = makers.get(waiting.pop().id)
+        if maker is not None and maker.id() not in wanted:
+            wanted.add(maker.id())
+            waiting += inputs_of(maker)
+    return wanted
+
+
+def _held_inputs(
+    chosen: Sequence[Any], makers: dict[int, Any], first: Any, hold: Hold, backward: Sequence[Any]
+) -> dict[int, Any]:
+    """The kept values that the clones start from, held back until the backward pass arrives: {value: held value}."""
+    in_backward = {operator.id() for operator in backward}
+    trigger = next((one for one in inputs_of(first) if one.get_defining_op().id() in in_backward), None)
+    kept = {
+        source.id: source
+        for operator in chosen
+        for source in inputs_of(operator)
+        if source.id not in makers and source.is_dense_tensor_type() and not _is_cheap(source.get_defining_op())
+    }
+    if trigger is None or not kept:
+        return {}
+    return dict(zip(kept, hold(list(kept.values()), trigger), strict=True))
+
+
+def _is_cheap(operator: Any) -> bool:
+    """Parameters and constants: they exist all the time, and nothing starts from them alone."""
+    return str(operator.name()).startswith(("builtin.parameter", "pd_op.full"))
+
+
+def _is_repeatable(operator: Any) -> bool:
+    name = operator.name()
+    return bool(
+        name.startswith(("pd_op.", "builtin."))
+        and not name.endswith("_")
+        and name not in (*_RANDOM, *_HOLDS_STATE)
+        and not operator.num_regions()
+        and not any(operator.has_attr(mark) for mark in ("seed", "rng_name", "parameter_name"))
+    )
+
+
+def _needed_by(operator: Any) -> list[Any]:
+    """The inputs whose contents are read; of others (an addition's terms, in its gradient) only the shape is."""
+    return [source for source in _all_inputs(operator) if not operator.is_no_need_buffer(source)]
+
+
+def _all_inputs(operator: Any) -> list[Any]:
+    users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
+    return [source for user in users for source in inputs_of(user)]

@@ -1,0 +1,80 @@
+"""Planning without a cluster: a script runs up to ``minimize`` as if it were rank 0 of a job that is not there."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.job import Array, Job, refuse_unreducible
+from fleet_train.convert import fleet
+from fleet_train.errors import ConversionError
+from fleet_train.plan import CommPlan
+
+
+class _PlanIsReady(BaseException):
+    """Ends the script at its first conversion. A BaseException: a script's ``except Exception`` lets it pass."""
+
+    def __init__(self, plan: CommPlan) -> None:
+        super().__init__("plan is ready")
+        self.plan = plan
+
+
+class _ImaginedJob(Job):
+    """Rank 0 of a job whose other ranks always agree and never come."""
+
+    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
+        del name, timeout_seconds
+        return dict.fromkeys(range(self.world_size), value)
+
+    def reduce(self, values: Array, op: str) -> Array:
+        refuse_unreducible(values, op)
+        return values * self.world_size if op == "sum" else values.copy()
+
+    def agreed(self, plan: CommPlan) -> None:
+        raise _PlanIsReady(plan)
+
+
+@contextmanager
+def _imagined(cluster: Cluster) -> Iterator[None]:
+    fleet.shutdown()
+    fleet.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace()))
+    try:
+        yield
+    finally:
+        fleet.shutdown()
+        fleet.join_as(None)
+
+
+def plan_of(action: Callable[[], Any], cluster: Cluster) -> CommPlan:
+    """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent.
+
+    Raises ConversionError when ``action`` ends without having converted a program.
+    """
+    if cluster.world_size == 1:
+        raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")
+    with _imagined(cluster):
+        try:
+            action()
+        except _PlanIsReady as ready:
+            return ready.plan
+        except SystemExit as end:
+            raise ConversionError(f"the script ended (exit {end.code}) before optimizer.minimize was called") from None
+    raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
+
+
+def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster) -> CommPlan:
+    """The plan of a training script, run with these arguments up to its ``minimize``."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster)
+    finally:
+        sys.argv, sys.path[:] = before

@@ -1,0 +1,64 @@
+"""What a profile asks of the program and of the optimizer, in the words of the passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from fleet_train.convert.passes.gradient_merge import GradientMerge
+from fleet_train.convert.passes.loss_scale import LossScaling
+from fleet_train.convert.passes.pipeline import PassSettings
+from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.recompute import Recompute
+from fleet_train.errors import ProfileError
+from fleet_train.plan.compression_settings import DgcSettings, dgc_settings
+from fleet_train.profile import Profile
+
+
+def pass_settings(profile: Profile) -> PassSettings:
+    """The settings of the passes that this profile asks for."""
+    return PassSettings(
+        precision=MixedPrecision(profile.amp_level, profile.amp_dtype),
+        loss_scaling=LossScaling(profile.amp_init_loss_scaling, profile.amp_dynamic_loss_scaling),
+        merge=GradientMerge(profile.accumulate_steps),
+        recompute=Recompute(profile.recompute_segments),
+        sync_batch_norm=profile.sync_batch_norm,
+    )
+
+
+def leaves_one_process_alone(profile: Profile) -> bool:
+    """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
+    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and profile.recompute_segments < 2
+
+
+def refuse_on_this_device(profile: Profile, place: Any) -> None:
+    """Raise ProfileError for what the backend of ``place`` cannot carry."""
+    if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
+        raise ProfileError(
+            "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
+            "compression: bf16 (the same bytes, float32's range), or NCCL"
+        )
+
+
+def take_over_momentum(optimizer: Any, profile: Profile) -> tuple[Any, DgcSettings | None]:
+    """The optimizer that stands behind DGC, and DGC's settings; without DGC, the optimizer as it is and None.
+
+    DGC accumulates momentum on each rank before it selects, so SGD must be behind it. Weight decay then acts outside
+    the momentum. Raises ProfileError for optimizers other than SGD and Momentum, and for a gradient clip.
+    """
+    if profile.compression != "dgc":
+        return optimizer, None
+    kind = type(optimizer).__name__
+    if kind not in ("SGD", "Momentum"):
+        raise ProfileError(f"compression: dgc carries momentum itself and works with SGD and Momentum, not with {kind}")
+    if optimizer._grad_clip is not None:
+        raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
+    momentum = float(getattr(optimizer, "_momentum", 0.0))
+    settings = dgc_settings(profile, momentum, bool(getattr(optimizer, "_use_nesterov", False)))
+    if kind == "SGD":
+        return optimizer, settings
+    behind = paddle.optimizer.SGD(
+        optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=optimizer.regularization
+    )
+    return behind, settings

@@ -1,0 +1,103 @@
+"""Carries out a plan in a program: launch and wait operators among the backward pass, equal start state everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import (
+    HeldValues,
+    emit_begin,
+    emit_broadcast,
+    emit_launch,
+    emit_meeting,
+    emit_wait,
+    token,
+)
+from fleet_train.collectives.job import Job
+from fleet_train.convert.gradients import ReadyGradient
+from fleet_train.plan import CommPlan
+
+# Operators whose second and third operand are a running mean and variance.
+_HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
+_STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
+
+
+def insert_exchange(
+    exchange: GradientExchange,
+    plan: CommPlan,
+    ready: Sequence[ReadyGradient],
+    values: HeldValues,
+    boundary: Any = None,
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """Insert the plan's operators into the current program.
+
+    Returns (parameter, averaged gradient) pairs and the token that the last operator passes on.
+
+    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on; all
+    waits stand at the end of what there is now, before the optimizer's operators.
+    """
+    by_name = {item.parameter.name: item for item in ready}
+    operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
+    chain: Any = None
+    behind = -1
+    for bucket in plan.buckets:
+        members = [by_name[gradient.name] for gradient in bucket.gradients]
+        position = max(member.position for member in members)
+        # Two buckets can end at one operator: the second launch then stands behind the first.
+        anchor = operators[position] if position > behind else chain.get_defining_op()
+        paddle.pir.set_insertion_point_after(anchor)
+        if chain is None:
+            chain = token()
+            if exchange.averager is not None and exchange.averager.keeps_anchor:
+                chain = emit_begin(exchange, values.parameters, chain)
+        gradients = [member.value for member in members]
+        chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)
+        behind = max(behind, position)
+    paddle.pir.reset_insertion_point_to_end()
+    averaged = []
+    for bucket in plan.buckets:
+        members = [by_name[gradient.name] for gradient in bucket.gradients]
+        chain, results = emit_wait(exchange, bucket, [member.value.dtype for member in members], chain)
+        averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
+    return averaged, chain
+
+
+def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> HeldValues:
+    """What LocalSGD and the divergence sentinel look at in ``program``."""
+    statistics = {}
+    for operator in program.global_block().ops:
+        if operator.name() in _HAS_STATISTICS:
+            for source in operator.operands_source()[1:3]:
+                statistics[source.get_defining_op().id()] = source
+    return HeldValues(list(trained), list(statistics.values()), list(accumulators))
+
+
+def broadcast_start_state(job: Job, startup: Any) -> int:
+    """Make ``startup`` give every rank the start values of rank 0; returns how many values.
+
+    Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
+    Operators that an earlier call has treated are left alone.
+    """
+    block = startup.global_block()
+    stores = [operator for operator in block.ops if operator.name() in _STORES_START_VALUE and not _is_done(operator)]
+    if not stores:
+        return 0
+    paddle.pir.set_insertion_point(stores[0])
+    chain = emit_meeting(job, "startup program", token())
+    for operator in stores:
+        paddle.pir.set_insertion_point(operator)
+        name = str(operator.attrs().get("parameter_name") or operator.attrs().get("output_name"))
+        value, chain = emit_broadcast(job, name, operator.operand_source(0), chain)
+        value.persistable = True
+        operator.operand(0).set_source(value)
+    paddle.pir.reset_insertion_point_to_end()
+    return len(stores)
+
+
+def _is_done(operator: Any) -> bool:
+    source = operator.operand_source(0).get_defining_op()
+    return source is not None and "fleet_train_broadcast" in source.name()

@@ -1,0 +1,138 @@
+"""Datasets by name. A dataset turns sample indices into arrays; who reads which index is the sampler's job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_train.errors import DataError
+
+Indices = NDArray[np.int64]
+Arrays = dict[str, NDArray[Any]]
+
+
+class Dataset(Protocol):
+    """What the loader and the model need. An image folder implements `arrays` by decoding, nothing else changes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample without the batch dimension, channels first: (1, 8, 8)."""
+
+    @property
+    def num_classes(self) -> int: ...
+
+    def arrays(self, indices: Indices) -> Arrays:
+        """`features` float32 [batch, *sample_shape] and `labels` int64 [batch], in the order of `indices`."""
+
+
+@dataclass(frozen=True)
+class ArrayDataset:
+    """A dataset that fits into memory."""
+
+    name: str
+    features: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if len(self.features) != len(self.labels):
+            raise DataError(
+                f"{self.name}: {len(self.features)} samples but {len(self.labels)} labels; every sample needs one label"
+            )
+        # Static programs check dtypes exactly: float64 features would fail at the first step, far from the cause.
+        if self.features.dtype != np.float32 or self.labels.dtype != np.int64:
+            raise DataError(
+                f"{self.name}: features are {self.features.dtype} and labels {self.labels.dtype}; "
+                "pass float32 and int64 (array.astype)"
+            )
+        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
+            raise DataError(
+                f"{self.name}: labels run from {self.labels.min()} to {self.labels.max()}; "
+                f"num_classes={self.num_classes} allows 0 to {self.num_classes - 1}"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.labels)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        return tuple(self.features.shape[1:])
+
+    def arrays(self, indices: Indices) -> Arrays:
+        return {"features": self.features[indices], "labels": self.labels[indices]}
+
+
+class Splits(NamedTuple):
+    """Training samples and the samples that training never sees."""
+
+    train: Dataset
+    test: Dataset
+
+
+def digits(test_share: float = 0.2) -> Splits:
+    """scikit-learn's 1797 handwritten digits: [1, 8, 8] in 0..1, ten classes, one fixed stratified split."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            f"--data digits needs scikit-learn, which cannot be imported ({error}); "
+            "run: python -m pip install scikit-learn, or use --data synthetic"
+        ) from error
+    raw = load_digits()
+    features = (np.asarray(raw.images, dtype=np.float32) / np.float32(16.0))[:, None, :, :]
+    labels = np.asarray(raw.target, dtype=np.int64)
+    train, test = _stratified_split(labels, test_share, seed=0)
+    return Splits(
+        ArrayDataset("digits/train", features[train], labels[train], num_classes=10),
+        ArrayDataset("digits/test", features[test], labels[test], num_classes=10),
+    )
+
+
+def synthetic(
+    num_samples: int = 2048, sample_shape: tuple[int, ...] = (1, 8, 8), num_classes: int = 10, seed: int = 0
+) -> Splits:
+    """Deterministic data for measuring and tests: a random prototype per class plus noise, so that it can be learnt."""
+    generator = np.random.default_rng(seed)
+    prototypes = generator.standard_normal((num_classes, *sample_shape), dtype=np.float32)
+
+    def part(name: str, count: int) -> ArrayDataset:
+        labels = generator.integers(0, num_classes, count, dtype=np.int64)
+        noise = generator.standard_normal((count, *sample_shape), dtype=np.float32)
+        return ArrayDataset(f"synthetic/{name}", prototypes[labels] + noise, labels, num_classes)
+
+    return Splits(part("train", num_samples), part("test", max(1, num_samples // 4)))
+
+
+DATASETS: dict[str, Callable[[], Splits]] = {"digits": digits, "synthetic": synthetic}
+
+
+def load_splits(name: str) -> Splits:
+    """The named dataset's training and test part; DataError with the known names otherwise."""
+    if name not in DATASETS:
+        raise DataError(f"unknown data {name!r}; known: {', '.join(sorted(DATASETS))}")
+    return DATASETS[name]()
+
+
+def _stratified_split(labels: Indices, test_share: float, seed: int) -> tuple[Indices, Indices]:
+    """Sorted train and test indices; each class gives the same share to the test part.
+
+    Own arithmetic instead of scikit-learn's splitter: the split must stay the same when scikit-learn is updated.
+    """
+    generator = np.random.default_rng(seed)
+    test: list[Indices] = []
+    for label in np.unique(labels):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        test.append(members[: round(len(members) * test_share)])
+    chosen = np.sort(np.concatenate(test))
+    return np.setdiff1d(np.arange(len(labels), dtype=np.int64), chosen), chosen

@@ -1,0 +1,81 @@
+"""Prepare the next items in a thread while the current one is being used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class _End:
+    """The last thing in the queue: the source is exhausted, or failed with `error`."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class Prefetcher(Generic[Item]):
+    """Iterate over `source` with up to `depth` items ready in advance; order and exceptions stay as they were.
+
+    Use it in a `with` statement, or call `close`: a loop that stops early must not leave a thread behind.
+    """
+
+    def __init__(self, source: Iterable[Item], depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth}; at least 1 item must be prepared in advance")
+        self._queue: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
+        self._closing = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(target=self._fill, args=(source,), name="fleet_train-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._finished:
+            raise StopIteration
+        item = self._queue.get()
+        if not isinstance(item, _End):
+            return item
+        self.close()
+        if item.error is not None:
+            raise item.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; what was prepared is dropped. May be called twice."""
+        self._finished = True
+        self._closing.set()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher[Item]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fill(self, source: Iterable[Item]) -> None:
+        try:
+            for item in source:
+                if not self._put(item):
+                    return
+            self._put(_End())
+        except BaseException as error:
+            self._put(_End(error))
+
+    def _put(self, item: Item | _End) -> bool:
+        """False when the consumer has gone: a plain put() would wait for ever on a full queue."""
+        while not self._closing.is_set():
+            try:
+                self._queue.put(item, timeout=0.05)
+                return True
+            except queue.Full:
+                continue
+        return False

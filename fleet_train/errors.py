@@ -1,0 +1,77 @@
+"""Every error that fleet_train raises on purpose, and the exit code of each.
+
+FleetTrainError                  1  something of ours, not more specific
+├── PaddleUnusable               3  Paddle is missing, too old, or switched to the old IR
+├── ProfileError                 4  a profile or strategy asks for something that cannot be done
+├── ClusterError                 5  the launch flags or the environment describe no usable cluster
+│   └── JoinTimeout              6  ranks did not come within the bound
+├── ConversionError              7  the program cannot be converted as asked
+├── ScheduleMismatch             8  ranks disagree on what will be communicated
+├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
+├── DataError                   10  the training data cannot be used as asked
+└── WorkerFailed                11  another rank failed, left, or did not answer in time
+
+Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
+"""
+
+from __future__ import annotations
+
+
+class FleetTrainError(Exception):
+    """Base class: a message that says what was given, the rule, and the fix."""
+
+    exit_code = 1
+
+
+class PaddleUnusable(FleetTrainError):
+    """The installed Paddle cannot run static PIR programs with host operators."""
+
+    exit_code = 3
+
+
+class ProfileError(FleetTrainError):
+    """A profile or a strategy object asks for something unknown, contradictory or refused."""
+
+    exit_code = 4
+
+
+class ClusterError(FleetTrainError):
+    """The launch flags or the environment do not describe a usable cluster."""
+
+    exit_code = 5
+
+
+class JoinTimeout(ClusterError):
+    """Some ranks did not come within the bound; the message lists them with their hosts."""
+
+    exit_code = 6
+
+
+class ConversionError(FleetTrainError):
+    """The program, the optimizer, or the order of calls does not allow the conversion."""
+
+    exit_code = 7
+
+
+class ScheduleMismatch(FleetTrainError):
+    """Ranks disagree on world size, versions, profile or communication plan."""
+
+    exit_code = 8
+
+
+class CheckpointError(FleetTrainError):
+    """Saved state is missing, cut off, altered, or belongs to another model."""
+
+    exit_code = 9
+
+
+class DataError(FleetTrainError):
+    """The training data cannot be read or sharded as asked."""
+
+    exit_code = 10
+
+
+class WorkerFailed(FleetTrainError):
+    """Another rank failed, left early, or did not answer in time; the message names it."""
+
+    exit_code = 11

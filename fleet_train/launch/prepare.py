@@ -1,0 +1,170 @@
+"""Checks everything that can be checked before a process starts, and puts the launch together. Starts nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fleet_train
+from fleet_train.errors import ClusterError, PaddleUnusable
+from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
+from fleet_train.launch.machine import Machine, look_around
+from fleet_train.launch.meeting import Facts, check_told
+from fleet_train.launch.node import Node, check_ports, place
+from fleet_train.launch.report import counted
+from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.stock import stock_command
+
+if TYPE_CHECKING:
+    from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A checked launch: everything that ``run`` carries out and ``--dry-run`` prints."""
+
+    node: Node
+    program: tuple[str, ...]
+    is_module: bool
+    log_dir: Path
+    join_timeout_seconds: float
+    strategy: str | None
+    environment: LaunchEnvironment
+    facts: Facts
+
+    def command(self, token: str, private: Path) -> list[str]:
+        return stock_command(
+            self.node, self.program, is_module=self.is_module, log_dir=self.log_dir, token=token, private=private
+        )
+
+    def summary(self) -> str:
+        node = self.node
+        nodes = counted(len(node.addresses), "node")
+        on = f"devices {','.join(node.devices)}" if node.devices else "CPU"
+        ranks = counted(node.world_size, "rank")
+        return (
+            f"{nodes} x {node.processes} = {ranks}; this is {node.describe()}, {on}, interface "
+            f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}; logs in {self.log_dir}"
+        )
+
+    def dry_run(self) -> str:
+        command = shlex.join(self.command("<token>", Path("<private folder>")))
+        ours = [f"  {name}={value}" for name, value in sorted(self.environment.shown().items())]
+        lines = [self.summary(), f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}"]
+        lines += ["set for the ranks:", *ours]
+        if self.environment.removed:
+            lines.append(f"taken out of the environment: {', '.join(sorted(self.environment.removed))}")
+        return "\n".join([*lines, "would start:", f"  {command}"])
+
+
+def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
+    """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+    machine = look_around(environ)
+    check_program(request)
+    strategy, profile = load_strategy(request.strategy)
+    node = place(request, machine)
+    check_ports(node)
+    check_log_dir(request.log_dir)
+    check_paddle(machine, profile)
+    wanted = Wanted(
+        profile.worker_environment() if profile else {}, strategy, request.join_timeout_seconds, import_path_for_ranks()
+    )
+    return Launch(
+        node=node,
+        program=request.command,
+        is_module=request.is_module,
+        log_dir=request.log_dir.absolute(),
+        join_timeout_seconds=request.join_timeout_seconds,
+        strategy=strategy,
+        environment=build_environment(node, machine, wanted, environ),
+        facts=facts_of(node, machine, profile, request),
+    )
+
+
+def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
+    """What must be equal on every node, under the names that the difference is reported with."""
+    return check_told(
+        {
+            "the node list": ",".join(node.addresses),
+            "the number of processes per node": node.processes,
+            "--started_port": node.started_port,
+            "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
+            if profile and request.strategy
+            else "none",
+            "the kind of device": "GPU" if node.devices else "CPU",
+            "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
+            "the fleet_train version": machine.versions["fleet_train"],
+            "the Paddle version": machine.versions["paddle"],
+        }
+    )
+
+
+def check_program(request: LaunchRequest) -> None:
+    name = request.command[0]
+    if request.is_module:
+        if PathFinder.find_spec(name.split(".")[0], [str(Path.cwd()), *sys.path]) is None:
+            raise ClusterError(f"-m {name}: there is no such module on Python's path or in {Path.cwd()}")
+        return
+    path = Path(name)
+    if path.is_dir():
+        raise ClusterError(f"{name} is a folder; give the Python script that every rank runs")
+    if not path.is_file():
+        neighbours = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, neighbours, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"the working directory is {Path.cwd()}"
+        raise ClusterError(f"the training script {name} does not exist; {hint}")
+
+
+def check_log_dir(log_dir: Path) -> None:
+    nearest = next(folder for folder in [log_dir.absolute(), *log_dir.absolute().parents] if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a folder that can be written to; choose another")
+
+
+def load_strategy(asked: str | None) -> tuple[str | None, Profile | None]:
+    """(profile name or absolute path, profile): ranks may run in another working directory than ours."""
+    if asked is None:
+        return None, None
+    from fleet_train.profile import load_profile, profile_names  # pydantic: only when a profile was asked for
+
+    profile = load_profile(asked)
+    return (asked if asked in profile_names() else str(Path(asked).absolute())), profile
+
+
+def check_paddle(machine: Machine, profile: Profile | None) -> None:
+    if machine.versions["paddle"] == "not installed":
+        raise PaddleUnusable(
+            f"Paddle is not installed for {sys.executable}; install it with: pip install paddlepaddle==3.3.1 (CPU), "
+            "or see requirements-gpu.txt"
+        )
+    if profile is not None and any(name.startswith("FLAGS_") for name in profile.environment):
+        from fleet_train.profile import check_flags
+
+        check_flags(profile, known_paddle_flags())
+
+
+def known_paddle_flags() -> frozenset[str]:
+    """Every FLAGS_* name of the installed Paddle. Takes seconds: a process of its own imports Paddle."""
+    code = "import paddle; print(' '.join(paddle.base.core.globals().keys()))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    names = frozenset(name for name in asked.stdout.split() if name.startswith("FLAGS_"))
+    if asked.returncode != 0 or not names:
+        last = asked.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise PaddleUnusable(f"the installed Paddle cannot be imported to ask for its flags: {last[0]}")
+    return names
+
+
+def import_path_for_ranks() -> Path | None:
+    """Where ranks find fleet_train when it runs from a checkout that is not installed; None when it is installed."""
+    home = Path(fleet_train.__file__).resolve().parent.parent
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    return None if home in installed else home

@@ -1,0 +1,183 @@
+"""What the stock launcher runs as every rank: it runs the user's script as its child, and writes down how it ended.
+
+    worker.py LOG_DIR TOKEN '["train.py", "--epochs", "3"]'
+
+The stock launcher knows neither when nor why a rank ended, and a rank whose launcher is killed lives on.
+Standard library only, and no import of fleet_train: this runs once per rank before the user's first line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+# The stock launcher kills without a word about 3.6 s after its SIGTERM: end before, so that the end is written down.
+GRACE_SECONDS = 3.0
+# A signal for the whole group reaches the child and us in any order.
+_SIGNAL_RACE_SECONDS = 0.05
+PRIVATE_PREFIX = "fleet_train-launch-"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def record_name(local_rank: int) -> str:
+    return f"workerend.{local_rank}.json"
+
+
+def log_name(local_rank: int) -> str:
+    return f"workerlog.{local_rank}"
+
+
+def launcher_pid(token: str) -> int:
+    """A token is ``<pid of our launcher>-<random>``: records of another job are told apart by it."""
+    return int(token.split("-")[0])
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask the kernel for this signal when the parent's thread that forked us ends, however it ends (Linux only)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+
+
+class RankProcess:
+    """The user's script as a child in a process group of its own."""
+
+    def __init__(self, command: list[str], log_path: str, environ: dict[str, str]) -> None:
+        self.command = command
+        self.log_path = log_path
+        self.environ = environ
+        self.asked_to_stop = 0  # the first signal that we were given
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
+        us = os.getpid()
+
+        def in_child() -> None:
+            os.setpgid(0, 0)
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != us:
+                os._exit(1)
+
+        with open(self.log_path, "wb") as log:
+            self.child = subprocess.Popen(
+                self.command,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=in_child,
+            )
+        if self.asked_to_stop:  # came while the child was being made
+            self._forward(self.asked_to_stop)
+
+    def wait(self) -> int:
+        """The child's end as subprocess gives it (negative: the signal); nothing of a failed rank is left behind."""
+        assert self.child is not None
+        status = self.child.wait()
+        signal.alarm(0)
+        if status and not self.asked_to_stop:
+            time.sleep(_SIGNAL_RACE_SECONDS)
+        if status or self.asked_to_stop:
+            self._signal_group(signal.SIGKILL)
+        return status
+
+    def _on_stop(self, number: int, _: FrameType | None) -> None:
+        # Only the first one is passed on: the stock launcher repeats itself, and a script may be saving its state.
+        if not self.asked_to_stop:
+            self.asked_to_stop = number
+            self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        if self.child is not None:
+            self.child.send_signal(number)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
+
+    def _on_grace_over(self, _: int, __: FrameType | None) -> None:
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> None:
+        assert self.child is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.child.pid, number)
+
+
+def write_record(path: str, record: dict[str, Any]) -> None:
+    temporary = f"{path}.tmp"
+    with open(temporary, "w") as file:
+        json.dump(record, file)
+    os.replace(temporary, path)
+
+
+def remove_abandoned(private: str) -> None:
+    """When our launcher was killed nobody else removes its private folder (links to /dev/null, empty logs)."""
+    if not os.path.basename(private).startswith(PRIVATE_PREFIX) or not os.path.isdir(private):
+        return
+    for entry in list(os.scandir(private)):
+        with contextlib.suppress(OSError):  # the wrappers of all ranks may be at it
+            os.unlink(entry.path)
+    with contextlib.suppress(OSError):
+        os.rmdir(private)
+
+
+def end_as(status: int) -> None:
+    """Exit as the child did; a signal is repeated on ourselves, without a second core file."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def main(log_dir: str, token: str, program: str) -> None:
+    die_with_parent(signal.SIGTERM)
+    parent = os.getppid()
+    if parent in (1, launcher_pid(token)):
+        return  # the stock launcher died before the line above
+    local_rank = int(os.environ["PADDLE_LOCAL_RANK"])
+    private = os.environ.get("PADDLE_LOG_DIR", "")
+    environ = dict(os.environ, PADDLE_LOG_DIR=log_dir)
+    environ.pop("PADDLE_BACKUP_ENV_PATH", None)  # it leads to /dev/null, see stock.py
+    os.makedirs(log_dir, exist_ok=True)
+    path = os.path.join(log_dir, record_name(local_rank))
+    record: dict[str, Any] = {
+        "token": token,
+        "rank": int(os.environ["PADDLE_TRAINER_ID"]),
+        "endpoint": os.environ["PADDLE_CURRENT_ENDPOINT"],
+        "wrapper_pid": os.getpid(),
+    }
+    command = [sys.executable, "-u", *json.loads(program)]
+    rank = RankProcess(command, os.path.join(log_dir, log_name(local_rank)), environ)
+    began = time.monotonic()
+    rank.start()
+    assert rank.child is not None
+    record |= {"pid": rank.child.pid, "began_monotonic": began}
+    write_record(path, record)
+    status = rank.wait()
+    ended = time.monotonic()
+    record |= {
+        "ended_monotonic": ended,
+        "wall_seconds": round(ended - began, 3),
+        "exit_code": status if status >= 0 else None,
+        "signal": -status if status < 0 else None,
+        "asked_to_stop": rank.asked_to_stop or None,
+    }
+    write_record(path, record)
+    if os.getppid() != parent:
+        remove_abandoned(private)
+    end_as(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

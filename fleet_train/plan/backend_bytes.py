@@ -1,0 +1,163 @@
+"""What a collective really sends over the wires on Gloo, edge by edge: pure arithmetic.
+
+Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc as Paddle 3.3.1 carries them, and a count of the
+bytes that each socket sent, for 2, 3 and 4 ranks on interfaces of their own. Payload and message numbers below equal
+the counted ones, retransmissions aside (docs/planning.md has the table). NCCL's rings send the same for an allreduce;
+its reduce and broadcast are chains, with other figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+SEGMENT_BYTES = 2**20
+"""Gloo's largest piece of a chunk."""
+SENDER_BYTES_PER_MESSAGE = 96
+"""Gloo's announcement and header, 48 bytes each, from the sender."""
+RECEIVER_BYTES_PER_MESSAGE = 48
+"""Gloo's "ready" of the receiver, against the direction of the payload."""
+FRAME_OVERHEAD = 66 / 1448
+"""Ethernet, IP and TCP headers per payload byte at an MTU of 1500; an interface with segmentation offload counts less.
+The wire itself adds 24 bytes per frame (preamble, checksum, gap)."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends to one other in a collective: payload bytes, and the messages that they are cut into."""
+
+    nbytes: float
+    messages: float
+
+    def plus(self, other: Flow, times: float = 1.0) -> Flow:
+        return Flow(self.nbytes + times * other.nbytes, self.messages + times * other.messages)
+
+
+Edge = tuple[int, int]
+"""Sending and receiving rank."""
+
+
+def flows(kind: str, ranks: Sequence[int], nbytes: int, item_bytes: int = 4) -> dict[Edge, Flow]:
+    """Every edge of one collective over ``ranks``, whose root, where there is one, is the first.
+
+    ``kind``: allreduce, reduce, broadcast, allgather. ``nbytes``: the buffer of one rank (allgather: its contribution).
+    """
+    if len(ranks) < 2 or nbytes == 0:
+        return {}
+    by_position = _FLOWS[kind](len(ranks), nbytes, item_bytes)
+    return {(ranks[sender], ranks[receiver]): flow for (sender, receiver), flow in by_position.items()}
+
+
+def rounds(kind: str, size: int) -> int:
+    """How many messages follow one after the other in a collective of ``size`` ranks, each paying the latency."""
+    if size < 2:
+        return 0
+    depth = (size - 1).bit_length()
+    return {"allreduce": 2 * (size - 1), "reduce": size, "broadcast": depth, "allgather": size - 1}[kind]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The ring's cut of a buffer: a chunk per rank, of at least two segments, the last ones shorter or empty."""
+
+    size: int
+    nbytes: int
+    segment_bytes: int
+    segments_per_rank: int
+
+    @classmethod
+    def even(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+        """The allreduce's cut: as many segments as the largest allows, then all of one length."""
+        number = _round_up(max(_divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
+        return cls(size, nbytes, _round_up(_divide_up(nbytes, number), item_bytes), number // size)
+
+    @classmethod
+    def uneven(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+        """The reduce's cut: segments as large as they may be, so that the last chunk can be far shorter."""
+        largest = SEGMENT_BYTES // item_bytes * item_bytes
+        segment = _round_up(min(_divide_up(nbytes, 2 * size), largest), item_bytes)
+        number = _round_up(max(_divide_up(nbytes, segment), 2 * size), size)
+        return cls(size, nbytes, segment, number // size)
+
+    def chunk(self, position: int) -> Flow:
+        """The chunk of a position, segment by segment."""
+        whole = self.segment_bytes * self.segments_per_rank
+        length = max(0, min(whole, self.nbytes - position % self.size * whole))
+        return Flow(length, _divide_up(length, self.segment_bytes))
+
+    def segment(self, index: int) -> Flow:
+        length = self.nbytes - index % (self.size * self.segments_per_rank) * self.segment_bytes
+        length = max(0, min(self.segment_bytes, length))
+        return Flow(length, 1 if length else 0)
+
+
+@lru_cache(maxsize=4096)
+def _allreduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """Reduce-scatter, then allgather, to the left neighbour: all chunks twice but two. About 2 (N - 1) / N each."""
+    chunks = _Chunks.even(size, nbytes, item_bytes)
+    parts = [chunks.chunk(position) for position in range(size)]
+    everything = Flow(0, 0)
+    for part in parts:
+        everything = everything.plus(part, 2)
+    return {
+        (position, (position - 1) % size): everything.plus(parts[position], -1).plus(parts[position - 1], -1)
+        for position in range(size)
+    }
+
+
+@lru_cache(maxsize=4096)
+def _reduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """Reduce-scatter around the ring, then every rank's chunk straight to the root: 1 each, the root (N - 1) / N.
+
+    From 2 N MB on more: the ring leaves out its last two segments, not its last chunk, so that most of the last chunk
+    travels on without need (16 MB on 2 ranks: 1.375 and 0.875 instead of 1 and 0.5).
+    """
+    chunks = _Chunks.uneven(size, nbytes, item_bytes)
+    result: dict[Edge, Flow] = {}
+    for position in range(size):
+        sent = Flow(0, 0)
+        for index in range(size * chunks.segments_per_rank - 2):
+            sent = sent.plus(chunks.segment((position + 1) * chunks.segments_per_rank + index))
+        _add(result, position, (position - 1) % size, sent)
+        own = chunks.chunk(position)
+        if position and own.nbytes:
+            _add(result, position, 0, Flow(own.nbytes, 1))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """A binomial tree of whole messages: the root sends to log2(N) ranks, those pass it on."""
+    del item_bytes
+    edges = (
+        (sender, sender | 1 << bit)
+        for bit in range((size - 1).bit_length())
+        for sender in range(1 << bit)
+        if sender | 1 << bit < size
+    )
+    return dict.fromkeys(edges, Flow(nbytes, 1))
+
+
+@lru_cache(maxsize=4096)
+def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """A ring to the right neighbour, each contribution in two segments."""
+    del item_bytes
+    flow = Flow((size - 1) * nbytes, 2 * (size - 1))
+    return {(position, (position + 1) % size): flow for position in range(size)}
+
+
+_FLOWS = {"allreduce": _allreduce, "reduce": _reduce, "broadcast": _broadcast, "allgather": _allgather}
+
+
+def _add(result: dict[Edge, Flow], sender: int, receiver: int, flow: Flow) -> None:
+    if flow.nbytes:
+        result[sender, receiver] = result.get((sender, receiver), Flow(0, 0)).plus(flow)
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return _divide_up(number, multiple) * multiple

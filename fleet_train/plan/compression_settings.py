@@ -1,0 +1,194 @@
+"""What gradient compression is asked to do, and how many bytes are left of a bucket. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleet_train.plan.plan import ITEM_BYTES, Bucket, Gradient, Sent
+from fleet_train.profile import Profile
+
+Array = np.ndarray[Any, Any]
+
+FLOAT_BYTES = 4
+# A float32 value and its int32 place.
+SPARSE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PowerSgdSettings:
+    """Low-rank compression. Source: Vogels, Karimireddy, Jaggi, "PowerSGD", 2019."""
+
+    # Columns of both factors. Higher = more bytes, closer to the gradient.
+    rank: int = 1
+    # Steps with whole gradients before compression starts.
+    start_step: int = 0
+    # A matrix is compressed when its factors are at least this many times smaller than itself. 0 = always.
+    min_compression: float = 2.0
+    # Start each power iteration from the last step's factor; without it from a new random one.
+    warm_start: bool = True
+    # Add to each gradient what compression has left out of the earlier ones.
+    error_feedback: bool = True
+    # Of the first random factors; must be equal on every rank.
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DgcSettings:
+    """Top-k compression. Source: Lin et al., "Deep Gradient Compression", 2018; names are Fleet's."""
+
+    # The optimizer's momentum, applied here before the selection. The optimizer behind must have none.
+    momentum: float = 0.9
+    use_nesterov: bool = False
+    # Steps with whole gradients before compression starts.
+    rampup_begin_step: int = 0
+    # Steps over which the sparsities are spread evenly; the last one holds from then on.
+    rampup_step: int = 1
+    # Shares of each gradient that are not sent.
+    sparsity: tuple[float, ...] = (0.999,)
+    # Bound of the L2 norm of one gradient's average: each rank clips its own at this / sqrt(ranks). None = no clip.
+    local_grad_clip_norm: float | None = None
+    # Gradients with fewer elements are sent whole (Fleet's bound).
+    min_elements: int = 16384
+    # Forget the velocity of what was sent, so that stale momentum does not carry it further.
+    momentum_factor_masking: bool = True
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A gradient that is sent as two factors: [rows, rank] and [rank, columns]."""
+
+    position: int  # in its bucket
+    name: str
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.rows, self.columns, self.rank
+
+
+def matrix_of(position: int, gradient: Gradient, settings: PowerSgdSettings) -> Matrix | None:
+    """The gradient as a matrix [shape[0], rest], or None when factors of the asked rank would not pay."""
+    if len(gradient.shape) < 2 or gradient.elements == 0:
+        return None
+    rows, columns = gradient.shape[0], math.prod(gradient.shape[1:])
+    rank = min(settings.rank, rows, columns)
+    if (rows + columns) * rank * settings.min_compression >= rows * columns:
+        return None
+    return Matrix(position, gradient.name, rows, columns, rank)
+
+
+def low_rank_families(bucket: Bucket, settings: PowerSgdSettings) -> tuple[list[list[Matrix]], list[int]]:
+    """Matrices of equal shape together (in order of first appearance), and the positions of what goes uncompressed."""
+    families: dict[tuple[int, int, int], list[Matrix]] = {}
+    whole: list[int] = []
+    for position, gradient in enumerate(bucket.gradients):
+        matrix = matrix_of(position, gradient, settings)
+        if matrix is None:
+            whole.append(position)
+        else:
+            families.setdefault(matrix.shape, []).append(matrix)
+    return list(families.values()), whole
+
+
+def powersgd_reduced_elements(bucket: Bucket, settings: PowerSgdSettings) -> list[int]:
+    """float32 elements of each allreduce of a compressed step: left factors with the uncompressed, right factors."""
+    families, whole = low_rank_families(bucket, settings)
+    matrices = [matrix for family in families for matrix in family]
+    left = sum(matrix.rows * matrix.rank for matrix in matrices)
+    left += sum(bucket.gradients[position].elements for position in whole)
+    return [left, sum(matrix.columns * matrix.rank for matrix in matrices)] if matrices else [left]
+
+
+def random_factor(seed: int, name: str, shape: tuple[int, ...], step: int = 0) -> Array:
+    """Standard normal float32 numbers of ``shape``: the same for the same arguments on every rank and machine."""
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode()), step])
+    return generator.standard_normal(shape, dtype=np.float32)
+
+
+def is_sparse(gradient: Gradient, settings: DgcSettings) -> bool:
+    """Whether DGC selects from this gradient, rather than sending it whole."""
+    return gradient.elements >= max(1, settings.min_elements)
+
+
+def sparsity_at(step: int, settings: DgcSettings) -> float | None:
+    """The share that is not sent in ``step`` (the first is 0); None while gradients go whole.
+
+    Source: Paddle's dgc operator (``get_period_sparcity``).
+    """
+    since = step - settings.rampup_begin_step
+    if since < 0:
+        return None
+    index = since * len(settings.sparsity) // settings.rampup_step
+    return settings.sparsity[min(index, len(settings.sparsity) - 1)]
+
+
+def kept_elements(elements: int, sparsity: float) -> int:
+    """How many of a gradient's elements are sent: at least one."""
+    # Rounded first: 1000 * (1 - 0.999) is 1.0000000000000009 or 0.9999999999999998, by the order of operations.
+    return max(1, min(elements, int(round(elements * (1.0 - sparsity), 6))))
+
+
+def dgc_kept_elements(bucket: Bucket, settings: DgcSettings, step: int) -> tuple[int, int]:
+    """(elements selected by each rank, elements sent whole) of a bucket in ``step``."""
+    sparsity = sparsity_at(step, settings)
+    if sparsity is None:
+        return 0, bucket.elements
+    sparse = [gradient.elements for gradient in bucket.gradients if is_sparse(gradient, settings)]
+    return sum(kept_elements(elements, sparsity) for elements in sparse), bucket.elements - sum(sparse)
+
+
+def powersgd_sent_bytes(bucket: Bucket, settings: PowerSgdSettings, world_size: int) -> float:
+    """Bytes that each rank sends for a bucket in a compressed step: 2 (N - 1) / N of the factors (ring allreduce)."""
+    return 2 * (world_size - 1) / world_size * FLOAT_BYTES * sum(powersgd_reduced_elements(bucket, settings))
+
+
+def dgc_sent_bytes(bucket: Bucket, settings: DgcSettings, world_size: int, step: int) -> float:
+    """Bytes that each rank sends for a bucket in ``step``: (N - 1) of its selections, a ring allreduce of the rest."""
+    selected, whole = dgc_kept_elements(bucket, settings, step)
+    return (world_size - 1) * SPARSE_BYTES * selected + 2 * (world_size - 1) / world_size * FLOAT_BYTES * whole
+
+
+_RAMP_UP = (0.75, 0.9375, 0.984375, 0.996)
+
+
+def powersgd_settings(profile: Profile) -> PowerSgdSettings:
+    """What the profile asks of PowerSGD."""
+    return PowerSgdSettings(profile.powersgd_rank, profile.powersgd_start_step, profile.powersgd_min_compression)
+
+
+def dgc_settings(profile: Profile, momentum: float = 0.0, use_nesterov: bool = False) -> DgcSettings:
+    """What the profile asks of DGC, with the momentum that it takes over from the optimizer."""
+    stages = tuple(stage for stage in _RAMP_UP if stage < profile.dgc_sparsity) if profile.dgc_rampup_steps > 1 else ()
+    return DgcSettings(
+        momentum=momentum,
+        use_nesterov=use_nesterov,
+        rampup_begin_step=profile.dgc_rampup_begin_step,
+        rampup_step=profile.dgc_rampup_steps,
+        sparsity=(*stages, profile.dgc_sparsity),
+    )
+
+
+def sent_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> tuple[Sent, ...]:
+    """What a bucket sends in a step, by its method of compression, at full strength."""
+    if bucket.compression == "powersgd":
+        elements = powersgd_reduced_elements(bucket, powersgd_settings(profile))
+        return tuple(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
+    if bucket.compression == "dgc":
+        settings = dgc_settings(profile)
+        step = settings.rampup_begin_step + settings.rampup_step
+        selected, whole = dgc_kept_elements(bucket, settings, step)
+        sparse = (Sent("allgather", SPARSE_BYTES * selected, SPARSE_BYTES),) if selected else ()
+        return sparse + ((Sent("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES),) if whole else ())
+    item = ITEM_BYTES[bucket.dtype]
+    if bucket.compression == "none":
+        return (Sent("allreduce", bucket.nbytes, item),)
+    if hierarchical:
+        return (Sent("allreduce", bucket.nbytes, item, between_item_bytes=2),)
+    return (Sent("allreduce", 2 * bucket.elements, 2),)

@@ -1,0 +1,72 @@
+"""When LocalSGD averages: pure arithmetic, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fleet_train.profile import Profile
+
+
+@dataclass
+class LocalSgdSchedule:
+    """Counts local steps and says when a period ends. Steps count from 1.
+
+    Schedules: constant; doubling 1, 2, 4 .. ``steps``; adaptive (AdaComm, Wang and Joshi 2018).
+    """
+
+    warm_steps: int
+    steps: int
+    kind: str = "constant"
+    max_steps: int = 64
+    period: int = 0
+    local_steps: int = 0
+    first_rate: float = 0.0
+    first_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.period == 0:
+            self.period = 1 if self.kind == "doubling" else self.steps
+
+    @classmethod
+    def of(cls, profile: Profile) -> LocalSgdSchedule:
+        return cls(
+            profile.local_sgd_is_warm_steps,
+            profile.local_sgd_steps,
+            profile.local_sgd_schedule,
+            profile.local_sgd_max_steps,
+        )
+
+    def is_synchronous(self, step: int) -> bool:
+        """Whether gradients are averaged in this step."""
+        return step <= self.warm_steps
+
+    def count(self) -> bool:
+        """Count one local step; True when the period ends with it."""
+        self.local_steps += 1
+        return self.local_steps >= self.period
+
+    def begin_period(self, rate: float = 0.0, loss: float = 0.0) -> None:
+        """Start the next period. ``rate`` and the ranks' mean ``loss`` are read by the adaptive schedule only."""
+        self.local_steps = 0
+        if self.kind == "doubling":
+            self.period = min(2 * self.period, self.steps)
+        elif self.kind == "adaptive":
+            self.period = self._adapted(rate, loss)
+
+    def _adapted(self, rate: float, loss: float) -> int:
+        if self.first_rate <= 0.0:
+            self.first_rate, self.first_loss = rate, max(loss, 1e-12)
+        if not (rate > 0.0 and math.isfinite(loss)):
+            return self.period
+        growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
+        return max(1, min(self.max_steps, math.ceil(growth * self.steps)))
+
+    def numbers(self) -> list[float]:
+        """What a resumed run needs."""
+        return [float(self.period), float(self.local_steps), self.first_rate, self.first_loss]
+
+    def take(self, numbers: list[float]) -> None:
+        """Go on from what ``numbers`` gave."""
+        self.period, self.local_steps = int(numbers[0]), int(numbers[1])
+        self.first_rate, self.first_loss = numbers[2], numbers[3]

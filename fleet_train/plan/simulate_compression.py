@@ -1,0 +1,196 @@
+"""Gradient compression executed in numpy for N ranks in one process: what the real methods are tested against.
+
+Written from the papers, tensor by tensor and in float64 where the real ones batch float32: a shared slip is unlikely.
+Gradients come as ``gradients[rank][position]``, float arrays of the bucket's shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fleet_train.plan.compression_settings import (
+    Array,
+    DgcSettings,
+    Matrix,
+    PowerSgdSettings,
+    is_sparse,
+    kept_elements,
+    low_rank_families,
+    random_factor,
+    sparsity_at,
+)
+from fleet_train.plan.plan import Bucket
+
+Gradients = Sequence[Sequence[Array]]
+
+
+class PowerSgdSimulation:
+    """PowerSGD of one bucket. Source: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2.
+
+    Left factors whose columns depend on each other keep a zero column here, where a QR decomposition puts any other
+    direction: the sum is the same, the next start is not.
+    """
+
+    def __init__(self, bucket: Bucket, world_size: int, settings: PowerSgdSettings) -> None:
+        families, self._whole = low_rank_families(bucket, settings)
+        self._matrices = [matrix for family in families for matrix in family]
+        self._settings = settings
+        self._step = 0
+        self.errors: list[dict[str, Array]] = [
+            {m.name: np.zeros((m.rows, m.columns)) for m in self._matrices} for _ in range(world_size)
+        ]
+        self._rights: dict[str, Array] = {}
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """What every rank gets, in the bucket's order and shapes, float64."""
+        self._step += 1
+        results = mean(gradients)
+        if self._step <= self._settings.start_step:
+            return results
+        for matrix in self._matrices:
+            shape = results[matrix.position].shape
+            local = [rank[matrix.position].reshape(matrix.rows, matrix.columns) for rank in gradients]
+            results[matrix.position] = self._compress(matrix, local).reshape(shape)
+        return results
+
+    def _compress(self, matrix: Matrix, local: list[Array]) -> Array:
+        corrected = [values + errors[matrix.name] for values, errors in zip(local, self.errors, strict=True)]
+        joint = average(corrected)
+        left = orthonormal(joint @ self._start(matrix))
+        self._rights[matrix.name] = joint.T @ left
+        result: Array = left @ self._rights[matrix.name].T
+        if self._settings.error_feedback:
+            for errors, values in zip(self.errors, corrected, strict=True):
+                errors[matrix.name] = values - result
+        return result
+
+    def _start(self, matrix: Matrix) -> Array:
+        shape = (matrix.rank, matrix.columns)
+        step = 0 if self._settings.warm_start else self._step
+        start: Array = random_factor(self._settings.seed, matrix.name, shape, step).T
+        if self._settings.warm_start and matrix.name in self._rights:
+            right = self._rights[matrix.name]
+            start = np.where(np.abs(right).max(axis=0, keepdims=True) > 0, right, start)
+        return start
+
+
+def orthonormal(columns: Array) -> Array:
+    """Gram-Schmidt, twice; columns that add nothing become zero. [rows, rank] float64."""
+    result = np.zeros(columns.shape)
+    for j in range(columns.shape[1]):
+        rest = columns[:, j].astype(np.float64)
+        length = np.linalg.norm(rest)
+        for _ in range(2):
+            rest = rest - result[:, :j] @ (result[:, :j].T @ rest)
+        if np.linalg.norm(rest) > 1e-6 * length:
+            result[:, j] = rest / np.linalg.norm(rest)
+    return result
+
+
+class DgcSimulation:
+    """DGC of one bucket. Source: Lin et al. 2018, algorithms 1 to 4, with one selection per gradient."""
+
+    def __init__(self, bucket: Bucket, world_size: int, settings: DgcSettings) -> None:
+        self._gradients = bucket.gradients
+        self._settings = settings
+        self._world_size = world_size
+        self._step = 0
+        shapes = [gradient.shape for gradient in bucket.gradients]
+        self.velocities: list[list[Array]] = [[np.zeros(shape) for shape in shapes] for _ in range(world_size)]
+        self.pending: list[list[Array]] = [[np.zeros(shape) for shape in shapes] for _ in range(world_size)]
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """The update that every rank gets, momentum included, in the bucket's order and shapes, float64."""
+        sparsity = sparsity_at(self._step, self._settings)
+        self._step += 1
+        return [
+            self._select(position, [rank[position] for rank in gradients], sparsity)
+            if sparsity is not None and is_sparse(gradient, self._settings)
+            else self._whole(position, [rank[position] for rank in gradients])
+            for position, gradient in enumerate(self._gradients)
+        ]
+
+    def _whole(self, position: int, local: list[Array]) -> Array:
+        updates = [self._accelerate(rank, position, average(local)) for rank in range(self._world_size)]
+        return updates[0]
+
+    def _select(self, position: int, local: list[Array], sparsity: float) -> Array:
+        total = np.zeros(local[0].shape)
+        for rank, values in enumerate(local):
+            pending = self.pending[rank][position]
+            pending += self._accelerate(rank, position, self._clipped(values))
+            kept = kept_elements(pending.size, sparsity)
+            places = np.argsort(-np.abs(pending), axis=None, kind="stable")[:kept]
+            total.flat[places] += pending.flat[places]
+            pending.flat[places] = 0
+            if self._settings.momentum_factor_masking:
+                self.velocities[rank][position].flat[places] = 0
+        return total / self._world_size
+
+    def _accelerate(self, rank: int, position: int, values: Array) -> Array:
+        momentum = self._settings.momentum
+        velocity = self.velocities[rank][position]
+        velocity *= momentum
+        velocity += values
+        return np.asarray(values + momentum * velocity) if self._settings.use_nesterov else velocity.copy()
+
+    def _clipped(self, values: Array) -> Array:
+        if self._settings.local_grad_clip_norm is None:
+            return values
+        bound = self._settings.local_grad_clip_norm / np.sqrt(self._world_size)
+        norm = max(float(np.linalg.norm(values.astype(np.float64))), 1e-30)
+        return np.asarray(values * min(1.0, bound / norm))
+
+
+def mean(gradients: Gradients) -> list[Array]:
+    """The average over the ranks, position by position, float64."""
+    return [average(values) for values in zip(*gradients, strict=True)]
+
+
+def average(values: Sequence[Array]) -> Array:
+    """Arrays of one shape: their average, float64."""
+    return np.asarray(np.mean(values, axis=0, dtype=np.float64))
+
+
+def to_bfloat16(values: Array) -> Array:
+    """float32 values rounded to the nearest bfloat16 (ties to even), as float32. NaN stays NaN."""
+    bits: Any = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
+        np.float32
+    )
+    return np.asarray(np.where(np.isnan(values), np.float32(np.nan), rounded))
+
+
+def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
+    """The bits of Gloo's ring allreduce of flat bfloat16 buffers (given per rank, as float32; result float32).
+
+    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded to bfloat16.
+    So N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs: the result is off by
+    at most ((1 + 2**-8)**N - 1) * sum(|values|). Source: gloo/allreduce.cc (``ring``), and tests on real ranks.
+    """
+    count, world_size = values[0].size, len(values)
+    rounded = [to_bfloat16(value) for value in values]
+    chunk = _gloo_chunk_elements(count, world_size)
+    result = np.zeros(count, np.float32)
+    for owner in range(world_size):
+        part = slice(owner * chunk, (owner + 1) * chunk)
+        total = rounded[(owner - 1) % world_size][part]
+        for distance in range(2, world_size + 1):
+            total = to_bfloat16(total + rounded[(owner - distance) % world_size][part])
+        result[part] = total
+    return result
+
+
+def _gloo_chunk_elements(count: int, world_size: int, item_bytes: int = 2) -> int:
+    """Elements per rank's chunk: whole segments of at most 1 MiB, two or more per rank."""
+    segments = max(2 * world_size, _divide_up(count * item_bytes, 2**20))
+    segments = _divide_up(segments, world_size) * world_size
+    segment_bytes = _divide_up(count * item_bytes, segments)
+    return segments // world_size * _divide_up(segment_bytes, item_bytes)
+
+
+def _divide_up(dividend: int, divisor: int) -> int:
+    return (dividend + divisor - 1) // divisor

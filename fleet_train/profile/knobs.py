@@ -1,0 +1,130 @@
+"""What is known about one knob, and how a knob is declared in the schema."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+Fate = Literal["carried out", "mapped", "refused"]
+FATES: tuple[Fate, ...] = ("carried out", "mapped", "refused")
+
+NEEDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a section of NAME: value lines",
+}
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in a profile: ``true``, ``16``, ``'text'``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Values of another knob, without which a knob would do nothing.
+
+    ``default_fits``: the default says what happens anyway, so it may be written beside any value.
+    """
+
+    knob: str
+    values: tuple[str, ...]
+    default_fits: bool = False
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One row of the knob table.
+
+    ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
+    mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one
+    would do nothing, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old
+    ``FLAGS_*`` spelling is read as.
+    """
+
+    name: str
+    fate: Fate
+    default: Any
+    unit: str
+    meaning: str
+    reason: str
+    kind: type = int
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    needs: str = ""
+    becomes: str = ""
+    choices: tuple[str, ...] = ()
+    only_with: OnlyWith | None = None
+
+    @property
+    def allowed(self) -> str:
+        """The rule for values in words: ``a whole number, 1 to 16``."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        words = NEEDS[self.kind]
+        if self.above is not None:
+            words += f", more than {shown(self.above)}" + (f" and up to {shown(self.maximum)}" if self.maximum else "")
+        elif self.minimum is not None:
+            upper = f"to {shown(self.maximum)}" if self.maximum else "or more"
+            words += f", {shown(self.minimum)} {upper}"
+        return words
+
+
+def knob(
+    default: Any = None,
+    *,
+    fate: Fate,
+    meaning: str,
+    reason: str,
+    unit: str = "",
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    needs: str = "",
+    only_with: OnlyWith | None = None,
+    factory: Any = None,
+) -> Any:
+    """Declare a profile field together with its row of the knob table; this is the only place to write either."""
+    extra: dict[str, Any] = {"fate": fate, "unit": unit, "reason": reason}
+    if needs:
+        extra["needs"] = needs
+    if only_with:
+        extra["only_with"] = {**asdict(only_with), "values": list(only_with.values)}
+    start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
+    return Field(**start, ge=ge, gt=gt, le=le, description=meaning, json_schema_extra=extra)
+
+
+def knob_of(name: str, field: FieldInfo) -> Knob:
+    """Read the table row back from a declared field."""
+    extra: Any = field.json_schema_extra
+    bounds = {
+        mark: getattr(rule, mark) for rule in field.metadata for mark in ("ge", "gt", "le") if hasattr(rule, mark)
+    }
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    kind = str if choices else field.annotation
+    with_values = extra.get("only_with")
+    return Knob(
+        name=name,
+        fate=extra["fate"],
+        default=field.get_default(call_default_factory=True),
+        unit=extra["unit"],
+        meaning=field.description or "",
+        reason=extra["reason"],
+        kind=kind if kind in NEEDS and kind is not None else dict,
+        minimum=bounds.get("ge"),
+        above=bounds.get("gt"),
+        maximum=bounds.get("le"),
+        needs=extra.get("needs", ""),
+        choices=choices,
+        only_with=OnlyWith(**{**with_values, "values": tuple(with_values["values"])}) if with_values else None,
+    )

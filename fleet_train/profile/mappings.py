@@ -1,0 +1,53 @@
+"""What is said once on rank 0, and what the installed Paddle has to confirm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile.knobs import shown
+from fleet_train.profile.profile import Profile
+from fleet_train.profile.rules import suggestion
+from fleet_train.profile.schema import KNOBS
+
+
+def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]:
+    """What rank 0 says once: a sentence for each mapped knob that was set, each old rule of Fleet that is no longer
+    followed, and each setting that is right but buys nothing.
+    """
+    sentences = list(profile.notes)
+    sentences += [
+        f"{name}: {shown(getattr(profile, name))} ({profile.origin(name)}) is mapped: {KNOBS[name].reason}"
+        for name in Profile.model_fields
+        if name in profile.explicit and KNOBS[name].fate == "mapped"
+    ]
+    if node_num == 1 and profile.nccl_comm_num > 1:
+        sentences.append(
+            f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is carried out on this one "
+            "node; Fleet 1.8 silently used 1 there."
+        )
+    if profile.use_local_sgd and profile.local_sgd_steps == 1 and _averages_every_step(profile):
+        sentences.append(
+            f"local_sgd_steps: 1 ({profile.origin('local_sgd_steps')}) averages the parameters after every step, which "
+            "sends as much as averaging gradients in every step; 2 or more sends less."
+        )
+    return sentences
+
+
+def _averages_every_step(profile: Profile) -> bool:
+    return profile.local_sgd_schedule != "adaptive" and profile.outer_optimizer == "none"
+
+
+def check_flags(profile: Profile, known_flags: Collection[str]) -> None:
+    """Raise ProfileError if the environment section has a ``FLAGS_*`` name that is not among ``known_flags``.
+
+    Paddle itself accepts any such name from the environment without a word.
+    """
+    unknown = sorted(name for name in profile.environment if name.startswith("FLAGS_") and name not in known_flags)
+    lines = [
+        f"{profile.origin(f'environment.{name}')}: environment.{name}: the installed Paddle has no such flag"
+        f"{suggestion(name, known_flags) or '; remove it'}"
+        for name in unknown
+    ]
+    if lines:
+        raise ProfileError("\n".join(lines))

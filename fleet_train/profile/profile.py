@@ -1,0 +1,128 @@
+"""`Profile`: what was asked, checked, frozen, with where each setting came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile.flags import fold_flags, read_flag
+from fleet_train.profile.knobs import shown
+from fleet_train.profile.rules import Problem, problems_in
+from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
+
+BY_CALLER = "set by the caller"
+
+
+class Profile(Settings):
+    """One field per knob under Fleet's name (see `Settings`). ``Profile()`` is the default.
+
+    Raises ProfileError, with every problem on a line of its own, for settings that are unknown, of a wrong type, out of
+    range, contradictory, or refused.
+    """
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    def __init__(self, /, **settings: Any) -> None:
+        folded, came_from, problems = fold_flags(settings)
+        problems += problems_in(folded)
+        if problems:
+            raise ProfileError("\n".join(str(problem) for problem in problems))
+        super().__init__(**folded)
+        written = [*folded, *(f"environment.{name}" for name in folded.get("environment", ()))]
+        self._origins = dict.fromkeys(written, BY_CALLER) | came_from
+
+    @classmethod
+    def assembled(cls, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
+        """A profile that remembers where each setting was written (``strategies/a.yaml:7``)."""
+        profile = cls(**settings)
+        profile._origins.update({name: place for name, place in origins.items() if name in profile._origins})
+        return profile
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Knobs that the file (or one it extends) or the caller set, be it to the default."""
+        return frozenset(self.model_fields_set - DESCRIPTIVE)
+
+    def origin(self, knob: str) -> str:
+        """Where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
+        return self._origins.get(knob, "default")
+
+    def settings(self) -> dict[str, Any]:
+        """Only what was set, name and description included: what rebuilds this profile."""
+        return {name: value for name, value in self if name in self.model_fields_set}
+
+    def digest(self) -> str:
+        """Hex of everything that changes training; equal profiles under different names have equal digests."""
+        values = {name: value for name, value in self if name not in DESCRIPTIVE}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_settings(self, origin: str = BY_CALLER, **settings: Any) -> Profile:
+        """A copy with some settings replaced, checked as a whole."""
+        changed = self.assembled(self.settings() | settings, self._origins | dict.fromkeys(settings, origin))
+        changed._notes = self._notes
+        return changed
+
+    def with_notes(self, sentences: Iterable[str]) -> Profile:
+        """A copy that also has these sentences to say once on rank 0 (see `applied_mappings`)."""
+        noted = self.with_settings()
+        noted._notes = (*self._notes, *sentences)
+        return noted
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was mapped before this became a profile: fields of a stock strategy, Fleet 1.8's names."""
+        return self._notes
+
+    def overridden_by(self, environ: Mapping[str, str]) -> tuple[Profile, list[str]]:
+        """Apply the three old communication flags of a process environment where the profile does not set their knob.
+
+        Returns the profile and one sentence per flag found, to be said once. Raises ProfileError for a value that the
+        knob does not allow.
+        """
+        wanted: dict[str, Any] = {}
+        notices: list[str] = []
+        problems: list[Problem] = []
+        for flag in FLAG_KNOBS.values():
+            if flag.name not in environ:
+                continue
+            value, problem = read_flag(flag, environ[flag.name])
+            if problem:
+                problems.append(Problem(flag.name, f"{problem} (from the environment; unset it there)"))
+                continue
+            blocked = self._keeps(flag.becomes, value)
+            notices.append(
+                f"{flag.name}={environ[flag.name]} " + (blocked or f"is used as {flag.becomes}: {shown(value)}")
+            )
+            if not blocked:
+                wanted[flag.becomes] = value
+        if problems:
+            raise ProfileError("\n".join(str(problem) for problem in problems))
+        return self.with_settings("the environment", **wanted) if wanted else self, notices
+
+    def _keeps(self, knob: str, value: Any) -> str:
+        """Why a knob is not taken from the environment, or nothing."""
+        if knob in self.explicit and getattr(self, knob) != value:
+            return f"is not used: the profile sets {knob}: {shown(getattr(self, knob))} ({self.origin(knob)})"
+        needs = KNOBS[knob].needs
+        if needs and not getattr(self, needs):
+            return f"is not used: {needs} is off ({self.origin(needs)})"
+        return ""
+
+    def worker_environment(self) -> dict[str, str]:
+        """Variables to set before Paddle starts: the environment section, and what mapped knobs become."""
+        serial = "1" if self.num_threads == 1 else "0"
+        # Sequential as well: serial alone runs the launch operators only near the end of the backward pass.
+        executor = {"FLAGS_new_executor_serial_run": serial, "FLAGS_new_executor_sequential_run": serial}
+        return executor | self.environment
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Profile) and dict(self) == dict(other)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.digest()))

@@ -1,0 +1,196 @@
+"""What is wrong with a set of profile settings: unknown names, types, ranges, refusals, contradictions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from fleet_train.profile.compatibility import clashes
+from fleet_train.profile.knobs import Knob, shown
+from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
+
+OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
+CHOOSES_DEVICES = re.compile(r"(CUDA|HIP|XPU|ASCEND_RT|CUSTOM)_VISIBLE_DEVICES|FLAGS_selected_\w+")
+VARIABLE_NAME = re.compile(r"FLAGS_\w+|[A-Z][A-Z0-9_]*")
+TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with one setting; ``key`` is ``environment.NAME`` for a line of that section."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """``; did you mean 'x'?`` or nothing. Case and dashes count as slips of the pen."""
+    by_form = {form.lower(): form for form in known}
+    close = get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=0.6)
+    return f"; did you mean {by_form[close[0]]!r}?" if close else ""
+
+
+def describe(value: object) -> str:
+    """A value with what it is, for messages: ``'2' (text)``."""
+    kinds = {bool: "a boolean", int: "a whole number", float: "a number with decimals", str: "text"}
+    if value is None:
+        return "no value"
+    if type(value) in kinds:
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        return f"{shown} ({kinds[type(value)]})"
+    return f"a {type(value).__name__}"
+
+
+def unknown_key(name: str) -> str:
+    if VARIABLE_NAME.fullmatch(name):
+        return "unknown key; an environment variable goes below 'environment:'"
+    return f"unknown key{suggestion(name, [*KNOBS, 'extends'])}"
+
+
+def problems_in(settings: Mapping[str, Any]) -> list[Problem]:
+    """Everything that is wrong with each setting by itself and with all of them together."""
+    found = value_problems(settings)
+    bad = {problem.key.partition(".")[0] for problem in found}
+    good = {name: value for name, value in settings.items() if name not in bad}
+    return found + contradictions(good, ignoring=bad)
+
+
+def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
+    """Wrong names, types, ranges, and values that are refused; nothing about combinations."""
+    found = _schema_problems(settings)
+    bad = {problem.key for problem in found}
+    for name, value in settings.items():
+        if name in bad or name not in KNOBS:
+            continue
+        if name == "environment":
+            texts = [item for item in value.items() if isinstance(item[0], str) and isinstance(item[1], str)]
+            found += [problem for item in texts if (problem := _variable_problem(*item))]
+        elif (
+            KNOBS[name].fate == "refused" and value != KNOBS[name].default and not _switched_off(KNOBS[name], settings)
+        ):
+            found.append(Problem(name, f"given {shown(value)}: {KNOBS[name].reason}"))
+    return found
+
+
+def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) -> list[Problem]:
+    """Settings that are right by themselves but would do nothing, or the opposite, beside the others."""
+    found = []
+    for name in settings:
+        row = KNOBS.get(name)
+        if row and row.needs and row.needs not in ignoring and _switched_off(row, settings):
+            stated = f"{row.needs} is {shown(settings.get(row.needs, KNOBS[row.needs].default))}"
+            found.append(Problem(name, f"has no effect while {stated}; set {row.needs}: true, or remove {name}"))
+        elif row and (idle := _idle_beside(row, settings, ignoring)):
+            found.append(Problem(name, idle))
+    found += [Problem(clash.knob, clash.message) for clash in clashes(settings)]
+    return (
+        found
+        + _size_contradictions(settings)
+        + _loss_scale_contradictions(settings)
+        + _executor_contradictions(settings)
+    )
+
+
+def _idle_beside(row: Knob, settings: Mapping[str, Any], ignoring: Collection[str]) -> str:
+    """Why a knob does nothing beside the choice that was made, or nothing."""
+    rule = row.only_with
+    if rule is None or rule.knob in ignoring:
+        return ""
+    chosen = settings.get(rule.knob, KNOBS[rule.knob].default)
+    if chosen in rule.values or (rule.default_fits and settings[row.name] == row.default):
+        return ""
+    fix = f"set {rule.knob}: {' or '.join(rule.values)}, or remove {row.name}"
+    return f"has no effect while {rule.knob} is {chosen}; {fix}"
+
+
+def _size_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    first, every = settings.get("last_comm_group_size_MB"), settings.get("fuse_grad_size_in_MB")
+    if first is None or every is None or first <= every:
+        return []
+    rule = (
+        f"{shown(first)} is more than fuse_grad_size_in_MB, {shown(every)}, which limits every bucket; use that or less"
+    )
+    return [Problem("last_comm_group_size_MB", rule)]
+
+
+def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    """No pair of strategies: mixed precision goes with both, float16's loss scale with neither."""
+    if settings.get("amp_level", "O0") == "O0" or settings.get("amp_dtype") != "float16":
+        return []
+    beside, found = "does not go with amp_dtype: float16", []
+    if settings.get("accumulate_steps", 1) > 1:
+        rule = (
+            f"{settings['accumulate_steps']} {beside}: the loss scale's judgement and the merged update have not been "
+            "proven together; use amp_dtype: bfloat16"
+        )
+        found.append(Problem("accumulate_steps", rule))
+    if settings.get("use_local_sgd", False):
+        rule = f"{beside}: ranks that average no gradients would skip different updates; use amp_dtype: bfloat16"
+        found.append(Problem("use_local_sgd", rule))
+    return found
+
+
+def _executor_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    serial = settings.get("environment", {}).get("FLAGS_new_executor_serial_run")
+    threads = settings.get("num_threads")
+    if serial is None or threads is None or (serial.lower() in TRUE_WORDS) == (threads == 1):
+        return []
+    rule = f"num_threads: {threads} means the opposite (1 is the serial mode, more is not); remove one of the two"
+    return [Problem("environment.FLAGS_new_executor_serial_run", rule)]
+
+
+def _switched_off(row: Knob, settings: Mapping[str, Any]) -> bool:
+    return bool(row.needs) and settings.get(row.needs, KNOBS[row.needs].default) is False
+
+
+def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
+    try:
+        Settings(**settings)
+    except ValidationError as error:
+        return [_in_our_words(details) for details in error.errors(include_url=False)]
+    return []
+
+
+def _in_our_words(details: Any) -> Problem:
+    """One of pydantic's complaints as: what was given, what is allowed."""
+    name = str(details["loc"][0])
+    if details["type"] == "extra_forbidden":
+        return Problem(name, unknown_key(name))
+    if len(details["loc"]) > 1:
+        return Problem(".".join(map(str, details["loc"][:2])), f"given {describe(details['input'])}; allowed: text")
+    given, row = details["input"], KNOBS[name]
+    in_range_kind = type(given) is row.kind or (row.kind is float and type(given) is int)
+    hint = suggestion(given, row.choices) if isinstance(given, str) else ""
+    return Problem(name, f"given {shown(given) if in_range_kind else describe(given)}; allowed: {row.allowed}{hint}")
+
+
+def _variable_problem(name: str, value: str) -> Problem | None:
+    """Why a line of the environment section is refused. Values are not repeated: they may be secrets."""
+    key = f"environment.{name}"
+    if name in FLAG_KNOBS:
+        return Problem(key, f"is the knob {FLAG_KNOBS[name].becomes}; set that instead")
+    if OWNED_BY_LAUNCHER.fullmatch(name):
+        return Problem(
+            key, "the launcher sets this from its own flags and from the cluster; remove it from the profile"
+        )
+    if CHOOSES_DEVICES.fullmatch(name):
+        return Problem(
+            key, "chooses devices, which differ from rank to rank; give --selected_gpus to the launcher instead"
+        )
+    if not VARIABLE_NAME.fullmatch(name):
+        return Problem(
+            key, "is no name for a variable; allowed: capital letters, digits and _, or FLAGS_ and a flag's name"
+        )
+    if name == "FLAGS_enable_pir_api" and value.strip().lower() not in TRUE_WORDS:
+        return Problem(key, "the old IR has no host operators, which carry the communication; remove it")
+    if "\0" in value or "\n" in value:
+        return Problem(key, "the value has a line break or a NUL character; allowed: one line of text")
+    return None

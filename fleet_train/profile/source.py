@@ -1,0 +1,219 @@
+"""One YAML file as settings with line numbers; nothing is guessed and nothing is dropped.
+
+PyYAML's own loader reads ``1e-3`` as text, ``no`` as False, ``010`` as 8, ``1:30`` as 90, and keeps the last of two
+equal keys. So the file is only composed into nodes here, and each scalar is read for the knob that it is meant for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, unknown_key
+from fleet_train.profile.schema import KNOBS
+
+MAX_BYTES = 64 * 1024
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": "nothing", "timestamp": "a date"}
+
+
+@dataclass
+class Source:
+    """What one file says: ``settings`` and ``extends``, the line of each key, and what could not be read."""
+
+    path: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    extends: str = ""
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, key: str) -> str:
+        """``strategies/a.yaml:7`` for a key, or the file alone for one that stands elsewhere."""
+        line = self.lines.get(key) or self.lines.get(key.partition(".")[0])
+        return f"{self.path}:{line}" if line else self.path
+
+
+def read_source(path: Path, shown: str) -> Source:
+    """Read one profile file. Raises ProfileError if there is no mapping in it at all; other problems are collected."""
+    root = _compose(_read_text(path, shown), shown)
+    source = Source(shown)
+    for key, node in _items(root, source, prefix=""):
+        if key == "environment" and isinstance(node, yaml.MappingNode):
+            source.settings[key] = _environment(node, source)
+        elif key == "extends":
+            source.extends = str(_setting(key, node, str, source) or "")
+        elif key in KNOBS:
+            value = _setting(key, node, KNOBS[key].kind, source)
+            if value is not None:
+                source.settings[key] = value
+        else:
+            source.problems.append(Problem(key, unknown_key(key)))
+    return source
+
+
+def _read_text(path: Path, shown: str) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ProfileError(f"{shown}: cannot be read: {error.strerror or error}") from error
+    if len(raw) > MAX_BYTES:
+        raise ProfileError(
+            f"{shown}: {len(raw)} bytes; a profile is at most {MAX_BYTES} bytes. Is this the right file?"
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{shown}:{raw[: error.start].count(10) + 1}: is not UTF-8 text; save it as UTF-8"
+        ) from error
+
+
+def _compose(text: str, shown: str) -> yaml.MappingNode:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ProfileError(f"{shown}{line}: is not YAML: {error.problem or error.context}") from error
+    except yaml.reader.ReaderError as error:
+        line_number = text[: error.position].count("\n") + 1
+        raise ProfileError(
+            f"{shown}:{line_number}: is not YAML: the character U+{ord(text[error.position]):04X}"
+        ) from error
+    except RecursionError as error:
+        raise ProfileError(f"{shown}: is nested too deeply; a profile is a list of 'knob: value' lines") from error
+    if root is None:
+        raise ProfileError(f"{shown}: is empty; write at least 'description: ...', or give another file")
+    if not isinstance(root, yaml.MappingNode):
+        line_number = root.start_mark.line + 1
+        raise ProfileError(f"{shown}:{line_number}: is {_kind_of(root)}; a profile is a list of 'knob: value' lines")
+    return root
+
+
+def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
+    """Keys as they are written (so ``no:`` stays ``no``) with their values; repeated ones become problems."""
+    for key_node, node in mapping.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        path, line = prefix + key, key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key == "<<":
+            source.lines.setdefault(path, line)
+            source.problems.append(Problem(path, "is no key that a profile has; to build on another one, use extends"))
+        elif path in source.lines:
+            source.problems.append(Problem(path, f"is set again on line {line}; keep one of the two"))
+        else:
+            source.lines[path] = line
+            yield key, node
+
+
+def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
+    """Variables as the text that was written; only what YAML would have turned into something else needs quotes."""
+    variables = {}
+    for name, node in _items(section, source, prefix="environment."):
+        key = f"environment.{name}"
+        if not isinstance(node, yaml.ScalarNode):
+            source.problems.append(Problem(key, f"is {_kind_of(node)}; allowed: one line of text"))
+            continue
+        tag = _tag(node)
+        if tag == "null":
+            source.problems.append(Problem(key, 'has no value; for an empty one write ""'))
+        elif tag == "bool" and node.value.lower() not in ("true", "false"):
+            rule = f'{node.value} is read as a boolean by YAML; write "{node.value}" for the text, or 1 or 0'
+            source.problems.append(Problem(key, rule))
+        else:
+            variables[name] = str(int(node.value.lower() == "true")) if tag == "bool" else node.value
+    return variables
+
+
+def _setting(key: str, node: yaml.Node, kind: type, source: Source) -> Any:
+    """The value of a knob, or None with a problem that says how to write it."""
+    if not isinstance(node, yaml.ScalarNode):
+        allowed = KNOBS[key].allowed if key in KNOBS else "text"
+        source.problems.append(Problem(key, f"given {_kind_of(node)}; allowed: {allowed}"))
+        return None
+    choices = KNOBS[key].choices if key in KNOBS else ()
+    if choices and _tag(node) not in ("str", "null"):
+        read = READ_AS.get(_tag(node), _tag(node))
+        source.problems.append(Problem(key, f"{node.value} is read as {read} by YAML; allowed: {KNOBS[key].allowed}"))
+        return None
+    value, advice = _read_scalar(node, kind)
+    if advice:
+        source.problems.append(Problem(key, advice.replace("ALLOWED", KNOBS[key].allowed if key in KNOBS else "text")))
+    return value
+
+
+def _read_scalar(node: yaml.ScalarNode, kind: type) -> tuple[Any, str]:
+    tag, text = _tag(node), node.value
+    if tag == "null" and kind is not dict:
+        return None, "has no value; allowed: ALLOWED"
+    if kind is str:
+        return (
+            (text, "") if tag == "str" else (None, f'{text} is read as {READ_AS.get(tag, tag)} by YAML; write "{text}"')
+        )
+    if kind is bool:
+        return _read_boolean(tag, text)
+    if kind in (int, float):
+        return _read_number(tag, text, kind)
+    return None, f"given {_kind_of(node)}; allowed: ALLOWED"
+
+
+def _read_boolean(tag: str, text: str) -> tuple[Any, str]:
+    if tag == "bool":
+        return text.lower() in TRUE_WORDS, ""
+    if text.lower() in TRUE_WORDS | FALSE_WORDS:
+        right = "true" if text.lower() in TRUE_WORDS else "false"
+        return None, f"given {_as_read(tag, text)}; allowed: true or false; write {right} without quotes"
+    return None, f"given {_as_read(tag, text)}; allowed: ALLOWED"
+
+
+def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
+    if tag == "int" and INTEGER.fullmatch(text):
+        return int(text), ""
+    if tag == "int":
+        return None, f"{text} is read as {yaml.safe_load(text)} by YAML; write a plain decimal number"
+    if tag == "float":
+        number = float(yaml.safe_load(text))
+        if kind is float:
+            return number, ""
+        whole = f"; write {int(number)}" if number.is_integer() else ""
+        return None, f"given {text} (a number with decimals); allowed: ALLOWED{whole}"
+    if tag == "bool":
+        return None, f"{text} is read as a boolean by YAML; allowed: ALLOWED"
+    return None, f"given {_as_read(tag, text)}; allowed: ALLOWED{_number_advice(text, kind)}"
+
+
+def _number_advice(text: str, kind: type) -> str:
+    """What to write instead of text that looks like a number (``1e-3`` is text in YAML 1.1, and so is ``"2"``)."""
+    if INTEGER.fullmatch(text):
+        return f"; write {text} without quotes"
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    if kind is int:
+        return f"; write {int(number)}" if number.is_integer() else ""
+    mantissa, _, exponent = text.lower().partition("e")
+    dotted = mantissa if "." in mantissa else f"{mantissa}.0"
+    signed = exponent if exponent[:1] in ("+", "-") else f"+{exponent}"
+    return f"; write {dotted}e{signed}" if exponent else f"; write {text} without quotes"
+
+
+def _as_read(tag: str, text: str) -> str:
+    return f"{text!r} (text)" if tag == "str" else f"{text} ({READ_AS.get(tag, tag)})"
+
+
+def _tag(node: yaml.ScalarNode) -> str:
+    return str(node.tag).rpartition(":")[2]
+
+
+def _kind_of(node: yaml.Node) -> str:
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    if isinstance(node, yaml.MappingNode):
+        return "a section"
+    return f"the single value {node.value!r}" if node.value else "nothing"

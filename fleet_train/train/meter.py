@@ -1,0 +1,61 @@
+"""Measure steps: how fast, how long, and which share of the time went into waiting for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Speed(NamedTuple):
+    """Of the steps since the last reading."""
+
+    samples_per_second: float
+    """Over all ranks."""
+    step_ms: float
+    data_wait_share: float
+    """0 = data was always ready, 1 = nothing but waiting."""
+
+
+class StepMeter(Generic[Item]):
+    """Counts steps and samples of one rank between two readings; all ranks have the same number of both."""
+
+    def __init__(self, world_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._world_size = world_size
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now; what was counted is forgotten."""
+        self._began = self._clock()
+        self.steps = 0
+        self._samples = 0
+        self._waited = 0.0
+
+    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """The same batches, with the time spent on getting each counted as waiting."""
+        source = iter(batches)
+        while True:
+            asked = self._clock()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._waited += self._clock() - asked
+            yield batch
+
+    def count(self, samples: int) -> None:
+        """One step of this rank with that many samples is done."""
+        self.steps += 1
+        self._samples += samples
+
+    def read(self) -> Speed:
+        """The speed since the interval began; does not end it."""
+        seconds = max(self._clock() - self._began, 1e-9)
+        return Speed(
+            self._samples * self._world_size / seconds,
+            1000.0 * seconds / max(1, self.steps),
+            min(1.0, self._waited / seconds),
+        )

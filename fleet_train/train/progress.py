@@ -1,0 +1,102 @@
+"""What a person sees while training: a bar on a terminal, one line per interval in a log, nothing on other ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        """An epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""
+
+    def step(self, loss: float | None) -> None:
+        """One step is done; its loss where it was fetched."""
+
+    def end(self, summary: str) -> None:
+        """The epoch is done; `summary` is its one line."""
+
+    def say(self, message: str) -> None:
+        """A message between two epochs."""
+
+
+class SilentProgress:
+    """For ranks that do not report."""
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        pass
+
+    def step(self, loss: float | None) -> None:
+        pass
+
+    def end(self, summary: str) -> None:
+        pass
+
+    def say(self, message: str) -> None:
+        pass
+
+
+class LineProgress:
+    """One line per epoch, and one per interval within an epoch that lasts longer. For logs and pipes."""
+
+    def __init__(self, interval_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._label, self._steps, self._done, self._said = "", 0, 0, 0.0
+        self._loss: float | None = None
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        self._label, self._steps, self._done, self._said = _label(epoch, epochs), steps, done, self._clock()
+
+    def step(self, loss: float | None) -> None:
+        self._done += 1
+        self._loss = loss if loss is not None else self._loss
+        if self._clock() - self._said >= self._interval_seconds:
+            self._said = self._clock()
+            shown = "" if self._loss is None else f"  loss {self._loss:.4f}"
+            self.say(f"{self._label}  step {self._done}/{self._steps}{shown}")
+
+    def end(self, summary: str) -> None:
+        self.say(f"{self._label}  {summary}")
+
+    def say(self, message: str) -> None:
+        print(message, flush=True)
+
+
+class BarProgress:
+    """A tqdm bar per epoch, replaced by the epoch's line at its end."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._label = ""
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        from tqdm import tqdm
+
+        self._label = _label(epoch, epochs)
+        self._bar = tqdm(total=steps, initial=done, desc=self._label, unit="step", leave=False, dynamic_ncols=True)
+
+    def step(self, loss: float | None) -> None:
+        if loss is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self._bar.update(1)
+
+    def end(self, summary: str) -> None:
+        self._bar.close()
+        self.say(f"{self._label}  {summary}")
+
+    def say(self, message: str) -> None:
+        print(message, flush=True)
+
+
+def make_progress(reporting: bool) -> Progress:
+    """A bar when standard error is a terminal, lines otherwise; silence on ranks that do not report."""
+    if not reporting:
+        return SilentProgress()
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+def _label(epoch: int, epochs: int) -> str:
+    return f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"

@@ -1,0 +1,121 @@
+"""Checkpoint folders on disk: published whole or not at all, checked before they are believed.
+
+    checkpoints/step-00000440/persistables.safetensors   tensors (and persistables.json), written by the facade
+                              state.json                 everything that is not a tensor
+                              complete.json              the marker, written last: size and SHA-256 of every file
+
+A folder is written under another name, synced, marked, and renamed. A reader ignores folders without a marker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleet_train.errors import CheckpointError
+
+STATE, MARKER = "state.json", "complete.json"
+FORMAT = 1
+_READ_BYTES = 1 << 20
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def draft_of(checkpoints: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is published; nobody reads names that begin with a dot."""
+    return checkpoints / f".writing-step-{step:08d}"
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """A new empty draft; the remains of a killed attempt are removed."""
+    draft = draft_of(checkpoints, step)
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    return draft
+
+
+def publish(checkpoints: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Complete the draft of that step with `state` and the marker, and put it in place. Returns its final path."""
+    draft, final = draft_of(checkpoints, step), folder_of(checkpoints, step)
+    (draft / STATE).write_text(json.dumps(dict(state), indent=1), encoding="utf-8")
+    files = sorted(path for path in draft.iterdir() if path.is_file())
+    marker = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    for path in files:
+        _sync(path)
+    (draft / MARKER).write_text(json.dumps({"format": FORMAT, "files": marker}, indent=1), encoding="utf-8")
+    _sync(draft / MARKER)
+    _sync(draft)
+    if final.exists():  # a resumed run comes to the same step again; os.replace refuses a folder that is not empty
+        os.replace(final, checkpoints / f".replaced-{final.name}-{os.getpid()}")
+    os.replace(draft, final)
+    _sync(checkpoints)
+    return final
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The published checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(path for path in checkpoints.glob("step-*") if (path / MARKER).is_file())
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what killed runs left."""
+    left = [*checkpoints.glob(".writing-step-*"), *checkpoints.glob(".replaced-step-*")]
+    for path in [*complete(checkpoints)[:-keep], *left]:
+        # The marker goes first: a removal that is interrupted must not leave something that looks complete.
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint whose files are all as published; CheckpointError names the first that is not."""
+    marker = _read_json(folder / MARKER)
+    if marker.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: format {marker.get('format')}; this version reads format {FORMAT}")
+    for name, written in marker["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {_WAY_OUT}")
+        if path.stat().st_size != written["bytes"]:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, written were {written['bytes']}; {_WAY_OUT}"
+            )
+        if _sha256(path) != written["sha256"]:
+            raise CheckpointError(f"{path} was altered after it was written (SHA-256 differs); {_WAY_OUT}")
+    return _read_json(folder / STATE)
+
+
+_WAY_OUT = "remove this folder to resume from the checkpoint before it"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
+    return value
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,131 @@
+"""Rules for every test: leave no environment variable, thread, process or file behind.
+
+Each test runs in an empty working directory of its own; paths into the checkout start at ``ROOT``
+(``tests.support.processes``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import ports
+from tests.support.namespaces import why_no_namespaces
+
+_GRACE_SECONDS = 3.0
+# Set by pytest itself, or by importing Paddle and scikit-learn into the test process.
+_TOLERATED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "PYTEST_VERSION",
+    "COLUMNS",
+    "LINES",
+    "runtime_include_dir",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+}
+# Threads that libraries keep for the life of the process.
+_TOLERATED_THREADS = ("tqdm", "TMonitor", "pytest_timeout", "asyncio_", "QueueFeederThread")
+_TOLERATED_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky")
+
+
+@pytest.fixture
+def free_ports() -> Callable[..., int]:
+    """``free_ports(count, [addresses])``: the first of that many consecutive ports, free on every address."""
+    return ports.free_ports
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_variables() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)} - _TOLERATED_VARIABLES
+    for name in changed:  # so that one offender does not fail every test after it
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not changed, f"this test leaked changes of environment variables: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    before = set(threading.enumerate())
+
+    def leaked() -> list[str]:
+        new = [t for t in threading.enumerate() if t not in before and t.is_alive()]
+        return [t.name for t in new if not any(word in f"{t.name} {type(t).__name__}" for word in _TOLERATED_THREADS)]
+
+    yield
+    assert _gone(leaked), f"this test leaked threads: {leaked()}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_processes() -> Iterator[None]:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+
+    def new() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children(recursive=True) if p.pid not in before and not _tolerated(p)]
+
+    yield
+    if not _gone(new):
+        found = [(process.pid, _command(process)) for process in new()]
+        for process in new():
+            process.kill()
+        pytest.fail(f"this test leaked processes: {found}")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    was = Path.cwd()
+    empty = tmp_path_factory.mktemp("cwd", numbered=True)
+    os.chdir(empty)
+    yield
+    os.chdir(was)
+    found = sorted(path.name for path in empty.iterdir())
+    shutil.rmtree(empty)
+    assert not found, f"this test left files in its working directory: {found}; write to tmp_path"
+
+
+def _gone(leaked: Callable[[], Sequence[object]]) -> bool:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while leaked():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _tolerated(process: psutil.Process) -> bool:
+    return any(word in _command(process) for word in _TOLERATED_PROCESSES)
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and (reason := why_no_namespaces()):
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.get_closest_marker("root") and _in_ci():
+        report.outcome = "failed"
+        report.longrepr = f"a test marked 'root' was skipped in CI, where it must run: {report.longrepr}"
+    return report

@@ -1,0 +1,41 @@
+"""Real training under the launcher: a rank that dies in the middle is named on every node, and nobody hangs."""
+
+from __future__ import annotations
+
+import re
+
+from tests.integration.launch.conftest import SECRET, Bench
+
+_TRAIN = """
+import os, signal
+import numpy as np
+import paddle
+from fleet_train import fleet, role_maker
+
+paddle.enable_static()
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+x, y = paddle.static.data("x", [8, 4]), paddle.static.data("y", [8, 1])
+loss = paddle.mean((paddle.static.nn.fc(x, 1) - y) ** 2)
+fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
+exe = paddle.static.Executor(fleet.place())
+exe.run(fleet.startup_program)
+feed = {"x": np.ones((8, 4), "float32"), "y": np.ones((8, 1), "float32")}
+for step in range(100_000):
+    if step == 5 and fleet.worker_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exe.run(fleet.main_program, feed=feed, fetch_list=[loss])
+"""
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_training(bench: Bench) -> None:
+    bench.start_two(_TRAIN)
+    ended = bench.ended(90.0)
+    assert [one.exit_code for one in ended] == [137, 137], bench.job.report()
+    for one in ended:
+        first, other = [re.split(r"\s{2,}", line) for line in one.output.splitlines()[-2:]]
+        assert first[:4] == ["failed first", "1", f"127.0.0.3:{bench.first_port}", "killed by SIGKILL"], one.output
+        assert other[:3] == ["followed", "0", f"127.0.0.2:{bench.first_port}"], one.output
+        # Whichever was faster: rank 0's own error, or the launcher that had heard of rank 1.
+        assert other[3] in ("exit code 11 (another rank was lost)", "stopped by SIGTERM"), one.output
+    assert bench.job.leftovers() == []
+    assert bench.files_with(SECRET) == []

@@ -1,0 +1,89 @@
+"""Every launch command that people know starts the job it describes: two loopback "machines", real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support import commands
+from tests.support.launchers import LaunchersResult, run_launchers
+from tests.support.ports import free_ports
+from tests.support.processes import ROOT
+
+HOSTS = ("127.0.0.2", "127.0.0.3")
+TRAIN = ROOT / "tests" / "support" / "train_few_steps.py"
+
+
+def run_form(
+    command: str,
+    folder: Path,
+    first_port: int,
+    env_of_node: Sequence[Mapping[str, str]] = (),
+    check: bool = True,
+) -> LaunchersResult:
+    commands.put_script(folder, len(HOSTS), TRAIN)
+    lines = [commands.on_node(command, node, HOSTS, first_port) for node in range(len(HOSTS))]
+    return run_launchers(lines, folder=folder, env_of_node=env_of_node, check=check)
+
+
+def assert_one_job(result: LaunchersResult, world_size: int) -> None:
+    assert sorted(result.values) == list(range(world_size)), result.report()
+    assert result.of_all("world_size") == [world_size] * world_size
+    assert result.of_all("node_num") == [2] * world_size
+    assert len(set(result.of_all("digest"))) == 1, "the ranks' parameters differ"
+
+
+def test_old_recipe_forms_one_job_with_the_stock_launcher(tmp_path: Path) -> None:
+    port = free_ports(2, HOSTS)
+    result = run_form(commands.OLD_RECIPE, tmp_path, port)
+    assert_one_job(result, world_size=2)
+    assert result.values[0]["endpoints"] == [f"127.0.0.2:{port}", f"127.0.0.3:{port}"]
+    assert [(folder / "mylog" / "workerlog.0").exists() for folder in result.folders] == [True, True]
+
+
+def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_path: Path) -> None:
+    asked = commands.OLD_RECIPE.replace("--selected_gpus=0", "--selected_gpus=0,1")
+    result = run_form(asked, tmp_path, free_ports(2, HOSTS), check=False)
+    assert 0 not in result.exit_codes
+    # The command that works is printed, so that it can be pasted.
+    assert "python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3" in result.report()
+    assert result.values == {}
+
+
+def test_todays_form_with_ips(tmp_path: Path) -> None:
+    assert_one_job(run_form(commands.TODAYS_IPS, tmp_path, free_ports(3, HOSTS)), world_size=4)
+
+
+def test_todays_form_with_master(tmp_path: Path) -> None:
+    # On two real machines the launcher finds its own address; on one it must be told which of the two it plays.
+    env_of_node = [{"POD_IP": host} for host in HOSTS]
+    assert_one_job(run_form(commands.TODAYS_MASTER, tmp_path, free_ports(1, HOSTS), env_of_node), world_size=4)
+
+
+def test_fleet_train_launch(tmp_path: Path) -> None:
+    result = run_form(commands.FLEET_TRAIN, tmp_path, free_ports(3, HOSTS))
+    assert_one_job(result, world_size=4)
+    logs = sorted(path.name for folder in result.folders for path in (folder / "mylog").glob("workerlog.*"))
+    assert logs == ["workerlog.0", "workerlog.0", "workerlog.1", "workerlog.1"]
+    assert "rank 0 of 4 has trained" in result.nodes[0].output, "rank 0's output belongs on the terminal"
+
+
+def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
+    port = free_ports(3, HOSTS)
+    pods = [
+        {
+            "POD_IP": host,
+            "PADDLE_TRAINERS": ",".join(HOSTS),
+            "PADDLE_TRAINER_ID": str(node),
+            "PADDLE_PORT": str(port),
+            "TRAINER_PORTS_NUM": "2",
+        }
+        for node, host in enumerate(HOSTS)
+    ]
+    assert_one_job(run_form(commands.PADDLECLOUD, tmp_path, port, pods), world_size=4)
+
+
+def test_plain_python_is_one_process(tmp_path: Path) -> None:
+    commands.put_script(tmp_path, 1, TRAIN)
+    result = run_launchers([commands.ONE_PROCESS.split()], folder=tmp_path)
+    assert (result.values[0]["world_size"], result.values[0]["node_num"]) == (1, 1)

@@ -1,0 +1,130 @@
+"""The reference trainer as real processes: what it writes, that a resumed run is the same run, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.processes import ROOT
+from tests.support.ranks import RanksResult, run_ranks
+
+SCRIPT = ROOT / "tools" / "train.py"
+# Dropout, momentum and a decaying rate: everything that a resume could get wrong.
+RECIPE = ("--model", "mlp", "--optimizer", "momentum", "--lr_schedule", "cosine", "--epochs", "4", "--seed", "3")
+
+
+def train(folder: Path, world_size: int, output: Path, *flags: str, check: bool = True) -> RanksResult:
+    """One job of that many ranks, on as many nodes; one rank runs without any launcher, as `python train.py` does."""
+    folder.mkdir()
+    nodes = 0 if world_size == 1 else world_size
+    args = [*RECIPE, "--output_dir", str(output), *flags]
+    return run_ranks(SCRIPT, world_size, folder=folder, nodes=nodes, args=args, check=check)
+
+
+def summary(output: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return value
+
+
+def tensors(output: Path) -> dict[str, np.ndarray]:
+    return load_file(Path(summary(output)["checkpoint"]) / "persistables.safetensors")
+
+
+def records(output: Path, tag: str) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[tag]) for line in lines if tag in line]
+
+
+def assert_bit_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert sorted(found) == sorted(expected)
+    different = [name for name in expected if found[name].tobytes() != expected[name].tobytes()]
+    assert different == []
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[RanksResult, Path]:
+    """One finished run of two ranks, which several tests look at. They must copy what they change."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return train(folder / "job", 2, folder / "run", "--checkpoint_every", "1"), folder / "run"
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert summary(found)["steps"] == summary(expected)["steps"]
+    assert_bit_equal(tensors(found), tensors(expected))
+    assert records(found, "train/loss") == records(expected, "train/loss")
+    assert records(found, "test/accuracy") == records(expected, "test/accuracy")
+
+
+def test_two_epochs_and_two_more_equal_four_in_one_go_on_one_process(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tmp_path / "a", 1, whole)
+    train(tmp_path / "b", 1, parts, "--stop_after_epochs", "2")
+    resumed = train(tmp_path / "c", 1, parts, "--resume")
+    assert "resumed from" in resumed.ranks[0].output
+    assert (summary(parts)["world_size"], summary(parts)["num_nodes"]) == (1, 1)
+    assert_same_run(parts, whole)
+
+
+def test_two_epochs_and_two_more_equal_four_in_one_go_on_two_nodes(
+    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
+) -> None:
+    parts = tmp_path / "parts"
+    train(tmp_path / "b", 2, parts, "--stop_after_epochs", "2")
+    train(tmp_path / "c", 2, parts, "--resume")
+    assert_same_run(parts, two_ranks[1])
+
+
+def test_two_ranks_write_one_run(two_ranks: tuple[RanksResult, Path]) -> None:
+    job, output = two_ranks
+    lines = [rank.output.count("test accuracy") for rank in job.ranks]
+    assert lines == [5, 0], "rank 0 says one line per epoch and one at the end, the other rank none"
+    expected = ["checkpoints", "metrics.jsonl", "summary.json", "visualdl"]
+    assert sorted(path.name for path in output.iterdir()) == expected
+    assert [path.name for path in (output / "visualdl").iterdir()] == ["vdlrecords.train.log"]
+    # ceil(1438 / 2) = 719 samples per rank; 23 steps of 32. The two newest checkpoints are kept.
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000069", "step-00000092"]
+    result = summary(output)
+    assert (result["world_size"], result["num_nodes"], result["steps"], result["global_batch_size"]) == (2, 2, 92, 64)
+    assert result["test_accuracy"] > 0.9
+    assert (result["model"], result["data"], result["profile"]) == ("mlp", "digits", "multi_node")
+
+
+def test_one_card_reads_a_checkpoint_of_two_ranks_and_evaluates_the_same(
+    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
+) -> None:
+    # 359 test samples are 180 and 179 on two ranks: the sums must be those of one process with all of them.
+    one = tmp_path / "one_card"
+    shutil.copytree(two_ranks[1], one)
+    alone = train(tmp_path / "job", 1, one, "--resume")
+    assert "nothing left to train" in alone.ranks[0].output
+    assert summary(one)["test_accuracy"] == summary(two_ranks[1])["test_accuracy"]
+    assert summary(one)["test_loss"] == pytest.approx(summary(two_ranks[1])["test_loss"], rel=1e-5)
+
+
+def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
+    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(two_ranks[1], output)
+
+    def refused(name: str, *flags: str) -> list[str]:
+        job = train(tmp_path / name, 2, output, *flags, check=False)
+        assert job.exit_codes == [9, 9], job.report()
+        return [rank.output for rank in job.ranks]
+
+    for said in refused("again"):
+        assert "holds checkpoints of an earlier run; go on with it by --resume" in said
+    for said in refused("other", "--resume", "--model", "cnn"):
+        assert "was written with --model mlp, now --model cnn is given" in said
+    with (output / "checkpoints" / "step-00000092" / "persistables.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    for said in refused("altered", "--resume"):
+        assert "persistables.safetensors was altered" in said
+    assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()

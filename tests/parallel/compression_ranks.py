@@ -1,0 +1,146 @@
+"""Run as ranks by test_compression: drives one bucket method per case for some steps, beside its numpy twin.
+
+Reported per case: ``difference`` (largest relative one of an update to the twin's, all steps), ``updates`` and
+``resumed`` (digests of all updates: straight through, and with a new method that took over the state half way).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.collectives.dgc import DgcMethod
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.powersgd import PowerSgdMethod
+from fleet_train.collectives.reducers import CastReducer, make_reducers
+from fleet_train.convert.fleet import _current
+from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
+from fleet_train.plan.simulate_compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
+from tests.support.worker import digest, report
+
+STEPS = 8
+SHAPES = {"w0": (24, 40), "b0": (40,), "w1": (24, 40), "scale": (), "conv": (8, 3, 3, 3), "b1": (7,), "w2": (40, 5)}
+# Past the size from which DGC guesses.
+LARGE = {"large": (260, 300), "b": (300,)}
+BUCKETS = {
+    large: Bucket(3, tuple(Gradient(name, shape, "float32") for name, shape in shapes.items()), 0)
+    for large, shapes in ((False, SHAPES), (True, LARGE))
+}
+
+POWERSGD = {
+    "rank 1": PowerSgdSettings(),
+    "rank 2": PowerSgdSettings(rank=2, min_compression=1.0, seed=5),
+    "rank 4 after 3 steps": PowerSgdSettings(rank=4, start_step=3, min_compression=1.0),
+    "cold": PowerSgdSettings(rank=2, warm_start=False, min_compression=0.0),
+    "forgetful": PowerSgdSettings(error_feedback=False),
+    "full rank": PowerSgdSettings(rank=40, min_compression=0.0),
+    "nothing pays": PowerSgdSettings(min_compression=1000.0),
+}
+RAMP = (0.5, 0.75, 0.9)
+DGC = {
+    "constant": DgcSettings(sparsity=(0.9,), min_elements=100),
+    "ramp": DgcSettings(rampup_begin_step=2, rampup_step=4, sparsity=RAMP, min_elements=0),
+    "nesterov, clipped": DgcSettings(use_nesterov=True, sparsity=(0.8,), local_grad_clip_norm=3.0, min_elements=10),
+    "whole": DgcSettings(sparsity=(0.0,), momentum_factor_masking=False, min_elements=0),
+    "large": DgcSettings(rampup_step=5, sparsity=(0.9, 0.999)),
+    "all small": DgcSettings(min_elements=10**6),
+}
+
+
+def gradients(bucket: Bucket, seed: int, step: int, rank: int) -> list[np.ndarray]:
+    random = np.random.default_rng([seed, step, rank])
+    return [random.standard_normal(gradient.shape).astype("float32") for gradient in bucket.gradients]
+
+
+def make(kind: str, name: str, bucket: Bucket, job: Job) -> tuple[Any, Any]:
+    """The real method and its twin."""
+    reducer = make_reducers(job, 1, 0)[0]
+    if kind == "powersgd":
+        settings = POWERSGD[name]
+        method = PowerSgdMethod(bucket, reducer, job.world_size, settings)
+        return method, PowerSgdSimulation(bucket, job.world_size, settings)
+    group = job.communicators(1)[0]
+    method = DgcMethod(bucket, group, reducer, job.world_size, DGC[name])
+    return method, DgcSimulation(bucket, job.world_size, DGC[name])
+
+
+def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]:
+    tensors = [paddle.to_tensor(value, place=job.place) for value in local]
+    prepared = method.prepare(tensors)
+    for tensor in tensors:
+        tensor.zero_()  # a program reuses its gradients' memory as soon as prepare returns
+    return [np.array(update.numpy()) for update in method.communicate(prepared)]
+
+
+def drive(kind: str, name: str, seed: int, job: Job) -> dict[str, Any]:
+    bucket = BUCKETS[name == "large"]
+    method, twin = make(kind, name, bucket, job)
+    successor = make(kind, name, bucket, job)[0]
+    updates: list[list[np.ndarray]] = []
+    differences = []
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            successor.load_state({key: value.clone() for key, value in method.state().items()})
+        everyone = [gradients(bucket, seed, step, rank) for rank in range(job.world_size)]
+        updates.append(one_step(method, everyone[job.cluster.rank], job))
+        differences.append(relative_difference(updates[-1], twin.step(everyone)))
+    rest = [one_step(successor, gradients(bucket, seed, s, job.cluster.rank), job) for s in range(STEPS // 2, STEPS)]
+    return {
+        "difference": max(differences),
+        "updates": digest_of(updates),
+        "second half": digest_of(updates[STEPS // 2 :]),
+        "resumed": digest_of(rest),
+        "is mean": max(
+            relative_difference(update, mean([gradients(bucket, seed, step, rank) for rank in range(job.world_size)]))
+            for step, update in enumerate(updates)
+        ),
+    }
+
+
+def digest_of(updates: list[list[np.ndarray]]) -> str:
+    return digest({f"{i} {j}": value for i, update in enumerate(updates) for j, value in enumerate(update)})
+
+
+def relative_difference(ours: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    assert [one.shape for one in ours] == [other.shape for other in expected]
+    pairs = zip(ours, expected, strict=True)
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+
+
+def bfloat16(job: Job, elements: int) -> dict[str, Any]:
+    """Sums of bfloat16 buffers: as the twin of Gloo, and how far from the exact sum against the bound."""
+    values = [
+        np.random.default_rng([elements, r]).standard_normal(elements).astype("float32") for r in range(job.world_size)
+    ]
+    reducer = CastReducer(make_reducers(job, 1, 0)[0], "bfloat16")
+    total = reducer.sum(paddle.to_tensor(values[job.cluster.rank], place=job.place)).numpy()
+    exact = np.sum(values, axis=0, dtype=np.float64)
+    bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
+    return {
+        "as gloo": bool((total == gloo_sum_bfloat16(values)).all()),
+        "over bound": float((np.abs(total - exact) / bound).max()),
+        "bits": digest({"total": total}),
+    }
+
+
+def main() -> None:
+    cases = json.loads(sys.argv[1])
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    job = _current().job
+    with dynamic_mode():
+        results = {f"{kind}, {name}, seed {seed}": drive(kind, name, seed, job) for kind, name, seed in cases}
+        sums = {elements: bfloat16(job, elements) for elements in (1, 7, 1003, 3_500_003)}
+        half = paddle.ones([3], "float16")
+        paddle.distributed.all_reduce(half, group=job.communicators(1)[0])
+    report(fleet.worker_index(), cases=results, sums=sums, float16=half.numpy())
+
+
+main()

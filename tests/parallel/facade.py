@@ -1,0 +1,99 @@
+"""Run as two ranks: walks through the facade and reports what each call gave; each part checks one promise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import DistributedStrategy, fleet, role_maker
+from fleet_train.errors import FleetTrainError
+from tests.parallel.small_training import RANK, build, state, train
+from tests.support.worker import digest, report
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except FleetTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def perturb() -> None:
+    for value in fleet.main_program.state_dict("all", paddle.static.global_scope()).values():
+        value.set(np.array(value) + np.asarray(1 + RANK).astype(np.array(value).dtype), fleet.place())
+
+
+def save_and_load(exe: Any, folder: Path) -> None:
+    before = digest(state())
+    fleet.save_persistables(exe, folder)
+    perturb()
+    perturbed = digest(state())
+    fleet.load_persistables(exe, folder)
+    report(RANK, saved=before, perturbed=perturbed, loaded=digest(state()))
+    fleet.barrier_worker()
+    if RANK == 0:
+        tensors = folder / "persistables.safetensors"
+        content = bytearray(tensors.read_bytes())
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    report(RANK, altered=message_of(lambda: fleet.load_persistables(exe, folder)))
+    report(RANK, missing=message_of(lambda: fleet.load_persistables(exe, folder / "nowhere")))
+    report(RANK, unwritable=message_of(lambda: fleet.save_persistables(exe, "/proc/nowhere")))
+
+
+def other_model(folder: Path) -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        build(width=9)
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        report(RANK, other=message_of(lambda: fleet.load_persistables(exe, folder, main)))
+
+
+def backward_and_apply_apart() -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("apart_"):
+        _, loss = build()
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
+        optimizer.apply_gradients(optimizer.backward(loss))
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        exe.run(main, feed={"x": np.full((2, 4), RANK, "float32")}, fetch_list=[loss])
+        report(RANK, apart=digest({n: np.array(v) for n, v in main.state_dict("all").items()}))
+        report(RANK, main_is_last=fleet.main_program is main)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    paddle.enable_static()
+    paddle.seed(7 + RANK)
+    report(RANK, early=message_of(fleet.worker_num))
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    report(RANK, twice=message_of(fleet.init))
+    report(RANK, who=[fleet.worker_index(), fleet.worker_num(), fleet.node_num(), fleet.local_rank()])
+    report(RANK, sums=fleet.all_reduce(np.array([[1.5, RANK]], "float32")))
+    report(RANK, largest=fleet.all_reduce(np.array([RANK * 7], "int64"), op="max"))
+    report(RANK, smallest=fleet.all_reduce(np.float64(RANK - 3), op="min"))
+    report(RANK, gathered=fleet.gather({"rank": RANK}))
+    report(RANK, unequal=message_of(lambda: fleet.all_reduce(np.zeros(1 + RANK, "float32"))))
+    report(RANK, bad_op=message_of(lambda: fleet.all_reduce(np.zeros(1), op="mean")))
+    report(RANK, bad_dtype=message_of(lambda: fleet.all_reduce(np.zeros(1, "float16"))))
+    stock = paddle.distributed.fleet.DistributedStrategy()
+    stock.fuse_grad_size_in_MB = 8
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), stock)
+    report(RANK, stock=fleet.profile().fuse_grad_size_in_MB)
+    exe = train(DistributedStrategy.from_profile("multi_node").to_profile())
+    save_and_load(exe, folder)
+    fleet.save_persistables(exe, folder / "good")
+    other_model(folder / "good")
+    backward_and_apply_apart()
+    fleet.shutdown()
+    report(RANK, after=message_of(fleet.init))
+
+
+main()

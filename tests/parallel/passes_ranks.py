@@ -1,0 +1,264 @@
+"""Run as ranks by test_passes.py: trains on all ranks with a pass, and on one process with the joint batch."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.nn import functional as F
+
+from fleet_train import fleet, role_maker
+from fleet_train.collectives.statistics import RankStatistics
+from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
+from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
+from fleet_train.convert.passes.precision import lower_precision
+from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.recompute import Recompute
+from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.profile import Profile
+from tests.support.worker import digest, report
+from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
+
+STEPS, SAMPLES_PER_RANK, SEEDS = 10, 6, (0, 1, 2)
+# A bias in front of a batch norm and its velocity hold rounding noise only.
+FLOOR = 0.1
+
+
+def normalised(features: Any) -> Any:
+    """Two branches, so that the order of the exchanges is not given by the data alone."""
+    image = features.reshape([-1, 1, 4, 4])
+    left, right = nn.Conv2D(1, 4, 3, padding=1), nn.Conv2D(1, 4, 3, padding=1)
+    joined = F.tanh(nn.BatchNorm2D(4)(left(image))) + F.tanh(nn.BatchNorm2D(4)(right(image)))
+    joined = nn.BatchNorm2D(4, momentum=0.5)(joined)
+    return nn.Linear(8, CLASSES)(nn.BatchNorm1D(8)(F.tanh(nn.Linear(64, 8)(joined.flatten(1)))))
+
+
+def unlike_batches(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Joint batches in which the ranks' parts differ in mean and spread."""
+    world = fleet.worker_num()
+    place = np.repeat(np.arange(world, dtype="float32"), SAMPLES_PER_RANK)[:, None]
+    joint = batches(STEPS, SAMPLES_PER_RANK * world, seed)
+    return [(features * (1 + place) + 2 * place, labels) for features, labels in joint]
+
+
+def mine(batch: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    first = fleet.worker_index() * SAMPLES_PER_RANK
+    return batch[0][first : first + SAMPLES_PER_RANK], batch[1][first : first + SAMPLES_PER_RANK]
+
+
+def momentum() -> Any:
+    return paddle.optimizer.Momentum(0.05, 0.9)
+
+
+def distributed(synchronized: bool, profile: Profile) -> Callable[[Any, Any], DistributedOptimizer]:
+    def minimize(inner: Any, loss: Any) -> DistributedOptimizer:
+        optimizer = fleet.distributed_optimizer(inner, profile)
+        pairs = optimizer.backward(loss)
+        if synchronized:
+            statistics = RankStatistics(optimizer._job)
+            pairs = synchronize_batch_norms(pairs, statistics)
+            statistics.connect()
+        optimizer.apply_gradients(pairs)
+        return optimizer
+
+    return minimize
+
+
+def train_both(synchronized: bool, profile: Profile, seed: int) -> dict[str, Any]:
+    paddle.seed(100 * seed + fleet.worker_index())
+    many = Trained(momentum, distributed(synchronized, profile), normalised)
+    start = many.state()
+    one = Trained(momentum, network=normalised)
+    one.start_from(start)
+    for batch in unlike_batches(seed):
+        many.step(mine(batch))
+        one.step(batch)
+    return {
+        "state": digest(many.state()),
+        "difference": relative_difference(many.state(), one.state(), FLOOR),
+        "parameter_difference": relative_difference(many.parameters(), one.parameters(), FLOOR),
+        "moved": relative_difference(many.state(), start, FLOOR),
+    }
+
+
+def synchronized_batch_norm() -> dict[str, Any]:
+    profiles = {"fused": Profile(), "unfused, two communicators": Profile(fuse_all_reduce_ops=False, nccl_comm_num=2)}
+    return {
+        f"{name}, seed {seed}": train_both(True, profile, seed) for name, profile in profiles.items() for seed in SEEDS
+    }
+
+
+def local_batch_norm() -> dict[str, Any]:
+    return {"fused": train_both(False, Profile(), seed=0)}
+
+
+class Inner:
+    """A Paddle optimizer whose update is made by ``apply``: what the facade will call once passes are knobs."""
+
+    def __init__(self, optimizer: Any, apply: Callable[[Any], Any]) -> None:
+        self._optimizer, self.apply_gradients = optimizer, apply
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def scaled(inner: Any, loss: Any) -> None:
+    scaler = LossScaler(LossScaling(decr_every_n_nan_or_inf=1, decr_ratio=0.5))
+    wrapped = Inner(inner, lambda pairs: scaler.apply(pairs, inner.apply_gradients))
+    optimizer = fleet.distributed_optimizer(wrapped, Profile())
+    optimizer.apply_gradients(optimizer.backward(scaler.scaled(loss)))
+
+
+def overflow_on_one_rank() -> dict[str, Any]:
+    paddle.seed(fleet.worker_index())
+    trained = Trained(momentum, scaled)
+    states = [trained.state()]
+    for step, batch in enumerate(batches(4, SAMPLES_PER_RANK * fleet.worker_num(), seed=0)):
+        features, labels = mine(batch)
+        if step == 1 and fleet.worker_index() == 1:
+            features = np.full_like(features, np.inf)
+        trained.step((features, labels))
+        states.append(trained.state())
+    return {
+        "changed": [
+            sorted(name for name in a if not np.array_equal(a[name], b[name])) for a, b in itertools.pairwise(states)
+        ],
+        "scales": [float(state["loss_scaling_0"].item()) for state in states],
+        "state": digest(states[-1]),
+    }
+
+
+def merged(accumulate_steps: int) -> Callable[[Any, Any], None]:
+    def minimize(inner: Any, loss: Any) -> None:
+        found = merge_gradients(inner.backward(loss), GradientMerge(accumulate_steps))
+        wrapped = Inner(inner, lambda pairs: found.apply(lambda: inner.apply_gradients(pairs)))
+        fleet.distributed_optimizer(wrapped, Profile()).apply_gradients(found.pairs)
+
+    return minimize
+
+
+def gradient_merge() -> dict[str, Any]:
+    return {f"seed {seed}": merge_and_compare(seed, accumulate_steps=3) for seed in SEEDS}
+
+
+def merge_and_compare(seed: int, accumulate_steps: int) -> dict[str, Any]:
+    paddle.seed(100 * seed + fleet.worker_index())
+    many = Trained(clipped_adamw, merged(accumulate_steps))
+    one = Trained(clipped_adamw)
+    start = many.state()
+    one.start_from(start)
+    data = batches(STEPS * accumulate_steps, SAMPLES_PER_RANK * fleet.worker_num(), seed)
+    for first in range(0, len(data), accumulate_steps):
+        micro = data[first : first + accumulate_steps]
+        for batch in micro:
+            many.step(mine(batch))
+        one.step((np.concatenate([x for x, _ in micro]), np.concatenate([y for _, y in micro])))
+    return {
+        "state": digest(many.state()) if not _buffers(many) else "buffers are not empty",
+        "difference": relative_difference(many.parameters(), one.parameters()),
+        "moved": relative_difference(many.parameters(), {name: start[name] for name in many.parameters()}),
+    }
+
+
+def _buffers(trained: Trained) -> list[str]:
+    return [name for name, value in trained.state().items() if name.endswith("@gradient_merge") and value.any()]
+
+
+def clipped_adamw() -> Any:
+    clip = nn.ClipGradByGlobalNorm(0.1)
+    return paddle.optimizer.AdamW(0.01, epsilon=1e-3, weight_decay=0.05, grad_clip=clip)
+
+
+def lowered(inner: Any, loss: Any) -> None:
+    lower_precision(loss, MixedPrecision("O2"), on_gpu=False)
+    fleet.distributed_optimizer(inner, Profile()).minimize(loss)
+
+
+def low_precision() -> dict[str, Any]:
+    paddle.seed(fleet.worker_index())
+    many = Trained(momentum, lowered, normalised_locally)
+    data = batches(2, SAMPLES_PER_RANK * fleet.worker_num(), seed=0) * 15
+    losses = [many.step(mine(batch)) for batch in data]
+    trained = [one.name for one in many.main.global_block().all_parameters() if not one.stop_gradient]
+    parameters = {name: value for name, value in many.parameters().items() if name in trained}
+    return {"parameters": digest(parameters), "first": losses[0], "last": losses[-1]}
+
+
+class WithPasses(DistributedOptimizer):
+    """The facade's optimizer as it will be, on a program that takes every pass (float16's scale in float32)."""
+
+    def backward(self, loss: Any, *_: Any) -> Any:
+        settings = PassSettings(merge=GradientMerge(2), recompute=Recompute(4), sync_batch_norm=True)
+        self.passes = ProgramPasses(settings, self._job)
+        self.passes._scaler = LossScaler(LossScaling())
+        return self.passes.backward(loss, lambda _: self._inner.backward(self.passes._scaler.scaled(loss)))
+
+    def apply_gradients(self, params_grads: Any) -> Any:
+        merged = self.passes.merge(params_grads)
+        inner = self._inner
+        self._inner = Inner(inner, lambda pairs: self.passes.update(merged, pairs, inner.apply_gradients))
+        return super().apply_gradients(merged.pairs)
+
+
+def all_passes(inner: Any, loss: Any) -> None:
+    optimizer = fleet.distributed_optimizer(inner, Profile())
+    optimizer.__class__ = WithPasses
+    optimizer.minimize(loss)
+
+
+def together() -> dict[str, Any]:
+    """Every pass on all ranks, against gradient merge alone in one process with the joint micro-batches."""
+    results = {}
+    for seed in SEEDS:
+        paddle.seed(100 * seed + fleet.worker_index())
+        many = Trained(momentum, all_passes, normalised)
+        reference = Trained(momentum, merged_alone, normalised)
+        start = many.state()
+        reference.start_from(start)
+        for batch in unlike_batches(seed):
+            many.step(mine(batch))
+            reference.step(batch)
+        ours, expected = many.state(), reference.state()
+        trained = [one.name for one in many.main.global_block().all_parameters()]
+        results[f"seed {seed}"] = {
+            "state": digest({name: ours[name] for name in ours if "@gradient_merge" not in name}),
+            "difference": relative_difference({n: ours[n] for n in trained}, {n: expected[n] for n in trained}, FLOOR),
+            "moved": relative_difference({n: ours[n] for n in trained}, {n: start[n] for n in trained}, FLOOR),
+        }
+    return results
+
+
+def merged_alone(inner: Any, loss: Any) -> None:
+    found = merge_gradients(inner.backward(loss), GradientMerge(2))
+    found.apply(lambda: inner.apply_gradients(found.pairs))
+
+
+def normalised_locally(features: Any) -> Any:
+    """Its statistics are each rank's own; its parameters are not."""
+    return nn.Linear(24, CLASSES)(nn.BatchNorm1D(24)(F.tanh(nn.Linear(FEATURES, 24)(features))))
+
+
+CASES = {
+    "synchronized": synchronized_batch_norm,
+    "local": local_batch_norm,
+    "overflow": overflow_on_one_rank,
+    "merged": gradient_merge,
+    "lowered": low_precision,
+    "together": together,
+}
+
+
+def main() -> None:
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    report(fleet.worker_index(), cases=CASES[sys.argv[1]]())
+
+
+main()

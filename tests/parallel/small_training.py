@@ -1,0 +1,107 @@
+"""Run as ranks by the tests beside it: a small network, then the case that the first argument names."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.profile import Profile
+from tests.support.worker import digest, report
+
+STEPS = 6
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def build(width: int = 8, layers: int = 2) -> tuple[Any, Any]:
+    features = paddle.static.data("x", [None, 4], "float32")
+    hidden = features
+    for _ in range(layers):
+        hidden = paddle.static.nn.fc(hidden, width, activation="tanh")
+    return features, paddle.mean(paddle.static.nn.fc(hidden, 1) ** 2)
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng([step, RANK]).standard_normal((5, 4)).astype("float32")}
+
+
+def state() -> dict[str, np.ndarray]:
+    values = fleet.main_program.state_dict("all", paddle.static.global_scope())
+    return {name: np.array(value) for name, value in values.items()}
+
+
+def train(profile: Profile | None = None, before_step: Any = None, **network: int) -> Any:
+    _, loss = build(**network)
+    optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01), profile)
+    optimizer.minimize(loss)
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(fleet.startup_program)
+    for step in range(STEPS):
+        if before_step is not None:
+            before_step(step)
+        exe.run(fleet.main_program, feed=batch(step), fetch_list=[loss])
+    return exe
+
+
+def die(step: int) -> None:
+    if RANK == 1 and step == 3:
+        os.kill(os.getpid(), 9)
+
+
+def throw(step: int) -> None:
+    if RANK == 1 and step == 3:
+        raise ValueError("boom")
+
+
+def leave_early(step: int) -> None:
+    if RANK == 1 and step == 3:
+        sys.exit(0)
+
+
+def sleep_at_step_3(seconds: float) -> Any:
+    def sleep(step: int) -> None:
+        if RANK == 1 and step == 3:
+            time.sleep(seconds)
+
+    return sleep
+
+
+def other_version() -> None:
+    import fleet_train
+
+    if RANK == 1:
+        fleet_train.__version__ = "0.0.7"
+
+
+CASES = {
+    "train": lambda: train(),
+    "die": lambda: train(before_step=die),
+    "throw": lambda: train(before_step=throw),
+    "leave early": lambda: train(before_step=leave_early),
+    "stall": lambda: train(Profile(collective_timeout_seconds=2), before_step=sleep_at_step_3(30)),
+    "busy for longer than gloo waits": lambda: train(before_step=sleep_at_step_3(33)),
+    "other shapes": lambda: train(width=8 + RANK),
+    "other profile": lambda: train(Profile(nccl_comm_num=1 + RANK)),
+    "more layers": lambda: train(layers=2 + RANK),
+}
+
+
+def main() -> None:
+    case = sys.argv[1]
+    paddle.enable_static()
+    if case == "other version":
+        other_version()
+    if case == "never come" and RANK == 1:
+        return
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    CASES.get(case, CASES["train"])()
+    report(RANK, state=digest(state()), world=fleet.worker_num())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Compression on real ranks: like the numpy twin, the same bits on every rank, and exact after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.processes import ROOT
+from tests.support.ranks import RanksResult, run_ranks
+
+POWERSGD = ["rank 1", "rank 2", "rank 4 after 3 steps", "cold", "forgetful", "full rank", "nothing pays"]
+DGC = ["constant", "ramp", "nesterov, clipped", "whole", "large", "all small"]
+SEEDS = (0, 1, 2)
+CASES = [
+    [kind, name, seed] for kind, names in (("powersgd", POWERSGD), ("dgc", DGC)) for name in names for seed in SEEDS
+]
+RELATIVE_TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    world_size = request.param
+    return run_ranks(
+        ROOT / "tests/parallel/compression_ranks.py",
+        world_size,
+        folder=tmp_path_factory.mktemp("compression"),
+        nodes=world_size,
+        args=[json.dumps(CASES)],
+    )
+
+
+def each(result: RanksResult) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Each case with what the ranks found."""
+    ranks = result.of_all("cases")
+    assert len(ranks[0]) == len(CASES)
+    return [(case, [rank[case] for rank in ranks]) for case in ranks[0]]
+
+
+def test_updates_are_those_of_the_twin(result: RanksResult) -> None:
+    for case, ranks in each(result):
+        assert max(rank["difference"] for rank in ranks) < RELATIVE_TOLERANCE, case
+
+
+def test_every_rank_gets_the_same_bits(result: RanksResult) -> None:
+    for case, ranks in each(result):
+        assert len({rank["updates"] for rank in ranks}) == 1, case
+
+
+def test_resumed_method_goes_on_with_the_same_bits(result: RanksResult) -> None:
+    for case, ranks in each(result):
+        assert [rank["resumed"] for rank in ranks] == [rank["second half"] for rank in ranks], case
+
+
+def test_full_rank_and_no_compression_are_the_mean(result: RanksResult) -> None:
+    exact = {case: ranks[0]["is mean"] for case, ranks in each(result) if ranks[0]["is mean"] < RELATIVE_TOLERANCE}
+    assert sorted({case.rpartition(", ")[0] for case in exact}) == ["powersgd, full rank", "powersgd, nothing pays"]
+
+
+def test_compression_compresses(result: RanksResult) -> None:
+    for case, ranks in each(result):
+        if case.startswith(("powersgd, rank", "powersgd, cold", "dgc")):
+            assert ranks[0]["is mean"] > 0.1, case
+
+
+def test_gloo_rounds_every_partial_sum_of_bfloat16(result: RanksResult) -> None:
+    for ranks in zip(*(rank.items() for rank in result.of_all("sums")), strict=True):
+        for elements, found in ranks:
+            assert found["as gloo"], f"{elements} elements"
+            assert found["over bound"] <= 1.0, f"{elements} elements"
+        assert len({found["bits"] for _, found in ranks}) == 1
+
+
+def test_gloo_cannot_sum_float16(result: RanksResult) -> None:
+    # When this fails, Paddle has learnt it: compression to float16 need not be refused on Gloo any more.
+    assert all(np.isinf(rank).all() for rank in result.of_all("float16"))
+
+
+def test_four_ranks_sum_bfloat16_in_the_same_way(tmp_path: Path) -> None:
+    result = run_ranks(ROOT / "tests/parallel/compression_ranks.py", 4, folder=tmp_path, nodes=2, args=["[]"])
+    assert all(found["as gloo"] for rank in result.of_all("sums") for found in rank.values())

@@ -1,0 +1,24 @@
+"""The divergence sentinel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_train.errors import ScheduleMismatch
+from tests.support.processes import ROOT
+from tests.support.ranks import run_ranks
+
+SCRIPT = ROOT / "tests/parallel/drift.py"
+
+
+def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(tmp_path: Path) -> None:
+    result = run_ranks(SCRIPT, 3, folder=tmp_path, nodes=3, args=["2"], check=False)
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 3, result.report()
+    for rank in result.ranks:
+        told = [line for line in rank.output.splitlines() if line.startswith("fleet_train: ScheduleMismatch")][-1]
+        assert "drifted apart at step 5: parameter 'fc_1.w_0' of rank 2 (127.0.0.4:" in told
+
+
+def test_sentinel_can_be_switched_off(tmp_path: Path) -> None:
+    result = run_ranks(SCRIPT, 3, folder=tmp_path, nodes=3, args=["0"])
+    assert result.of_all("trained") == [True] * 3

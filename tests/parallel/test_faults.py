@@ -1,0 +1,109 @@
+"""When a rank fails, every other one ends soon, with one line that names it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
+from tests.support.processes import ROOT
+from tests.support.ranks import RanksResult, run_ranks
+
+SCRIPT = ROOT / "tests/parallel/small_training.py"
+
+
+def run(case: str, folder: Path, world_size: int = 2, **options: object) -> RanksResult:
+    return run_ranks(SCRIPT, world_size, folder=folder, nodes=world_size, args=[case], check=False, **options)  # type: ignore[arg-type]
+
+
+def last_line(result: RanksResult, rank: int) -> str:
+    lines = [line for line in result.ranks[rank].output.splitlines() if line.startswith("fleet_train:")]
+    return lines[-1] if lines else result.report()
+
+
+def test_killed_rank_is_named(tmp_path: Path) -> None:
+    result = run("die", tmp_path, world_size=3)
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
+    for rank in (0, 2):
+        assert "WorkerFailed: rank 1 (127.0.0.3:" in last_line(result, rank)
+        assert "was lost" in last_line(result, rank)
+
+
+def test_exception_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    result = run("throw", tmp_path)
+    assert result.exit_codes == [WorkerFailed.exit_code, 1]
+    assert last_line(result, 0).endswith("stopped with ValueError: boom")
+    assert "Traceback" not in result.ranks[0].output
+    assert "ValueError: boom" in result.ranks[1].output
+
+
+def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None:
+    result = run("leave early", tmp_path)
+    assert result.exit_codes == [WorkerFailed.exit_code, 0]
+    assert "rank 1 (127.0.0.3:" in last_line(result, 0)
+    assert "has finished and left the job while others still wait for it" in last_line(result, 0)
+
+
+def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
+    began = time.monotonic()
+    result = run("stall", tmp_path, patience_after_failure_seconds=1.0)
+    assert result.exit_codes[0] == WorkerFailed.exit_code, result.report()
+    assert "step 4: rank 1 (127.0.0.3:" in last_line(result, 0)
+    assert last_line(result, 0).endswith("did not come within 2 s")
+    assert time.monotonic() - began < 30
+
+
+def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Path) -> None:
+    result = run("busy for longer than gloo waits", tmp_path)
+    assert result.exit_codes == [0, 0], result.report()
+    assert len(set(result.of_all("state"))) == 1
+
+
+def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> None:
+    result = run("never come", tmp_path, world_size=3, env={"FLEET_TRAIN_JOIN_TIMEOUT": "4"})
+    # Whose patience ends first reports it, and the other learns it from there.
+    codes = {result.exit_codes[rank] for rank in (0, 2)}
+    assert JoinTimeout.exit_code in codes, result.report()
+    assert codes <= {JoinTimeout.exit_code, WorkerFailed.exit_code}, result.report()
+    for rank in (0, 2):
+        assert "join: rank 1 (127.0.0.3:" in last_line(result, rank)
+        assert last_line(result, rank).endswith("did not come within 4 s")
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("other shapes", "'fc_2.w_0' [8, 1] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_2.w_0' [9, 1]"),
+        ("more layers", "float32 in bucket 0"),
+        ("other profile", "communicators is 1 here, 2 there"),
+        ("other version", "fleet_train version: rank 0 (127.0.0.2:"),
+    ],
+)
+def test_ranks_that_disagree_are_told_what_differs_before_the_first_step(tmp_path: Path, case: str, told: str) -> None:
+    result = run(case, tmp_path)
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
+    for rank in (0, 1):
+        assert told in last_line(result, rank)
+        assert "rank 1 (127.0.0.3:" in last_line(result, rank)
+
+
+def test_two_processes_with_one_rank_are_refused(tmp_path: Path) -> None:
+    result = run_ranks(
+        SCRIPT,
+        2,
+        folder=tmp_path,
+        nodes=1,
+        args=["train"],
+        env={"PADDLE_TRAINER_ID": "1", "FLEET_TRAIN_JOIN_TIMEOUT": "3"},
+        check=False,
+    )
+    assert all(code != 0 for code in result.exit_codes), result.report()
+
+
+def test_ranks_that_were_told_other_world_sizes_are_refused(tmp_path: Path) -> None:
+    lonely = {"PADDLE_TRAINERS_NUM": "3"}
+    result = run("train", tmp_path, env_of_rank={1: lonely}, patience_after_failure_seconds=1.0)
+    assert result.exit_codes[1] != 0
+    assert "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS names 2 processes" in last_line(result, 1)

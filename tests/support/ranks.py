@@ -1,0 +1,105 @@
+"""Several ranks as real processes, started the way the stock launcher starts them, but without its 2 to 3 seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.ports import free_ports
+from tests.support.processes import RESULTS_VARIABLE, Ended, Job, clean_environ, python, write_script
+from tests.support.results import read_results
+
+
+@dataclass(frozen=True)
+class RanksResult:
+    """How every rank ended, by rank, and what it reported through ``tests.support.worker.report``."""
+
+    ranks: list[Ended]
+    values: dict[int, dict[str, Any]]
+    folder: Path
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [rank.exit_code for rank in self.ranks]
+
+    def of_all(self, name: str) -> list[Any]:
+        """The value that each rank reported under ``name``, by rank."""
+        return [self.values[rank][name] for rank in range(len(self.ranks))]
+
+    def report(self) -> str:
+        return "\n".join(
+            f"--- {rank.name}: exit {rank.exit_code}{', killed by the test' if rank.killed else ''} ---\n{rank.output}"
+            for rank in self.ranks
+        )
+
+
+def node_sizes(world_size: int, nodes: int | Sequence[int]) -> list[int]:
+    """Processes per node; a number of nodes shares the ranks out evenly, earlier nodes get the odd ones."""
+    if not isinstance(nodes, int):
+        assert sum(nodes) == world_size, f"nodes={list(nodes)} do not add up to world_size={world_size}"
+        return list(nodes)
+    return [world_size // nodes + (node < world_size % nodes) for node in range(nodes)]
+
+
+def stock_environs(sizes: Sequence[int]) -> list[dict[str, str]]:
+    """What the stock launcher sets for each rank on CPU, and Gloo's interface; node i is 127.0.0.(2+i)."""
+    hosts = [f"127.0.0.{2 + node}" for node in range(len(sizes))]
+    first_port = free_ports(max(sizes) + 1, hosts)
+    endpoints = [f"{hosts[node]}:{first_port + local}" for node, size in enumerate(sizes) for local in range(size)]
+    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    return [
+        {
+            "PADDLE_MASTER": f"{hosts[0]}:{first_port + max(sizes)}",
+            "PADDLE_GLOBAL_SIZE": str(len(endpoints)),
+            "PADDLE_LOCAL_SIZE": str(sizes[node]),
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "PADDLE_LOCAL_RANK": str(local),
+            "PADDLE_NNODES": str(len(sizes)),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(len(endpoints)),
+            "PADDLE_RANK_IN_NODE": str(local),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        for rank, (node, local) in enumerate(places)
+    ]
+
+
+def run_ranks(
+    script: str | Path,
+    world_size: int,
+    *,
+    folder: Path,
+    nodes: int | Sequence[int] = 1,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    env_of_rank: Mapping[int, Mapping[str, str]] | None = None,
+    timeout_seconds: float = 120.0,
+    patience_after_failure_seconds: float | None = 20.0,
+    check: bool = True,
+) -> RanksResult:
+    """Run ``script`` (text or path) as ``world_size`` processes and wait for all of them.
+
+    ``folder`` (a test's tmp_path) is the working directory and receives logs and reports. world_size 1 with
+    ``nodes=0`` starts one process with no launcher's environment at all. With ``check``, an exit code other than 0
+    fails the test with everybody's output. Starting Paddle costs a second or two per rank: let one script run many
+    cases.
+    """
+    sizes = node_sizes(world_size, nodes) if nodes != 0 else []
+    environs = stock_environs(sizes) if sizes else [{}]
+    reports = folder / "reports"
+    reports.mkdir(parents=True, exist_ok=True)
+    path = write_script(script, folder)
+    with Job(folder) as job:
+        for rank, environ in enumerate(environs):
+            own = {RESULTS_VARIABLE: str(reports), **environ, **(env or {}), **(env_of_rank or {}).get(rank, {})}
+            job.start(f"rank{rank}", python(str(path), *args), clean_environ(own))
+        ended = job.wait(timeout_seconds, patience_after_failure_seconds)
+    result = RanksResult(ended, read_results(reports), folder)
+    if check:
+        assert result.exit_codes == [0] * len(environs), result.report()
+    return result

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from fleet_train.cluster.environment import cluster_from_environ, join_timeout_seconds, rank_variables
+from fleet_train.errors import ClusterError
+
+OLD_COMMAND = (
+    "python -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
+    "--started_port=6170 --selected_gpus=0 --log_dir mylog train.py --lr 0.1"
+).split()
+# What the stock launcher's compatible mode tells each of its processes: a job of this machine alone.
+LONELY = {
+    "PADDLE_TRAINER_ID": "0",
+    "PADDLE_RANK_IN_NODE": "0",
+    "PADDLE_TRAINERS_NUM": "1",
+    "PADDLE_CURRENT_ENDPOINT": "127.0.0.1:33403",
+    "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:33403",
+}
+MODERN = {
+    "PADDLE_TRAINER_ID": "2",
+    "PADDLE_TRAINERS_NUM": "4",
+    "PADDLE_NNODES": "2",
+    "PADDLE_CURRENT_ENDPOINT": "10.0.0.2:6070",
+    "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6070,10.0.0.1:6071,10.0.0.2:6070,10.0.0.2:6071",
+}
+
+
+def test_no_launcher_is_one_process() -> None:
+    assert cluster_from_environ({}).world_size == 1
+
+
+def test_old_command_is_recovered_from_the_launchers_arguments() -> None:
+    cluster = cluster_from_environ(LONELY, OLD_COMMAND)
+    assert cluster.endpoints == ["10.0.0.1:6170", "10.0.0.2:6170"]
+    assert (cluster.rank, cluster.node_num, cluster.local_rank) == (1, 2, 0)
+
+
+def test_old_command_with_two_local_processes() -> None:
+    command = [word.replace("--selected_gpus=0", "--nproc_per_node=2") for word in OLD_COMMAND]
+    environ = {**LONELY, "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ID": "1", "PADDLE_RANK_IN_NODE": "1"}
+    cluster = cluster_from_environ(environ, command)
+    assert (cluster.rank, cluster.world_size, cluster.this.endpoint) == (3, 4, "10.0.0.2:6171")
+
+
+def test_fewer_processes_than_selected_gpus_gives_the_command_that_works() -> None:
+    command = [word.replace("--selected_gpus=0", "--selected_gpus=0,1") for word in OLD_COMMAND]
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_environ(LONELY, command)
+    assert "asked for 2 processes on this machine and has started 1" in str(caught.value)
+    assert str(caught.value).endswith(
+        "python -m fleet_train launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
+        "--started_port=6170 --nproc_per_node=2 train.py --lr 0.1"
+    )
+
+
+def test_node_ip_outside_the_list_is_refused() -> None:
+    command = [word.replace("--node_ip=10.0.0.2", "--node_ip=10.0.0.9") for word in OLD_COMMAND]
+    with pytest.raises(ClusterError, match=r"--node_ip=10\.0\.0\.9 is not one of --cluster_node_ips=10"):
+        cluster_from_environ(LONELY, command)
+
+
+def test_typo_that_sent_the_stock_launcher_into_compatible_mode_is_named() -> None:
+    command = "python -m paddle.distributed.launch --nproc_per_nodes=2 train.py".split()
+    with pytest.raises(ClusterError, match="does not know '--nproc_per_nodes'; did you mean '--nproc_per_node'"):
+        cluster_from_environ(LONELY, command)
+
+
+def test_flags_of_the_script_are_not_the_launchers() -> None:
+    command = "python -m paddle.distributed.launch --nproc_per_node 1 train.py --cluster_node_ips=a,b".split()
+    assert cluster_from_environ(LONELY, command).world_size == 1
+
+
+def test_modern_variables() -> None:
+    cluster = cluster_from_environ(MODERN)
+    assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (2, 4, 2, 0)
+
+
+def test_count_that_contradicts_the_endpoints_is_refused() -> None:
+    with pytest.raises(ClusterError, match="PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS names 4"):
+        cluster_from_environ({**MODERN, "PADDLE_TRAINERS_NUM": "3"})
+
+
+def test_endpoint_of_another_rank_is_refused() -> None:
+    with pytest.raises(ClusterError, match="PADDLE_CURRENT_ENDPOINT=10"):
+        cluster_from_environ({**MODERN, "PADDLE_TRAINER_ID": "0"})
+
+
+def test_several_processes_without_endpoints_is_refused() -> None:
+    with pytest.raises(ClusterError, match="PADDLE_TRAINER_ENDPOINTS, which says where they are, is not set"):
+        cluster_from_environ({"PADDLE_TRAINERS_NUM": "2"})
+
+
+def test_paddlecloud_pod() -> None:
+    command = "python -m paddle.distributed.launch --use_paddlecloud train.py".split()
+    pod = {
+        "PADDLE_TRAINERS": "10.0.0.1,10.0.0.2",
+        "POD_IP": "10.0.0.2",
+        "PADDLE_PORT": "7000",
+        "PADDLE_TRAINERS_NUM": "1",
+    }
+    cluster = cluster_from_environ(pod, command)
+    assert (cluster.rank, cluster.endpoints) == (1, ["10.0.0.1:7000", "10.0.0.2:7000"])
+
+
+def test_paddlecloud_without_pod_ip_names_the_variable() -> None:
+    command = "python -m paddle.distributed.launch --use_paddlecloud train.py".split()
+    with pytest.raises(ClusterError, match="POD_IP '' is not among the 2 pods of PADDLE_TRAINERS"):
+        cluster_from_environ({"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2"}, command)
+
+
+def test_join_timeout_must_be_a_positive_number() -> None:
+    assert join_timeout_seconds({}) == 300.0
+    assert join_timeout_seconds({"FLEET_TRAIN_JOIN_TIMEOUT": "2.5"}) == 2.5
+    with pytest.raises(ClusterError, match="FLEET_TRAIN_JOIN_TIMEOUT='-1'"):
+        join_timeout_seconds({"FLEET_TRAIN_JOIN_TIMEOUT": "-1"})
+
+
+def test_rank_variables_describe_the_same_cluster_again() -> None:
+    cluster = cluster_from_environ(LONELY, OLD_COMMAND)
+    assert cluster_from_environ(rank_variables(cluster)).endpoints == cluster.endpoints

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from fleet_train.cluster import network
+from fleet_train.errors import ClusterError
+
+INTERFACES = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1", "10.0.0.9")}
+
+
+def test_the_interface_of_an_address() -> None:
+    assert network.interface_of("10.0.0.9", INTERFACES) == "eth0"
+    assert network.interface_of("127.0.0.7", INTERFACES) == "lo"
+    assert network.interface_of("10.0.0.2", INTERFACES) is None
+
+
+def test_the_whole_loopback_block_is_local() -> None:
+    assert network.is_local("127.0.0.3", ())
+    assert network.is_local("10.0.0.1", ("10.0.0.1",))
+    assert not network.is_local("10.0.0.2", ("10.0.0.1",))
+
+
+def test_loopback_is_reached_through_the_loopback_interface() -> None:
+    assert network.interface_towards("127.0.0.3") == network.interface_of("127.0.0.1", network.interface_addresses())
+    assert "127.0.0.1" in network.local_addresses()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("10.0.0.256", "not an IPv4 address"),
+        ("10.0.0", "not an IPv4 address"),
+        ("::1", "IPv6"),
+        ("0.0.0.0", "not the address of a machine"),
+        ("224.0.0.1", "not the address of a machine"),
+        ("no-such-host.invalid", "neither an IPv4 address nor a host name"),
+        ("", "neither an IPv4 address nor a host name"),
+    ],
+)
+def test_what_is_no_host_is_refused(host: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        network.resolve(host)
+
+
+def test_addresses_and_names_resolve() -> None:
+    assert network.resolve("10.0.0.1") == "10.0.0.1"
+    assert network.resolve("localhost") == "127.0.0.1"
+
+
+def test_a_port_belongs_to_an_address(free_ports: Callable[..., int]) -> None:
+    port = free_ports(1, ["127.0.0.2", "127.0.0.3"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", port))
+        taken.listen()
+        assert not network.port_is_free("127.0.0.2", port)
+        assert network.port_is_free("127.0.0.3", port)
+        assert network.port_owner(port, "127.0.0.2").pid == os.getpid()
+        assert network.port_owner(port, "127.0.0.3").pid is None
+    assert network.port_is_free("127.0.0.2", port)
+    assert network.port_owner(port) == network.PortOwner(None, None)
+
+
+def test_a_port_of_all_addresses_is_taken_on_each(free_ports: Callable[..., int]) -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        assert not network.port_is_free("127.0.0.3", port)
+        assert network.port_owner(port, "127.0.0.3").pid == os.getpid()
+
+
+def test_owners_are_named_by_program_only() -> None:
+    assert str(network.PortOwner(12, "python")) == "process 12 (python)"
+    assert str(network.PortOwner(None, None)) == "a process of another user"

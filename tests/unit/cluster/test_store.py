@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fleet_train.cluster.store_client import StoreClient
+from fleet_train.cluster.store_server import StoreServer
+from fleet_train.errors import ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1", 0).start()
+    yield server
+    server.stop()
+
+
+def connect(server: StoreServer, member: int, **options: object) -> StoreClient:
+    return StoreClient.connect(server.endpoint, member, timeout_seconds=5, **options)  # type: ignore[arg-type]
+
+
+def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(call())  # type: ignore[operator]
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_set_then_get_from_another_member(server: StoreServer) -> None:
+    connect(server, 0).set("port", 6170)
+    assert connect(server, 1).get("port") == 6170
+
+
+def test_get_of_unknown_key_is_none(server: StoreServer) -> None:
+    assert connect(server, 0).get("nothing") is None
+
+
+def test_gather_gives_everybody_all_values(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: two.gather("join", "b", 2, 5))
+    assert one.gather("join", "a", 2, 5) == {0: "a", 1: "b"}
+    thread.join()
+    assert results == [{0: "a", 1: "b"}]
+
+
+def test_gather_can_be_repeated_under_the_same_name(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    for step in range(3):
+        thread, _ = in_thread(lambda step=step: two.gather("step", step, 2, 5))
+        assert one.gather("step", step, 2, 5) == {0: step, 1: step}
+        thread.join()
+
+
+def test_gather_timeout_names_the_missing_members(server: StoreServer) -> None:
+    one = connect(server, 0, describe=lambda i: f"rank {i} (10.0.0.{i}:6170)")
+    with pytest.raises(
+        JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\), rank 2 \(10.0.0.2:6170\) did not come within 0.2 s"
+    ):
+        one.gather("join", None, 3, 0.2)
+
+
+def test_gather_after_a_timeout_starts_clean(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    with pytest.raises(JoinTimeout):
+        one.gather("join", "old", 2, 0.1)
+    thread, _ = in_thread(lambda: two.gather("join", "b", 2, 5))
+    assert one.gather("join", "new", 2, 5) == {0: "new", 1: "b"}
+    thread.join()
+
+
+def test_member_whose_connection_breaks_is_named_to_the_waiters(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("step 5", None, 2, 30))
+    time.sleep(0.1)
+    two.close()
+    thread.join(timeout=5)
+    assert isinstance(results[0], WorkerFailed)
+    assert str(results[0]).startswith("rank 1 was lost")
+
+
+def test_member_that_dies_inside_a_gather_is_named(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("step", None, 3, 30))
+    waiting, _ = in_thread(lambda: two.gather("step", None, 3, 30))
+    time.sleep(0.1)
+    two._sock.shutdown(2)
+    waiting.join(timeout=5)
+    third = connect(server, 2)
+    with pytest.raises(WorkerFailed, match="rank 1 was lost"):
+        third.gather("next step", None, 3, 5)
+    one._sock.shutdown(2)
+    thread.join(timeout=5)
+    assert results
+
+
+def test_member_that_left_is_told_apart_from_one_that_died(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    two.leave()
+    with pytest.raises(WorkerFailed, match="rank 1 has finished and left the job"):
+        one.gather("step 9", None, 2, 30)
+    assert one.gone() == {1: "left"}
+
+
+def test_connection_that_is_not_watched_may_close(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    connect(server, 1, watched=False).close()
+    thread, _ = in_thread(lambda: two.gather("step", 2, 2, 5))
+    assert one.gather("step", 1, 2, 5) == {0: 1, 1: 2}
+    thread.join()
+
+
+def test_first_failure_report_stands_and_wakes_the_waiters(server: StoreServer) -> None:
+    one, two, three = (connect(server, i) for i in range(3))
+    thread, results = in_thread(lambda: one.gather("step", None, 3, 30))
+    time.sleep(0.05)
+    two.fail({"message": "rank 1 ran out of memory"})
+    three.fail({"message": "rank 2 followed"})
+    thread.join(timeout=5)
+    assert str(results[0]) == "rank 1 ran out of memory"
+    assert three.failure() == {"message": "rank 1 ran out of memory"}
+
+
+def test_disagreement_on_the_world_size_is_told_to_both(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("join", None, 4, 30))
+    time.sleep(0.05)
+    with pytest.raises(ScheduleMismatch, match="rank 0 says that the job has 4 ranks, rank 1 says 2"):
+        two.gather("join", None, 2, 5)
+    thread.join(timeout=5)
+    assert isinstance(results[0], ScheduleMismatch)
+
+
+def test_same_rank_twice_is_refused(server: StoreServer) -> None:
+    first = connect(server, 0)
+    with pytest.raises(ClusterError, match="rank 0 has joined this job already"):
+        connect(server, 0)
+    assert first.get("x") is None
+
+
+def test_connect_without_a_server_names_the_address() -> None:
+    with pytest.raises(JoinTimeout, match=r"nobody answers at 127\.0\.0\.1:9"):
+        StoreClient.connect("127.0.0.1:9", 0, timeout_seconds=0.2)
+
+
+def test_server_on_a_taken_port_says_which(server: StoreServer) -> None:
+    with pytest.raises(ClusterError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        StoreServer("127.0.0.1", server.port).start()
+
+
+def test_server_that_stops_is_named_to_its_clients(server: StoreServer) -> None:
+    client = connect(server, 0)
+    server.stop()
+    with pytest.raises(WorkerFailed, match=f"store at {server.endpoint} does not answer"):
+        client.get("x")
+
+
+def test_stranger_that_speaks_another_protocol_does_no_harm(server: StoreServer) -> None:
+    import socket
+
+    with socket.create_connection((server.host, server.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(10) == b""
+    client = connect(server, 0)
+    client.set("a", 1)
+    assert client.get("a") == 1
+
+
+def test_members_that_wait_for_each_other_at_different_points_are_told(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("step 12", None, 2, 30))
+    with pytest.raises(ScheduleMismatch, match="rank 0 at 'step 12', rank 1 at 'all_reduce 0'"):
+        two.gather("all_reduce 0", None, 2, 30)
+    thread.join(timeout=5)
+    assert isinstance(results[0], ScheduleMismatch)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
+from fleet_train.launch import prepare
+from fleet_train.launch.machine import Machine, visible_gpus
+from fleet_train.launch.node import Node
+from fleet_train.launch.request import LaunchRequest
+
+
+def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
+    return LaunchRequest(command=command, is_module=is_module, strategy=strategy)
+
+
+def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
+    versions = {"python": "3.11.2", "fleet_train": "0.1.0", "paddle": paddle}
+    return Machine({"lo": ("127.0.0.1",)}, 4, False, None, versions)
+
+
+def test_a_script_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    prepare.check_program(request(str(tmp_path / "train.py")))
+    with pytest.raises(ClusterError, match=r"trian.py does not exist; did you mean .*/train.py\?"):
+        prepare.check_program(request(str(tmp_path / "trian.py")))
+    with pytest.raises(ClusterError, match="is a folder"):
+        prepare.check_program(request(str(tmp_path)))
+
+
+def test_a_module_must_exist() -> None:
+    prepare.check_program(request("json.tool", is_module=True))
+    with pytest.raises(ClusterError, match="-m no_such_thing: there is no such module"):
+        prepare.check_program(request("no_such_thing", is_module=True))
+
+
+def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\ndescription: for a test\n")
+    monkeypatch.chdir(tmp_path)
+    assert prepare.load_strategy("./mine.yaml")[0] == str(tmp_path / "mine.yaml")
+    assert prepare.load_strategy("multi_node")[0] == "multi_node"
+    assert prepare.load_strategy(None) == (None, None)
+    with pytest.raises(ProfileError):
+        prepare.load_strategy("no_such_profile")
+
+
+def test_a_missing_paddle_is_one_clear_line() -> None:
+    with pytest.raises(PaddleUnusable, match=r"Paddle is not installed for .*pip install paddlepaddle"):
+        prepare.check_paddle(machine("not installed"), None)
+
+
+def test_facts_are_what_must_be_equal_everywhere() -> None:
+    node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
+    assert prepare.facts_of(node, machine(), None, request("train.py")) == {
+        "the node list": "10.0.0.1,10.0.0.2",
+        "the number of processes per node": 2,
+        "--started_port": 6170,
+        "--strategy": "none",
+        "the kind of device": "CPU",
+        "the Python version": "3.11",
+        "the fleet_train version": "0.1.0",
+        "the Paddle version": "3.3.1 (paddlepaddle)",
+    }
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    prepare.check_log_dir(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match="file is not a folder"):
+        prepare.check_log_dir(tmp_path / "file" / "log")
+
+
+def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "2", "10")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 0"}, tmp_path) == ("2", "0")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fleet_train.launch import worker
+from fleet_train.launch.node import Node
+from fleet_train.launch.stock import make_private_folder, remove_private_folder, stock_command
+
+PRIVATE = Path("/tmp/private")
+
+
+def command(node: Node, *program: str, is_module: bool = False) -> list[str]:
+    return stock_command(node, program, is_module=is_module, log_dir=Path("/logs"), token="1-ab", private=PRIVATE)
+
+
+def test_the_stock_launcher_starts_our_wrapper_for_every_process() -> None:
+    node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
+    assert command(node, "train.py", "--a", "--", "x y") == [
+        sys.executable,
+        "-m",
+        "paddle.distributed.launch",
+        "--ips=10.0.0.1,10.0.0.2",
+        "--host=10.0.0.2",
+        "--start_port=6170",
+        "--nproc_per_node=2",
+        "--log_dir=/tmp/private",
+        "--job_id=/dev/null/fleet_train",
+        "--enable_gpu_log=False",
+        worker.__file__,
+        "/logs",
+        "1-ab",
+        '["train.py", "--a", "--", "x y"]',
+    ]
+
+
+def test_devices_are_named_where_there_are_any() -> None:
+    assert "--devices=2,3" in command(Node(("10.0.0.1",), 0, 6170, 2, ("2", "3"), "eth0"), "train.py")
+
+
+def test_a_module_is_run_as_a_module() -> None:
+    assert command(Node(("10.0.0.1",), 0, 6170, 1, None, None), "a.b", is_module=True)[-1] == '["-m", "a.b"]'
+
+
+def test_what_the_stock_launcher_writes_about_the_environment_goes_nowhere() -> None:
+    private = make_private_folder(range(2, 4))
+    try:
+        names = ["backup_env.2.json", "backup_env.3.json", "envlog.0", "envlog.1"]
+        assert sorted(entry.name for entry in private.iterdir()) == names
+        assert all((private / name).resolve() == Path("/dev/null") for name in names)
+        assert private.stat().st_mode & 0o077 == 0
+    finally:
+        remove_private_folder(private)
+    assert not private.exists()

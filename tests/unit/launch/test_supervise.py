@@ -1,0 +1,116 @@
+"""The supervisor's decisions, with everything around it replaced by plain values and a clock that the test turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet_train.errors import WorkerFailed
+from fleet_train.launch.ends import RankEnd
+from fleet_train.launch.node import Node
+from fleet_train.launch.supervise import Cause, Supervisor, Verdict
+from fleet_train.launch.watching import NoFollower
+
+NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
+
+
+def end(rank: int, seconds: float, code: int | None = None, signal: int | None = None, asked: bool = False) -> RankEnd:
+    return RankEnd(rank, f"10.0.0.1:{6170 + rank}", 0, code, signal, seconds, asked, "log")
+
+
+@dataclass
+class World:
+    """Stands in for the rank files, the meeting and the stock launcher."""
+
+    node: Node = NODE
+    start: float = 0.0
+    now: float = 0.0
+    ended: dict[int, RankEnd] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    store_is_lost: bool = False
+    stock_code: int | None = None
+
+    def ends(self, _: float) -> dict[int, RankEnd]:
+        return dict(self.ended)
+
+    def end_without_trace(self, local: int, seconds: float) -> RankEnd:
+        return end(local, seconds)
+
+    def failure(self) -> dict[str, Any] | None:
+        if self.store_is_lost:
+            raise WorkerFailed("vanished")
+        return self.report
+
+    def poll(self) -> int | None:
+        return self.stock_code
+
+
+def supervised(world: World) -> Supervisor:
+    return Supervisor(world, world, world, NoFollower(), clock=lambda: world.now)  # type: ignore[arg-type]
+
+
+def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
+    world.now = now
+    return supervisor.look()
+
+
+def test_it_waits_until_all_ranks_have_ended() -> None:
+    world = World(ended={0: end(0, 1, code=0)})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    world.ended[1] = end(1, 2, code=0)
+    assert look_at(world, supervisor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
+
+
+def test_a_failed_rank_ends_the_job_at_once() -> None:
+    world = World(ended={1: end(1, 1, code=3)})
+    assert look_at(world, supervised(world), 1.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+
+
+def test_an_echo_waits_for_its_cause_on_this_node() -> None:
+    world = World(ended={0: end(0, 1.0, code=11)})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    world.ended[1] = end(1, 1.2, signal=9)
+    assert look_at(world, supervisor, 1.3) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+
+
+def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
+    world = World(ended={0: end(0, 1.0, code=11)})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    world.report = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
+    assert look_at(world, supervisor, 1.4) == Verdict(Cause.TOLD, world.report)
+    world.report = None
+    assert look_at(world, supervisor, 3.1) == Verdict(Cause.RANK_FAILED, culprit=world.ended[0])
+
+
+def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_code() -> None:
+    world = World(report={"message": "rank 1: ValueError"})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    world.ended[1] = end(1, 2.0, code=1)
+    assert look_at(world, supervisor, 2.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+
+
+def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever() -> None:
+    world = World(report={"message": "rank 1: ValueError"})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    assert look_at(world, supervisor, 4.1) == Verdict(Cause.TOLD, world.report)
+
+
+def test_a_vanished_host_of_the_store_ends_the_job() -> None:
+    world = World(store_is_lost=True)
+    assert look_at(world, supervised(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
+
+
+def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_ended() -> None:
+    world = World(ended={0: end(0, 1.0, signal=15, asked=True)}, stock_code=247)
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None  # an end may be about to be written down
+    verdict = look_at(world, supervisor, 2.5)
+    assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.5))
+    assert verdict is not None
+    assert verdict.culprit is not None
+    assert verdict.culprit.how() == "ended without a trace (its wrapper process was killed)"

@@ -1,0 +1,71 @@
+"""The three calls around an optimizer, in a job of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+
+from fleet_train.cluster import Cluster, Rank
+from fleet_train.collectives.job import Job
+from fleet_train.convert.passes.gradient_merge import GradientMerge
+from fleet_train.convert.passes.loss_scale import LossScaling
+from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
+from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.recompute import Recompute
+from tests.unit.passes.test_sync_norm import normalised
+from tests.unit.passes.training import Trained, batches, relative_difference
+
+
+def alone() -> Job:
+    return Job(Cluster((Rank(0, "127.0.0.1", 6170, 0, 0),), 0), paddle.CPUPlace())
+
+
+def minimize_with(settings: PassSettings) -> Any:
+    def minimize(optimizer: Any, loss: Any) -> None:
+        passes = ProgramPasses(settings, alone())
+        merged = passes.merge(passes.backward(loss, optimizer.backward))
+        passes.update(merged, merged.pairs, optimizer.apply_gradients)
+
+    return minimize
+
+
+def momentum() -> Any:
+    return paddle.optimizer.Momentum(0.05, 0.9)
+
+
+def test_default_settings_leave_the_program_as_it_is() -> None:
+    plain, passed = Trained(momentum), Trained(momentum, minimize_with(PassSettings()))
+    assert passed.operators() == plain.operators()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (PassSettings(), True),
+        (PassSettings(sync_batch_norm=True), True),  # one process has nobody to synchronise with
+        (PassSettings(loss_scaling=LossScaling()), True),
+        (PassSettings(merge=GradientMerge(2)), False),
+        (PassSettings(recompute=Recompute(2)), False),
+        (PassSettings(precision=MixedPrecision("O1")), False),
+    ],
+)
+def test_what_changes_nothing(settings: PassSettings, expected: bool) -> None:
+    assert ProgramPasses(settings, alone()).change_nothing is expected
+
+
+def test_merge_and_recompute_train_like_plain_training() -> None:
+    paddle.seed(0)
+    plain = Trained(momentum, network=normalised)
+    settings = PassSettings(merge=GradientMerge(2), recompute=Recompute(4), sync_batch_norm=True)
+    passed = Trained(momentum, minimize_with(settings), normalised)
+    passed.start_from(plain.state())
+    for batch in batches(1, 8, seed=0):
+        plain.step(batch)
+        passed.step(batch)
+        passed.step(batch)
+    names = [name for name in plain.parameters() if not name.endswith(("w_1", "w_2"))]
+    ours, expected = passed.parameters(), plain.parameters()
+    difference = relative_difference({n: ours[n] for n in names}, {n: expected[n] for n in names}, floor=0.1)
+    assert difference < 1e-5

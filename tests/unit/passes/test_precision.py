@@ -1,0 +1,204 @@
+"""Low precision where it is asked for, float32 parameters and gradients, and training that goes as far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.nn import functional as F
+
+from fleet_train.convert.passes import precision
+from fleet_train.convert.passes.precision import lower_precision
+from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.errors import ConversionError
+from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, mlp, relative_difference
+
+O1, O2 = MixedPrecision("O1"), MixedPrecision("O2")
+
+
+def minimize_lowered(settings: MixedPrecision, on_gpu: bool = False) -> Any:
+    def minimize(optimizer: Any, loss: Any) -> Any:
+        count = lower_precision(loss, settings, on_gpu=on_gpu)
+        optimizer.minimize(loss)
+        return count
+
+    return minimize
+
+
+def convolutional(features: Any) -> Any:
+    """Convolution, batch norm, pooling, layer norm, dropout, a weight that is used twice, a branch."""
+    hidden = nn.Conv2D(1, 6, 3, padding=1)(features.reshape([-1, 1, 4, 4]))
+    hidden = F.max_pool2d(F.relu(nn.BatchNorm2D(6)(hidden)), 2).flatten(1)
+    shared = nn.Linear(24, 24)
+    hidden = F.gelu(shared(F.gelu(shared(hidden)))) + hidden
+    return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden), 0.1))
+
+
+def autocast_mlp(features: Any) -> Any:
+    """What a script that casts by hand gets: the reference for O1."""
+    features.stop_gradient = False  # else Paddle's own gradient of the first matmul crashes
+    with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+        return mlp(features).cast("float32")
+
+
+def dtypes_of(trained: Trained, operator_name: str) -> list[str]:
+    operators = trained.main.global_block().ops
+    return [str(one.result(0).dtype).rpartition(".")[2] for one in operators if one.name() == operator_name]
+
+
+OPTIMIZERS = {
+    "SGD": lambda: paddle.optimizer.SGD(0.1),
+    "Momentum": lambda: paddle.optimizer.Momentum(0.05, 0.9),
+    "Adam": lambda: paddle.optimizer.Adam(0.01, epsilon=1e-3),
+    "AdamW": lambda: paddle.optimizer.AdamW(0.01, epsilon=1e-3, grad_clip=nn.ClipGradByGlobalNorm(0.5)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
+@pytest.mark.parametrize("network", [mlp, convolutional])
+def test_trains_close_to_float32(optimizer: str, settings: MixedPrecision, network: Any) -> None:
+    paddle.seed(1)
+    exact = Trained(OPTIMIZERS[optimizer], network=network)
+    lowered = Trained(OPTIMIZERS[optimizer], minimize_lowered(settings), network)
+    lowered.start_from(exact.state())
+    data = batches(2, 16, seed=1) * 15
+    losses = [(exact.step(batch), lowered.step(batch)) for batch in data]
+    assert losses[0][1] == pytest.approx(losses[0][0], rel=0.1)
+    assert losses[-1][0] < 0.8 * losses[0][0]
+    assert losses[-1][1] < 0.8 * losses[0][1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_o1_equals_casting_by_hand(seed: int) -> None:
+    paddle.seed(seed)
+    by_hand = Trained(OPTIMIZERS["Momentum"], network=autocast_mlp)
+    start = by_hand.parameters()
+    lowered = Trained(OPTIMIZERS["Momentum"], minimize_lowered(O1))
+    lowered.start_from(by_hand.state())
+    for batch in batches(10, 16, seed):
+        by_hand.step(batch)
+        lowered.step(batch)
+    assert relative_difference(by_hand.parameters(), start) > 1e-2
+    # auto_cast adds the bias in bfloat16 as well, so that one rounding per layer differs
+    assert relative_difference(lowered.parameters(), by_hand.parameters()) < 1e-2
+
+
+@pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
+def test_parameters_and_their_gradients_stay_float32(settings: MixedPrecision) -> None:
+    def minimize(optimizer: Any, loss: Any) -> Any:
+        lower_precision(loss, settings, on_gpu=False)
+        pairs = optimizer.backward(loss)
+        optimizer.apply_gradients(pairs)
+        return pairs
+
+    trained = Trained(OPTIMIZERS["Adam"], minimize, convolutional)
+    dtypes = {value.dtype for pair in trained.result for value in pair}
+    assert dtypes == {paddle.float32}
+    assert {str(value.dtype) for value in trained.state().values()} == {"float32"}
+
+
+def test_o1_lowers_products_only() -> None:
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1), convolutional)
+    assert trained.result == 4
+    assert dtypes_of(trained, "pd_op.conv2d") == ["bfloat16"]
+    assert dtypes_of(trained, "pd_op.matmul") == ["bfloat16"] * 3
+    for name in ("batch_norm_", "relu", "gelu", "layer_norm", "cross_entropy_with_softmax", "add"):
+        assert set(dtypes_of(trained, f"pd_op.{name}")) == {"float32"}, name
+
+
+def test_o2_goes_on_until_an_operator_that_needs_float32() -> None:
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2), convolutional)
+    assert dtypes_of(trained, "pd_op.gelu") == ["bfloat16"] * 2
+    for name in ("batch_norm_", "relu", "layer_norm", "cross_entropy_with_softmax"):
+        assert set(dtypes_of(trained, f"pd_op.{name}")) == {"float32"}, name
+
+
+def test_a_weight_that_is_used_twice_is_cast_once() -> None:
+    def tied(features: Any) -> Any:
+        shared = nn.Linear(FEATURES, FEATURES)
+        return shared(shared(features))[:, :CLASSES]
+
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1), tied)
+    sources = Counter(
+        operator.operand_source(0).name
+        for operator in trained.main.global_block().ops
+        if operator.name() == "pd_op.cast" and operator.operand_source(0).is_parameter
+    )
+    assert sources == {"linear_0.w_0": 1}
+
+
+def test_what_the_loss_does_not_depend_on_is_left_alone() -> None:
+    def minimize(optimizer: Any, loss: Any) -> Any:
+        probe = paddle.matmul(paddle.ones([2, 2]), paddle.ones([2, 2]))
+        lower_precision(loss, O1, on_gpu=False)
+        optimizer.minimize(loss)
+        return probe
+
+    trained = Trained(OPTIMIZERS["SGD"], minimize)
+    assert trained.result.dtype == paddle.float32
+    assert dtypes_of(trained, "pd_op.matmul") == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_values_that_a_branch_reads_stay_float32() -> None:
+    def branching(features: Any) -> Any:
+        hidden = nn.Linear(FEATURES, CLASSES)(features)
+        big = hidden.sum() > 1e9
+        return paddle.static.nn.cond(big, lambda: hidden * 2.0, lambda: hidden + 1.0)
+
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2), branching)
+    losses = [trained.step(batch) for batch in batches(1, 16, seed=0) * 5]
+    assert losses[-1] < losses[0]
+
+
+def test_o0_changes_nothing() -> None:
+    plain, lowered = Trained(OPTIMIZERS["SGD"]), Trained(OPTIMIZERS["SGD"], minimize_lowered(MixedPrecision("O0")))
+    assert lowered.operators() == plain.operators()
+
+
+def test_loss_that_is_itself_a_product_stays_float32() -> None:
+    main = paddle.static.Program()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        loss = nn.Linear(FEATURES, 1)(paddle.static.data("features", [1, FEATURES], "float32")) * 0.5
+        lower_precision(loss, O2, on_gpu=False)
+    assert loss.dtype == paddle.float32
+
+
+def test_float16_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its form only: nothing here runs it, and the registry of a CPU build does not know GPU kernels."""
+    monkeypatch.setattr(precision, "has_kernels", lambda *_: True)
+    settings = MixedPrecision("O2", "float16", keep_batch_norm_fp32=False)
+    main = paddle.static.Program()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        loss = convolutional(paddle.static.data("features", [None, FEATURES], "float32")).mean()
+        lower_precision(loss, settings, on_gpu=True)
+    norm = next(operator for operator in main.global_block().ops if operator.name() == "pd_op.batch_norm_")
+    dtypes = [result.dtype for result in norm.results() if result.is_dense_tensor_type()]
+    assert dtypes[:5] == [paddle.float16] + [paddle.float32] * 4
+    assert {norm.operand_source(index).dtype for index in range(1, 5)} == {paddle.float32}
+    assert loss.dtype == paddle.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"level": "O3"}, "O3 .* is not offered: .* use O2"),
+        ({"level": "O4"}, "'O4' is unknown; use O0, O1, O2"),
+        ({"level": "O1", "dtype": "int8"}, "'int8' is unknown; use bfloat16 or float16"),
+        ({"level": "O1", "dtype": "float16"}, "needs a GPU: .* use bfloat16"),
+        ({"level": "O2", "keep_batch_norm_fp32": False}, "no bfloat16 batch norm on CPU; leave it on"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        Trained(OPTIMIZERS["SGD"], minimize_lowered(MixedPrecision(**settings)))
+
+
+def test_float32_results_are_finite_where_bfloat16_has_the_same_range() -> None:
+    lowered = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1))
+    features, labels = batches(1, 8, seed=0)[0]
+    assert np.isfinite(lowered.step((features * 1e30, labels)))

@@ -1,0 +1,117 @@
+"""Recomputed training is the same training, bit by bit, with less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.nn import functional as F
+
+from fleet_train.collectives.hold import emit_hold
+from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+from fleet_train.errors import ConversionError
+from tests.support.ranks import run_ranks
+from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
+
+
+def minimize_recomputed(segments: int, *checkpoints: str) -> Any:
+    def minimize(optimizer: Any, loss: Any) -> int:
+        pairs = optimizer.backward(loss)
+        count = recompute_segments(loss, Recompute(segments, checkpoints), emit_hold)
+        optimizer.apply_gradients(pairs)
+        return count
+
+    return minimize
+
+
+def deep(features: Any) -> Any:
+    """Residuals across the cuts, dropout, batch norm, a weight that is used twice, joined tensors."""
+    hidden = nn.Linear(FEATURES, 24)(features)
+    shared = nn.Linear(24, 24)
+    for _ in range(3):
+        hidden = hidden + F.dropout(F.gelu(nn.BatchNorm1D(24)(shared(hidden))), 0.2)
+        hidden = nn.LayerNorm(24)(F.tanh(nn.Linear(48, 24)(paddle.concat([hidden, hidden * 0.5], axis=1))))
+    return nn.Linear(24, CLASSES)(hidden)
+
+
+def momentum() -> Any:
+    return paddle.optimizer.Momentum(0.05, 0.9)
+
+
+@pytest.mark.parametrize("where", [(2,), (3,), (5,), (12,), (0, "layer_norm_0.w_0", "linear_3.w_0")], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_parameters_and_statistics_are_bit_equal(where: Any, seed: int) -> None:
+    states, losses = [], []
+    start = None
+    for minimize in (minimize_recomputed(0), minimize_recomputed(*where)):
+        trained = Trained(momentum, minimize, deep)
+        start = start or trained.state()
+        trained.start_from(start)
+        paddle.seed(seed)  # dropout draws the same masks
+        losses.append([trained.step(batch) for batch in batches(5, 8, seed)])
+        states.append(trained.state())
+    assert trained.result > 5
+    assert losses[0] == losses[1]
+    assert relative_difference(states[1], start) > 1e-2
+    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_random_and_in_place_operators_run_once() -> None:
+    plain, recomputed = Trained(momentum, network=deep), Trained(momentum, minimize_recomputed(5), deep)
+    for name in ("pd_op.dropout", "pd_op.batch_norm_"):
+        assert recomputed.operators().count(name) == plain.operators().count(name) == 3
+    assert recomputed.operators().count("pd_op.add") > plain.operators().count("pd_op.add")
+
+
+def test_zero_segments_change_nothing() -> None:
+    plain, same = Trained(momentum, network=deep), Trained(momentum, minimize_recomputed(0), deep)
+    assert same.operators() == plain.operators()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((-1,), "segments=-1: use 0 for none"),
+        ((2, ("linear_0.w_0",)), "segments=2 and checkpoints both say where to cut"),
+        ((0, ("no_such.w_0",)), "'no_such.w_0': the loss does not depend"),
+    ],
+)
+def test_refusals(settings: Any, message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        Trained(momentum, lambda _, loss: recompute_segments(loss, Recompute(*settings), emit_hold), deep)
+
+
+PEAK = """
+    import sys
+    import numpy as np, paddle
+    from paddle import nn
+    from fleet_train.collectives.hold import emit_hold
+    from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+    from tests.support.worker import report
+
+    paddle.enable_static()
+    hidden = features = paddle.static.data("features", [None, 64])
+    for _ in range(16):
+        hidden = nn.functional.gelu(paddle.tanh(nn.Linear(64, 64)(hidden)))
+    loss = hidden.mean()
+    optimizer = paddle.optimizer.SGD(0.1)
+    pairs = optimizer.backward(loss)
+    recompute_segments(loss, Recompute(int(sys.argv[1])), emit_hold)
+    optimizer.apply_gradients(pairs)
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(paddle.static.default_startup_program())
+    exe.run(feed={"features": np.ones((4096, 64), "float32")}, fetch_list=[loss])
+    report(0, peak=paddle.base.core.host_memory_stat_peak_value("Allocated", 0))
+"""
+
+
+def test_peak_of_memory_falls(tmp_path: Path) -> None:
+    peaks = [
+        run_ranks(PEAK, 1, nodes=0, folder=tmp_path / segments, args=[segments]).values[0]["peak"]
+        for segments in ("0", "4")
+    ]
+    assert peaks[1] < 0.6 * peaks[0]

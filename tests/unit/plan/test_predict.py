@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan.predict import Compute, Link, Network, alternatives, on_paper, predict
+from fleet_train.profile import Profile
+
+# 1 ms and 100 MB/s between nodes, 0.1 ms and 1 GB/s inside them.
+NETWORK = Network(Link(1e-3, 1e8), Link(1e-4, 1e9))
+COMPUTE = Compute(0.010, 0.020)
+MEGA = 1_000_000
+
+
+def plan_of(cluster: Cluster, gradients: int = 1, nbytes: int = MEGA, **knobs: object) -> CommPlan:
+    knobs = {"fuse_all_reduce_ops": False, **knobs}
+    shapes = [Gradient(f"w{index}", (nbytes // 4,), "float32") for index in range(gradients)]
+    return build_plan(shapes, cluster, Profile(**knobs))  # type: ignore[arg-type]
+
+
+def test_last_bucket_is_exposed_whole() -> None:
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster), cluster, NETWORK, COMPUTE, batch_size=21)
+    # 2 rounds of 1 ms, 1 MB at 100 MB/s.
+    assert found.communication == pytest.approx(0.012)
+    assert found.exposed == pytest.approx(0.012)
+    assert found.step == pytest.approx(0.042)
+    assert found.samples_per_second == pytest.approx(1000.0)
+
+
+def test_earlier_bucket_hides_behind_the_backward_pass() -> None:
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster, gradients=2), cluster, NETWORK, COMPUTE)
+    # Ready at 20 ms, done at 32; the other is ready at 30, done at 44 of which 30 are computing.
+    assert found.communication == pytest.approx(0.024)
+    assert found.exposed == pytest.approx(0.014)
+
+
+def test_second_communicator_saves_the_wait_but_no_bandwidth() -> None:
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster, gradients=2, nccl_comm_num=2), cluster, NETWORK, COMPUTE)
+    assert found.exposed == pytest.approx(0.012)
+
+
+def test_waiting_for_each_bucket_exposes_everything() -> None:
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster, gradients=2, sync_nccl_allreduce=True), cluster, NETWORK, COMPUTE)
+    assert found.exposed == pytest.approx(0.024)
+
+
+def test_local_sgd_pays_one_averaging_per_period() -> None:
+    cluster = Cluster.imagined(2, 1)
+    plan = plan_of(cluster, use_local_sgd=True, local_sgd_steps=8)
+    assert predict(plan, cluster, NETWORK, COMPUTE).exposed == pytest.approx(0.0015)
+    assert predict(plan, cluster, NETWORK, COMPUTE, warm_up=True).exposed == pytest.approx(0.012)
+
+
+def test_hierarchical_on_two_nodes_of_two_ranks() -> None:
+    cluster = Cluster.imagined(2, 2)
+    flat = predict(plan_of(cluster), cluster, NETWORK, COMPUTE)
+    hierarchical = predict(plan_of(cluster, use_hierarchical_allreduce=True), cluster, NETWORK, COMPUTE)
+    # 6 rounds of 1 ms, 1.5 MB at 100 MB/s.
+    assert flat.communication == pytest.approx(0.021)
+    # Reduce 0.2 + 1 ms, allreduce 2 + 10 ms, broadcast 0.1 + 1 ms.
+    assert hierarchical.communication == pytest.approx(0.0143)
+
+
+def test_faster_links_never_make_a_step_longer() -> None:
+    cluster = Cluster.imagined(4, 2)
+    plan = plan_of(cluster, gradients=5, nccl_comm_num=2, use_hierarchical_allreduce=True)
+    steps = [
+        predict(plan, cluster, Network(Link(1e-4, rate), NETWORK.inside), COMPUTE).step for rate in (1e7, 1e8, 1e9)
+    ]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_backward_pass_is_two_thirds_unless_measured() -> None:
+    assert Compute.of(0.030) == Compute(pytest.approx(0.010), pytest.approx(0.020), 0.0)
+
+
+@pytest.mark.parametrize("nodes", [8, 64, 512])
+def test_clusters_on_paper_keep_the_buckets(nodes: int) -> None:
+    plan = plan_of(Cluster.imagined(2, 4), gradients=3)
+    larger, cluster = on_paper(plan, nodes, 4)
+    assert (larger.world_size, larger.node_num, larger.buckets) == (4 * nodes, nodes, plan.buckets)
+    assert cluster.world_size == 4 * nodes
+
+
+def test_hierarchical_wins_on_many_nodes_and_local_sgd_beats_both() -> None:
+    plan = plan_of(Cluster.imagined(2, 4))
+    larger, cluster = on_paper(plan, 64, 4)
+    exposed = {
+        name: predict(other, cluster, NETWORK, COMPUTE).exposed for name, other in alternatives(larger, 4).items()
+    }
+    assert exposed["as planned"] == exposed["flat"]
+    assert exposed["local_sgd (8 steps)"] < exposed["hierarchical"] < exposed["flat"]
+
+
+def test_single_rank_on_paper_is_refused() -> None:
+    with pytest.raises(ConversionError, match="one rank communicates nothing"):
+        on_paper(plan_of(Cluster.imagined(2, 1)), 1, 1)
+
+
+def test_teams_that_do_not_fit_are_refused_with_the_factors() -> None:
+    plan = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
+    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which teams of 2 do not divide"):
+        on_paper(plan, 3, 1)

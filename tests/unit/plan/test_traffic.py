@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan.traffic import Leg, bucket_legs, traffic
+from fleet_train.profile import Profile
+
+MEGABYTE = 2**20
+
+
+def plan_of(cluster: Cluster, megabytes: float = 4, **knobs: object) -> CommPlan:
+    gradients = [Gradient("w", (int(megabytes * MEGABYTE / 4),), "float32")]
+    return build_plan(gradients, cluster, Profile(**knobs))  # type: ignore[arg-type]
+
+
+def test_flat_ring_on_two_nodes_of_two_ranks() -> None:
+    cluster = Cluster.imagined(2, 2)
+    found = traffic(plan_of(cluster), cluster)
+    assert found.sent == (6 * MEGABYTE,) * 4
+    assert found.leaving == found.entering == found.inside == (6 * MEGABYTE,) * 2
+
+
+def test_hierarchical_sends_less_between_nodes_and_more_inside() -> None:
+    cluster = Cluster.imagined(2, 2)
+    found = traffic(plan_of(cluster, use_hierarchical_allreduce=True), cluster)
+    assert found.sent == (10 * MEGABYTE, 4 * MEGABYTE, 10 * MEGABYTE, 4 * MEGABYTE)
+    assert found.leaving == found.entering == (4 * MEGABYTE,) * 2
+    assert found.inside == (10 * MEGABYTE,) * 2
+
+
+def test_hierarchical_is_three_legs_in_the_order_in_which_they_run() -> None:
+    cluster = Cluster.imagined(2, 2)
+    plan = plan_of(cluster, use_hierarchical_allreduce=True)
+    assert bucket_legs(plan, plan.buckets[0]) == [
+        Leg("reduce", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
+        Leg("allreduce", ((0, 2),), 4 * MEGABYTE, 4),
+        Leg("broadcast", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
+    ]
+
+
+def test_local_sgd_divides_an_averaging_by_its_period_and_warm_up_is_apart() -> None:
+    cluster = Cluster.imagined(2, 1)
+    plan = plan_of(cluster, use_local_sgd=True, local_sgd_steps=8)
+    assert traffic(plan, cluster).sent == (MEGABYTE / 2,) * 2
+    assert traffic(plan, cluster, warm_up=True).sent == (4 * MEGABYTE,) * 2
+
+
+def test_local_sgd_in_bfloat16_halves_the_bytes() -> None:
+    cluster = Cluster.imagined(2, 1)
+    plan = plan_of(cluster, use_local_sgd=True, local_sgd_steps=8, local_sgd_dtype="bfloat16")
+    assert traffic(plan, cluster).sent == (MEGABYTE / 4,) * 2
+
+
+def test_one_node_has_nothing_leaving() -> None:
+    cluster = Cluster.imagined(1, 2)
+    found = traffic(plan_of(cluster), cluster)
+    assert (found.leaving, found.protocol, found.inside) == ((0.0,), (0.0,), (8 * MEGABYTE,))
+
+
+def test_protocol_bytes_are_counted_apart() -> None:
+    cluster = Cluster.imagined(2, 1)
+    # 4 messages of 96 bytes out, 4 answers of 48 bytes.
+    assert traffic(plan_of(cluster), cluster).protocol == (576.0, 576.0)
+
+
+def test_what_leaves_all_nodes_enters_them() -> None:
+    cluster = Cluster.imagined(5, 3)
+    found = traffic(plan_of(cluster, use_hierarchical_allreduce=True), cluster)
+    assert sum(found.leaving) == sum(found.entering)
+    assert sum(found.sent) == sum(found.leaving) + sum(found.inside)

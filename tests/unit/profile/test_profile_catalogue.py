@@ -1,0 +1,350 @@
+"""The catalogue, what is made from the knob table, and the command that shows both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fleet_train.cli.profiles import command
+from fleet_train.errors import ProfileError
+from fleet_train.profile import Profile, catalogue, export, find_profile, load_profile, profile_names
+from fleet_train.profile.loader import load_file
+from tests.support.processes import ROOT
+
+CATALOGUE = [
+    "amp_bf16",
+    "bf16_compression",
+    "dgc",
+    "diloco",
+    "ethernet_1g",
+    "fused_16mb",
+    "gradient_merge",
+    "hierarchical",
+    "local_sgd",
+    "local_sgd_adaptive",
+    "multi_node",
+    "one_communicator",
+    "powersgd",
+    "recompute",
+    "single_node",
+    "slowmo",
+    "sync_batch_norm",
+    "tcp_only",
+    "two_communicators",
+    "unfused",
+]
+
+
+def test_the_catalogue_lists_its_files() -> None:
+    assert profile_names() == CATALOGUE
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_profile_opens_with_its_reason_cost_and_command(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.description.endswith(".")
+    text = find_profile(name).read_text()
+    assert text.startswith("# yaml-language-server: $schema=./schema.json\n")
+    for word in ("# Why:", "# Costs:", "# Use:", f"--strategy {name} train.py"):
+        assert word in text
+
+
+def test_the_profiles_ask_for_what_their_names_say() -> None:
+    asked = {name: load_profile(name).settings() for name in CATALOGUE}
+    for settings in asked.values():
+        del settings["name"], settings["description"]
+    assert asked == {
+        "single_node": {"nccl_comm_num": 1},
+        "multi_node": {"nccl_comm_num": 2, "fetch_frequency": 2},
+        "one_communicator": {"nccl_comm_num": 1, "fetch_frequency": 2},
+        "two_communicators": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 4.0},
+        "unfused": {"nccl_comm_num": 1, "fuse_all_reduce_ops": False},
+        "recompute": {"nccl_comm_num": 2, "fetch_frequency": 2, "recompute_segments": 4},
+        "ethernet_1g": {
+            "nccl_comm_num": 1,
+            "fetch_frequency": 2,
+            "fuse_grad_size_in_MB": 64.0,
+            "last_comm_group_size_MB": 64.0,
+            "compression": "powersgd",
+            "powersgd_rank": 1,
+            "powersgd_start_step": 30,
+        },
+        "tcp_only": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "environment": {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"},
+        },
+        "fused_16mb": {
+            "nccl_comm_num": 2,
+            "num_threads": 3,
+            "num_iteration_per_drop_scope": 30,
+            "fetch_frequency": 30,
+            "fuse_grad_size_in_MB": 16.0,
+            "fuse_parameter_groups_size": 50,
+            "environment": {},
+        },
+        "hierarchical": {"nccl_comm_num": 2, "fetch_frequency": 2, "use_hierarchical_allreduce": True},
+        "local_sgd": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 100,
+            "local_sgd_steps": 4,
+        },
+        "local_sgd_adaptive": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 100,
+            "local_sgd_steps": 8,
+            "local_sgd_schedule": "adaptive",
+            "local_sgd_max_steps": 32,
+        },
+        "diloco": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 100,
+            "local_sgd_steps": 50,
+            "local_sgd_dtype": "bfloat16",
+            "outer_optimizer": "diloco",
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+        },
+        "slowmo": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 100,
+            "local_sgd_steps": 12,
+            "outer_optimizer": "slowmo",
+            "outer_lr": 1.0,
+            "outer_momentum": 0.6,
+        },
+        "bf16_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "bf16"},
+        "powersgd": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "compression": "powersgd",
+            "powersgd_rank": 2,
+            "powersgd_start_step": 100,
+        },
+        "dgc": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "compression": "dgc",
+            "dgc_sparsity": 0.999,
+            "dgc_rampup_begin_step": 100,
+            "dgc_rampup_steps": 400,
+        },
+        "amp_bf16": {"nccl_comm_num": 2, "fetch_frequency": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
+        "gradient_merge": {"nccl_comm_num": 2, "fetch_frequency": 2, "accumulate_steps": 4},
+        "sync_batch_norm": {"nccl_comm_num": 2, "fetch_frequency": 2, "sync_batch_norm": True},
+    }
+
+
+def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_profile("multinode")
+    assert str(caught.value) == (
+        "'multinode' is no profile of the catalogue; did you mean 'multi_node'? There are amp_bf16, "
+        "bf16_compression, dgc, diloco, ethernet_1g, fused_16mb, gradient_merge, hierarchical, local_sgd, "
+        "local_sgd_adaptive, multi_node, one_communicator, powersgd, recompute, single_node, slowmo, sync_batch_norm, "
+        "tcp_only, two_communicators, unfused; "
+        "a file is given by its path, such as ./multinode.yaml"
+    )
+
+
+def test_a_missing_file_is_told_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ProfileError, match=r"^my/single-node\.yaml: no such file; did you mean 'single_node'\? There are"
+    ):
+        load_profile("my/single-node.yaml")
+    with pytest.raises(ProfileError, match=r"is a folder, not a file"):
+        load_profile(f"{tmp_path}/")
+    with pytest.raises(ProfileError, match=r"^'' is no profile|no such file|is a folder"):
+        load_profile("")
+
+
+def test_an_installed_package_carries_the_catalogue_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "fleet_train"
+    shutil.copytree(ROOT / "strategies", package / "strategies")
+    monkeypatch.setattr(catalogue, "__file__", str(package / "profile" / "catalogue.py"))
+    assert catalogue.catalogue_folder.__wrapped__() == package / "strategies"
+
+
+def test_an_installation_without_a_catalogue_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "__file__", str(tmp_path / "fleet_train" / "profile" / "catalogue.py"))
+    with pytest.raises(ProfileError, match="the installation is incomplete, install fleet_train again"):
+        catalogue.catalogue_folder.__wrapped__()
+
+
+def test_what_is_made_from_the_table_is_up_to_date() -> None:
+    assert export.stale_files(ROOT) == []
+    assert export.broken_profiles() == []
+    assert export.main(["--check"]) == 0
+
+
+def test_a_stale_export_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "strategies").mkdir()
+    (tmp_path / "strategies" / "schema.json").write_text("{}")
+    fix = "is not what the knob table says; run: python -m fleet_train.profile.export"
+    assert export.stale_files(tmp_path) == [f"strategies/schema.json: {fix}", f"docs/knobs.md: {fix}"]
+
+
+def test_the_schema_for_editors_has_every_key_and_no_others() -> None:
+    schema = json.loads((ROOT / "strategies" / "schema.json").read_text())
+    assert schema["additionalProperties"] is False
+    assert schema["properties"].keys() == {
+        *Profile.model_fields,
+        "extends",
+        "FLAGS_fuse_parameter_memory_size",
+        "FLAGS_fuse_parameter_groups_size",
+        "FLAGS_sync_nccl_allreduce",
+    }
+    assert {key: schema["properties"]["nccl_comm_num"][key] for key in ("type", "minimum", "maximum", "default")} == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 16,
+        "default": 1,
+    }
+    assert all(row["description"] for row in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("local_sgd_schedule", ["constant", "doubling", "adaptive"]),
+        ("local_sgd_momentum", ["keep", "average", "reset"]),
+        ("local_sgd_dtype", ["float32", "bfloat16"]),
+        ("outer_optimizer", ["none", "slowmo", "diloco"]),
+        ("compression", ["none", "bf16", "fp16", "powersgd", "dgc"]),
+        ("amp_level", ["O0", "O1", "O2"]),
+        ("amp_dtype", ["bfloat16", "float16"]),
+    ],
+)
+def test_the_schema_for_editors_lists_the_choices_of_a_knob(name: str, choices: list[str]) -> None:
+    row = json.loads((ROOT / "strategies" / "schema.json").read_text())["properties"][name]
+    assert (row["type"], row["enum"], row["default"]) == ("string", choices, choices[0])
+
+
+def test_the_page_of_knobs_has_the_choices_and_the_compatibility_table() -> None:
+    page = export.knobs_page()
+    assert "| `local_sgd_schedule` | 'constant' | one of constant, doubling, adaptive | " in page
+    assert "| several communicators | hierarchical allreduce | yes | each communicator has " in page
+    assert (
+        "| `adaptive_localsgd` | mapped | true: read as use_local_sgd: true and local_sgd_schedule: 'adaptive'" in page
+    )
+
+
+def test_the_page_of_knobs_lists_a_refused_one_with_its_reason(refused_knob: str) -> None:
+    refused = export.knobs_page().partition("## Refused\n")[2]
+    assert refused.startswith("\n| knob | default | allowed | meaning | why, and what instead |\n")
+    assert refused.splitlines()[3].startswith(f"| `{refused_knob}` | false | true or false | ")
+    assert refused.splitlines()[3].endswith(" | not available yet; leave it off: a reason. |")
+
+
+def test_the_page_of_knobs_says_so_when_none_is_refused() -> None:
+    assert "## Refused\n\nNo knob at present; " in export.knobs_page()
+
+
+def test_the_command_lists_the_catalogue() -> None:
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 0
+    assert (
+        "multi_node          Several machines on a network; Fleet's advice, with two communicators.\n" in result.output
+    )
+    assert [row["name"] for row in json.loads(CliRunner().invoke(command, ["--json"]).output)] == CATALOGUE
+
+
+def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_knob: str) -> None:
+    output = CliRunner().invoke(command, ["tcp_only"]).output
+    carried, _, rest = output.partition("\nMAPPED (")
+    mapped, _, refused = rest.partition("\nREFUSED (")
+    assert "strategies/multi_node.yaml:12; default 1]" in carried
+    assert "      NCCL_IB_DISABLE: 1  [" in carried
+    assert "  num_threads: 1 threads  [default]" in mapped
+    assert "  FLAGS_fuse_parameter_memory_size -> fuse_grad_size_in_MB" in mapped
+    assert "  use_local_sgd: false  [default]" in carried
+    assert "  local_sgd_schedule: 'constant'  [default]" in carried
+    assert f"  {refused_knob}: false  [default]" in refused
+    assert "not available yet; leave it off: a reason." in refused
+
+
+def test_the_command_shows_which_strategies_go_together() -> None:
+    lines = CliRunner().invoke(command, ["--compatibility"]).output.splitlines()
+    assert lines[2:8] == [
+        "  1  fused buckets            fuse_all_reduce_ops         1",
+        "  2  several communicators    nccl_comm_num               +  2",
+        "  3  hierarchical allreduce   use_hierarchical_allreduce  +  +  3",
+        "  4  waiting for each bucket  sync_nccl_allreduce         +  +  +  4",
+        "  5  LocalSGD                 use_local_sgd               +  +  +  +  5",
+        "  6  outer momentum           outer_optimizer             +  +  +  +  +  6",
+    ]
+    assert "  fused buckets, several communicators: the communicators take the buckets in turn" in lines
+
+
+def test_the_command_shows_which_strategies_go_together_as_json() -> None:
+    pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
+    assert len(pairs) == 78
+    assert [pair["strategies"] for pair in pairs if not pair["allowed"]] == [
+        ["hierarchical", "dgc"],
+        ["local_sgd", "powersgd"],
+        ["local_sgd", "dgc"],
+        ["local_sgd", "sync_bn"],
+        ["outer", "powersgd"],
+        ["outer", "dgc"],
+        ["outer", "sync_bn"],
+        ["bf16", "powersgd"],
+        ["bf16", "dgc"],
+        ["powersgd", "dgc"],
+    ]
+    assert pairs[0] == {
+        "strategies": ["fused", "communicators"],
+        "allowed": True,
+        "words": "the communicators take the buckets in turn",
+    }
+
+
+def test_the_compatibility_of_one_profile_alone_is_no_question() -> None:
+    result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
+    assert result.exit_code == 2
+    assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output
+
+
+def test_the_command_shows_a_profile_as_json() -> None:
+    shown = json.loads(CliRunner().invoke(command, ["two_communicators", "--json"]).output)
+    knob = shown["knobs"]["fuse_grad_size_in_MB"]
+    assert (knob["value"], knob["default"], knob["unit"], knob["fate"]) == (
+        4.0,
+        16.0,
+        "MB (2**20 bytes)",
+        "carried out",
+    )
+    assert knob["set_at"].endswith("strategies/two_communicators.yaml:14")
+    assert shown["knobs"]["num_threads"]["set_at"] is None
+    assert shown["digest"] == load_profile("two_communicators").digest()
+
+
+def test_the_command_raises_profile_errors_for_the_caller_to_print() -> None:
+    assert isinstance(CliRunner().invoke(command, ["nope_nope"]).exception, ProfileError)
+
+
+def test_a_broken_profile_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
+    (tmp_path / "strategies" / "bad.yaml").write_text("foo: 1\n")
+    monkeypatch.setattr("fleet_train.profile.catalogue.catalogue_folder", lambda: tmp_path / "strategies")
+    output = CliRunner().invoke(command, []).output
+    assert "bad.yaml:1: foo: unknown key" in " ".join(output.split())
+    assert "single_node" in output
+    assert len(export.broken_profiles()) == 1
+
+
+def test_the_file_may_be_given_as_a_path_object() -> None:
+    assert load_file(ROOT / "strategies" / "single_node.yaml", find_profile) == load_profile("single_node")

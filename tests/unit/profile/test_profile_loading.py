@@ -1,0 +1,437 @@
+"""Profile files: what is read, and what each mistake is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile import Profile, compatibility, load_profile
+from fleet_train.profile.compatibility import Verdict
+
+Load = Callable[[str], Profile]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def load(folder: Path) -> Load:
+    """Load a profile file with this text, called ``a.yaml`` in the working directory."""
+
+    def load_text(text: str) -> Profile:
+        (folder / "a.yaml").write_text(text)
+        return load_profile("./a.yaml")
+
+    return load_text
+
+
+def problems(load: Load, text: str) -> list[str]:
+    with pytest.raises(ProfileError) as caught:
+        load(text)
+    return str(caught.value).split("\n")
+
+
+def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None:
+    profile = load("nccl_comm_num: 2\nfuse_grad_size_in_MB: 4\ndescription: Two.\n")
+    assert (profile.name, profile.description) == ("a", "Two.")
+    assert (profile.nccl_comm_num, profile.fuse_grad_size_in_MB) == (2, 4.0)
+    assert profile.explicit == {"nccl_comm_num", "fuse_grad_size_in_MB"}
+    assert profile.origin("nccl_comm_num") == "a.yaml:1"
+    assert profile.origin("fetch_frequency") == "default"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nccl_com_num: 2", "nccl_com_num: unknown key; did you mean 'nccl_comm_num'?"),
+        ("extend: multi_node", "extend: unknown key; did you mean 'extends'?"),
+        ("Fuse-Grad-Size-in-MB: 2", "Fuse-Grad-Size-in-MB: unknown key; did you mean 'fuse_grad_size_in_MB'?"),
+        ("zzz: 2", "zzz: unknown key"),
+        ("no: 2", "no: unknown key"),
+        ("NCCL_DEBUG: INFO", "NCCL_DEBUG: unknown key; an environment variable goes below 'environment:'"),
+        ("nccl_comm_num: 0", "nccl_comm_num: given 0; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: -1", "nccl_comm_num: given -1; allowed: a whole number, 1 to 16"),
+        (
+            "nccl_comm_num: '2'",
+            "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16; write 2 without quotes",
+        ),
+        (
+            "nccl_comm_num: 2.0",
+            "nccl_comm_num: given 2.0 (a number with decimals); allowed: a whole number, 1 to 16; write 2",
+        ),
+        ("nccl_comm_num: two", "nccl_comm_num: given 'two' (text); allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: yes", "nccl_comm_num: yes is read as a boolean by YAML; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num:", "nccl_comm_num: has no value; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: [2]", "nccl_comm_num: given a list; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: {a: 2}", "nccl_comm_num: given a section; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: 010", "nccl_comm_num: 010 is read as 8 by YAML; write a plain decimal number"),
+        ("num_threads: 1:30", "num_threads: 1:30 is read as 90 by YAML; write a plain decimal number"),
+        ("num_threads: 0x10", "num_threads: 0x10 is read as 16 by YAML; write a plain decimal number"),
+        (
+            "nccl_comm_num: 2026-01-01",
+            "nccl_comm_num: given 2026-01-01 (a date); allowed: a whole number, 1 to 16",
+        ),
+        (
+            "fuse_grad_size_in_MB: 1e-3",
+            "fuse_grad_size_in_MB: given '1e-3' (text); allowed: a number, more than 0 and up to 4096; write 1.0e-3",
+        ),
+        (
+            "fuse_grad_size_in_MB: 2E1",
+            "fuse_grad_size_in_MB: given '2E1' (text); allowed: a number, more than 0 and up to 4096; write 2.0e+1",
+        ),
+        ("fuse_grad_size_in_MB: 0", "fuse_grad_size_in_MB: given 0; allowed: a number, more than 0 and up to 4096"),
+        (
+            "fuse_grad_size_in_MB: .inf",
+            "fuse_grad_size_in_MB: given inf; allowed: a number, more than 0 and up to 4096",
+        ),
+        (
+            "fuse_grad_size_in_MB: .nan",
+            "fuse_grad_size_in_MB: given nan; allowed: a number, more than 0 and up to 4096",
+        ),
+        (
+            "fuse_all_reduce_ops: 'false'",
+            "fuse_all_reduce_ops: given 'false' (text); allowed: true or false; write false without quotes",
+        ),
+        (
+            "fuse_all_reduce_ops: 0",
+            "fuse_all_reduce_ops: given 0 (a number); allowed: true or false; write false without quotes",
+        ),
+        ("fuse_all_reduce_ops: 7", "fuse_all_reduce_ops: given 7 (a number); allowed: true or false"),
+        ("description: no", 'description: no is read as a boolean by YAML; write "no"'),
+        ("description: 16", 'description: 16 is read as a number by YAML; write "16"'),
+        (
+            "outer_optimizer: slomo",
+            "outer_optimizer: given 'slomo'; allowed: one of none, slowmo, diloco; did you mean 'slowmo'?",
+        ),
+        ("outer_optimizer: adam", "outer_optimizer: given 'adam'; allowed: one of none, slowmo, diloco"),
+        (
+            "outer_optimizer: no",
+            "outer_optimizer: no is read as a boolean by YAML; allowed: one of none, slowmo, diloco",
+        ),
+        ("outer_optimizer: 0", "outer_optimizer: 0 is read as a number by YAML; allowed: one of none, slowmo, diloco"),
+        ("outer_optimizer:", "outer_optimizer: has no value; allowed: one of none, slowmo, diloco"),
+        ("outer_optimizer: [slowmo]", "outer_optimizer: given a list; allowed: one of none, slowmo, diloco"),
+        ("environment: 3", "environment: given the single value '3'; allowed: a section of NAME: value lines"),
+        ("environment: [A]", "environment: given a list; allowed: a section of NAME: value lines"),
+        ("<<: {nccl_comm_num: 2}", "<<: is no key that a profile has; to build on another one, use extends"),
+        ("? [a, b]\n: 1", "?: is no key that a profile has; to build on another one, use extends"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(load: Load, line: str, message: str) -> None:
+    assert problems(load, f"name: x\n\n{line}\n") == [f"a.yaml:3: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("yes", True), ("on", True), ("off", False), ("No", False)]
+)
+def test_a_boolean_knob_takes_every_boolean_of_yaml(load: Load, word: str, value: bool) -> None:
+    assert load(f"fuse_all_reduce_ops: {word}\n").fuse_all_reduce_ops is value
+
+
+@pytest.mark.usefixtures("refused_knob")
+def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) -> None:
+    text = "nccl_comm_num: 99\nfoo: 1\nfetch_frequency: 'x'\nsync_nccl_allreduce: true\nnccl_comm_num: 2\n"
+    assert problems(load, text) == [
+        "a.yaml:1: nccl_comm_num: is set again on line 5; keep one of the two",
+        "a.yaml:1: nccl_comm_num: given 99; allowed: a whole number, 1 to 16",
+        "a.yaml:2: foo: unknown key",
+        "a.yaml:3: fetch_frequency: given 'x' (text); allowed: a whole number, 1 to 1000000",
+        "a.yaml:4: sync_nccl_allreduce: given true: not available yet; leave it off: a reason.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "fuse_grad_size_in_MB: 8\nfuse_all_reduce_ops: false\n",
+            "a.yaml:1: fuse_grad_size_in_MB: has no effect while fuse_all_reduce_ops is false; "
+            "set fuse_all_reduce_ops: true, or remove fuse_grad_size_in_MB",
+        ),
+        (
+            "local_sgd_steps: 4\n",
+            "a.yaml:1: local_sgd_steps: has no effect while use_local_sgd is false; "
+            "set use_local_sgd: true, or remove local_sgd_steps",
+        ),
+        (
+            "hierarchical_allreduce_inter_nranks: 8\n",
+            "a.yaml:1: hierarchical_allreduce_inter_nranks: has no effect while use_hierarchical_allreduce is false; "
+            "set use_hierarchical_allreduce: true, or remove hierarchical_allreduce_inter_nranks",
+        ),
+        (
+            "outer_optimizer: diloco\n",
+            "a.yaml:1: outer_optimizer: has no effect while use_local_sgd is false; "
+            "set use_local_sgd: true, or remove outer_optimizer",
+        ),
+        (
+            "use_local_sgd: true\nouter_lr: 0.7\n",
+            "a.yaml:2: outer_lr: has no effect while outer_optimizer is none; "
+            "set outer_optimizer: slowmo or diloco, or remove outer_lr",
+        ),
+        (
+            "use_local_sgd: true\nouter_momentum: 0.9\nouter_optimizer: none\n",
+            "a.yaml:2: outer_momentum: has no effect while outer_optimizer is none; "
+            "set outer_optimizer: slowmo or diloco, or remove outer_momentum",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_max_steps: 64\n",
+            "a.yaml:2: local_sgd_max_steps: has no effect while local_sgd_schedule is constant; "
+            "set local_sgd_schedule: adaptive, or remove local_sgd_max_steps",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_schedule: doubling\nlocal_sgd_max_steps: 8\n",
+            "a.yaml:3: local_sgd_max_steps: has no effect while local_sgd_schedule is doubling; "
+            "set local_sgd_schedule: adaptive, or remove local_sgd_max_steps",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_schedule: adaptiv\nlocal_sgd_max_steps: 8\n",
+            "a.yaml:2: local_sgd_schedule: given 'adaptiv'; allowed: one of constant, doubling, adaptive; "
+            "did you mean 'adaptive'?",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_schedule: no\nlocal_sgd_max_steps: 8\n",
+            "a.yaml:2: local_sgd_schedule: no is read as a boolean by YAML; "
+            "allowed: one of constant, doubling, adaptive",
+        ),
+        (
+            "fuse_grad_size_in_MB: 0.5\nlast_comm_group_size_MB: 2\n",
+            "a.yaml:2: last_comm_group_size_MB: 2 is more than fuse_grad_size_in_MB, 0.5, which limits every bucket; "
+            "use that or less",
+        ),
+        (
+            "num_threads: 3\nenvironment:\n  FLAGS_new_executor_serial_run: 1\n",
+            "a.yaml:3: environment.FLAGS_new_executor_serial_run: num_threads: 3 means the opposite "
+            "(1 is the serial mode, more is not); remove one of the two",
+        ),
+    ],
+)
+def test_contradictory_settings_are_refused(load: Load, text: str, message: str) -> None:
+    assert problems(load, text) == [message]
+
+
+@pytest.mark.parametrize("lines", ["outer_lr: 1\n", "outer_momentum: 0\n", "outer_lr: 1.0\nouter_optimizer: none\n"])
+def test_defaults_of_the_outer_optimizer_say_what_happens_without_one(load: Load, lines: str) -> None:
+    assert load("use_local_sgd: true\n" + lines) == Profile(name="a", use_local_sgd=True)
+
+
+@pytest.mark.parametrize("kind", ["slowmo", "diloco"])
+def test_an_outer_optimizer_without_momentum_is_allowed(load: Load, kind: str) -> None:
+    profile = load(f"use_local_sgd: true\nouter_optimizer: {kind}\nouter_lr: 0.5\nouter_momentum: 0\n")
+    assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == (kind, 0.5, 0.0)
+
+
+def test_two_strategies_that_do_not_go_together_are_told_with_the_line_of_one(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Verdict(False, "a reason; leave one of them out")
+    monkeypatch.setitem(compatibility.PAIRS, ("fused", "local_sgd"), refused)
+    assert problems(load, "nccl_comm_num: 2\nuse_local_sgd: true\n") == [
+        "a.yaml:2: use_local_sgd: does not go with fused buckets (fuse_all_reduce_ops: true): a reason; "
+        "leave one of them out"
+    ]
+    assert load("use_local_sgd: true\nfuse_all_reduce_ops: false\n").use_local_sgd is True
+
+
+def test_a_refused_knob_may_be_set_to_its_default(load: Load, refused_knob: str) -> None:
+    assert load(f"{refused_knob}: false\n") == Profile(name="a")
+
+
+def test_a_refused_knob_says_not_available_yet_and_what_instead(load: Load, refused_knob: str) -> None:
+    (line,) = problems(load, f"{refused_knob}: true\n")
+    assert line == "a.yaml:1: sync_nccl_allreduce: given true: not available yet; leave it off: a reason."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a.yaml: is empty; write at least 'description: ...', or give another file"),
+        ("# only a comment\n", "a.yaml: is empty; write at least 'description: ...', or give another file"),
+        ("\n- a\n", "a.yaml:2: is a list; a profile is a list of 'knob: value' lines"),
+        ("word\n", "a.yaml:1: is the single value 'word'; a profile is a list of 'knob: value' lines"),
+        ("a: 1\n---\nb: 1\n", "a.yaml:2: is not YAML: but found another document"),
+        ("a: [1\n", "a.yaml:2: is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\n\tb: 2\n", "a.yaml:2: is not YAML: found character '\\t' that cannot start any token"),
+        ("a: *b\n", "a.yaml:1: is not YAML: found undefined alias 'b'"),
+        ("ok: 1\na: \x07\n", "a.yaml:2: is not YAML: the character U+0007"),
+        ("[" * 20_000, "a.yaml: is nested too deeply; a profile is a list of 'knob: value' lines"),
+        ("#" * 70_000, "a.yaml: 70000 bytes; a profile is at most 65536 bytes. Is this the right file?"),
+    ],
+)
+def test_what_is_no_profile_at_all_is_told_so(load: Load, text: str, message: str) -> None:
+    assert problems(load, text) == [message]
+
+
+def test_text_that_is_not_utf8_is_told_with_its_line(folder: Path) -> None:
+    (folder / "a.yaml").write_bytes(b"name: x\ndescription: \xff\n")
+    with pytest.raises(ProfileError, match=r"^a\.yaml:2: is not UTF-8 text; save it as UTF-8$"):
+        load_profile("./a.yaml")
+
+
+def test_anchors_and_aliases_are_read(load: Load) -> None:
+    profile = load("nccl_comm_num: &two 2\nfetch_frequency: *two\n")
+    assert (profile.nccl_comm_num, profile.fetch_frequency) == (2, 2)
+
+
+def test_an_alias_to_its_own_section_is_refused(load: Load) -> None:
+    assert problems(load, "environment: &a\n  A: *a\n") == [
+        "a.yaml:2: environment.A: is a section; allowed: one line of text"
+    ]
+
+
+def test_a_yaml_object_tag_is_text_of_the_wrong_type_and_never_built(load: Load) -> None:
+    (line,) = problems(load, "nccl_comm_num: !!python/object/apply:os.getpid []\n")
+    assert line == "a.yaml:1: nccl_comm_num: given a list; allowed: a whole number, 1 to 16"
+
+
+def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
+    text = "environment:\n  NCCL_DEBUG: INFO\n  NCCL_IB_DISABLE: true\n  A: 0x10\n"
+    text += "  B: 1e-3\n  C: 0.50\n  D: ''\n  E: 'no'\n"
+    assert load(text).environment == {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_IB_DISABLE": "1",
+        "A": "0x10",
+        "B": "1e-3",
+        "C": "0.50",
+        "D": "",
+        "E": "no",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("A: no", 'environment.A: no is read as a boolean by YAML; write "no" for the text, or 1 or 0'),
+        ("A:", 'environment.A: has no value; for an empty one write ""'),
+        ("A: {b: c}", "environment.A: is a section; allowed: one line of text"),
+        (
+            "PADDLE_TRAINER_ID: 0",
+            "environment.PADDLE_TRAINER_ID: the launcher sets this from its own flags and from the cluster; "
+            "remove it from the profile",
+        ),
+        (
+            "CUDA_VISIBLE_DEVICES: 0",
+            "environment.CUDA_VISIBLE_DEVICES: chooses devices, which differ from rank to rank; "
+            "give --selected_gpus to the launcher instead",
+        ),
+        (
+            "FLAGS_selected_gpus: 0",
+            "environment.FLAGS_selected_gpus: chooses devices, which differ from rank to rank; "
+            "give --selected_gpus to the launcher instead",
+        ),
+        (
+            "FLAGS_enable_pir_api: 0",
+            "environment.FLAGS_enable_pir_api: the old IR has no host operators, "
+            "which carry the communication; remove it",
+        ),
+        (
+            "http-proxy: x",
+            "environment.http-proxy: is no name for a variable; allowed: capital letters, digits and _, "
+            "or FLAGS_ and a flag's name",
+        ),
+        (
+            "A: |\n    two\n    lines",
+            "environment.A: the value has a line break or a NUL character; allowed: one line of text",
+        ),
+    ],
+)
+def test_a_variable_that_may_not_be_set_is_told_with_its_line(load: Load, line: str, message: str) -> None:
+    assert problems(load, f"environment:\n  {line}\n") == [f"a.yaml:2: {message}"]
+
+
+def test_a_variable_set_twice_is_refused(load: Load) -> None:
+    assert problems(load, "environment:\n  A: 1\n  A: 2\n") == [
+        "a.yaml:2: environment.A: is set again on line 3; keep one of the two"
+    ]
+
+
+def test_values_of_variables_are_not_repeated_in_errors(load: Load) -> None:
+    assert "s3cret" not in "\n".join(problems(load, "environment:\n  PADDLE_TOKEN: s3cret\n  b: s3cret\n"))
+
+
+def test_a_profile_extends_a_name_and_keeps_where_each_setting_came_from(load: Load) -> None:
+    profile = load("extends: multi_node\nfetch_frequency: 5\n")
+    assert (profile.name, profile.nccl_comm_num, profile.fetch_frequency) == ("a", 2, 5)
+    assert profile.explicit == {"nccl_comm_num", "fetch_frequency"}
+    assert profile.origin("nccl_comm_num").endswith("strategies/multi_node.yaml:12")
+    assert profile.origin("fetch_frequency") == "a.yaml:2"
+    assert profile.description == ""
+
+
+def test_extends_is_seen_from_the_file_that_says_it(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "base.yaml").write_text("num_threads: 2\nenvironment:\n  A: 1\n  B: 1\n")
+    (folder / "deep" / "a.yaml").write_text("extends: ../base.yaml\nenvironment:\n  B: 2\n")
+    profile = load_profile("deep/a.yaml")
+    assert (profile.num_threads, profile.environment) == (2, {"A": "1", "B": "2"})
+    assert profile.origin("environment.A") == "base.yaml:3"
+    assert profile.origin("environment.B") == "deep/a.yaml:3"
+
+
+def test_switching_off_what_the_parent_tunes_takes_the_tuning_with_it(folder: Path, load: Load) -> None:
+    (folder / "base.yaml").write_text("fuse_grad_size_in_MB: 4\nnccl_comm_num: 2\n")
+    profile = load("extends: ./base.yaml\nfuse_all_reduce_ops: false\n")
+    assert profile.explicit == {"fuse_all_reduce_ops", "nccl_comm_num"}
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("extends: diloco\nuse_local_sgd: false\n", {"use_local_sgd"}),
+        (
+            "extends: diloco\nouter_optimizer: none\n",
+            {"use_local_sgd", "local_sgd_is_warm_steps", "local_sgd_steps", "local_sgd_dtype", "outer_optimizer"},
+        ),
+        (
+            "extends: local_sgd_adaptive\nlocal_sgd_schedule: constant\n",
+            {"use_local_sgd", "local_sgd_is_warm_steps", "local_sgd_steps", "local_sgd_schedule"},
+        ),
+    ],
+)
+def test_choosing_differently_from_the_parent_takes_its_tuning_with_it(load: Load, text: str, left: set[str]) -> None:
+    assert load(text).explicit == left | {"nccl_comm_num", "fetch_frequency"}
+
+
+def test_what_goes_with_the_parents_choice_takes_its_own_tuning_with_it(folder: Path, load: Load) -> None:
+    (folder / "base.yaml").write_text("amp_level: O1\namp_dtype: float16\namp_init_loss_scaling: 128\n")
+    assert load("extends: ./base.yaml\namp_level: O0\n").explicit == {"amp_level"}
+    assert load("extends: ./base.yaml\namp_dtype: bfloat16\n").explicit == {"amp_level", "amp_dtype"}
+    assert load("extends: ./base.yaml\namp_level: O2\n").amp_init_loss_scaling == 128.0
+
+
+def test_another_outer_optimizer_than_the_parents_keeps_its_tuning(load: Load) -> None:
+    profile = load("extends: diloco\nouter_optimizer: slowmo\n")
+    assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == ("slowmo", 0.7, 0.9)
+
+
+def test_extending_in_a_circle_is_told_with_the_circle(folder: Path, load: Load) -> None:
+    (folder / "b.yaml").write_text("extends: ./a.yaml\n")
+    assert problems(load, "extends: ./b.yaml\n") == [
+        "b.yaml:1: extends: goes in a circle: a.yaml -> b.yaml -> a.yaml; remove one of these lines"
+    ]
+    assert problems(load, "extends: a.yaml\n") == [
+        "a.yaml:1: extends: goes in a circle: a.yaml -> a.yaml; remove one of these lines"
+    ]
+
+
+def test_extending_too_many_files_is_refused(folder: Path, load: Load) -> None:
+    for number in range(20):
+        (folder / f"p{number}.yaml").write_text(f"extends: p{number + 1}.yaml\n")
+    assert problems(load, "extends: p0.yaml\n") == ["p14.yaml:1: extends: more than 16 files deep"]
+
+
+def test_a_mistake_in_the_parent_is_told_with_the_parents_line(folder: Path, load: Load) -> None:
+    (folder / "base.yaml").write_text("\nnccl_comm_num: 99\n")
+    assert problems(load, "extends: base.yaml\n") == [
+        "base.yaml:2: nccl_comm_num: given 99; allowed: a whole number, 1 to 16"
+    ]
+
+
+def test_a_parent_that_is_missing_is_told_with_the_line_of_extends(load: Load) -> None:
+    (line,) = problems(load, "name: x\nextends: mult_node\n")
+    assert line.startswith("a.yaml:2: extends: 'mult_node' is no profile of the catalogue; did you mean 'multi_node'? ")

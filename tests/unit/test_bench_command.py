@@ -1,0 +1,67 @@
+"""What the benchmark's flags choose, and what a job's commands and environments are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from tools.bench_strategies import chosen_contestants
+from tools.benchmarks.contestants import parse
+from tools.benchmarks.jobs import Place, commands_of, shared_environment
+from tools.lab import Lab
+
+PLACE = Place(Lab(2, name="x"), ranks_per_node=2, port=6200)  # not up: nothing is made
+
+
+def names(ours: list[str], rivals: str, explicit: list[str] | None = None) -> list[str]:
+    return [each.name for each in chosen_contestants(ours, rivals, explicit or [])]
+
+
+def test_profiles_and_rivals_are_chosen_apart() -> None:
+    assert names(["unfused"], "torch:ddp") == ["alone:ours", "alone:torch", "ours:unfused", "torch:ddp"]
+    assert names(["unfused"], "none") == ["alone:ours", "ours:unfused"]
+    assert names([], "none", ["paddle:data_parallel"]) == ["alone:paddle", "paddle:data_parallel"]
+    assert "torch:post_local_sgd_8" in names([], "default")
+
+
+def test_unknown_profile_is_refused_before_anything_runs() -> None:
+    with pytest.raises(click.UsageError, match="no_such_profile"):
+        chosen_contestants(["no_such_profile"], "none", [])
+
+
+def test_ours_starts_one_launcher_per_node() -> None:
+    commands = commands_of(parse("ours:unfused"), Path("/f"), PLACE)
+    assert len(commands) == 2
+    command, added = commands[1]
+    assert command[:4] == ["ip", "netns", "exec", "ftlab-x-1"]
+    assert command[5:8] == ["-m", "fleet_train", "launch"]
+    assert "--cluster_node_ips=10.78.0.1,10.78.0.2" in command
+    assert {"--node_ip=10.78.0.2", "--nproc_per_node=2", "--strategy=unfused"} <= set(command)
+    assert added == {}
+
+
+def test_torch_starts_every_rank_with_its_place() -> None:
+    commands = commands_of(parse("torch:ddp"), Path("/f"), PLACE)
+    assert [(command[3], command[-1]) for command, _ in commands] == [
+        ("ftlab-x-0", "0"),
+        ("ftlab-x-0", "1"),
+        ("ftlab-x-1", "2"),
+        ("ftlab-x-1", "3"),
+    ]
+    assert commands[3][1] == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MASTER_ADDR": "10.78.0.1",
+        "MASTER_PORT": "6200",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+    }
+
+
+def test_everybody_gets_one_thread_and_nothing_of_the_outer_shell() -> None:
+    environ = {"PATH": "/bin", "FLAGS_x": "1", "OMP_NUM_THREADS": "8", "https_proxy": "p", "RANK": "7"}
+    amd, other = shared_environment(environ, is_amd=True), shared_environment(environ, is_amd=False)
+    assert (amd["PATH"], amd["OMP_NUM_THREADS"], amd["MKL_DEBUG_CPU_TYPE"]) == ("/bin", "1", "5")
+    assert not {"FLAGS_x", "https_proxy", "MKL_DEBUG_CPU_TYPE"} & other.keys()

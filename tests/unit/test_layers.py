@@ -1,0 +1,139 @@
+"""The rooms of docs/design.md: imports go one way, and Paddle stays where it belongs.
+
+Imports inside functions, below TYPE_CHECKING and through import_module("...") count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+PACKAGE = ROOT / "fleet_train"
+
+# The column "may import" of the table in docs/design.md; what a room may import, those above it may too.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "profile": {"errors"},
+    "cluster": {"profile"},
+    "plan": {"cluster", "profile"},
+    "collectives": {"plan"},
+    "convert": {"collectives"},
+    "data": {"cluster"},
+    "train": {"convert", "data"},
+    "launch": {"cluster", "profile"},
+    "cli": {"train", "launch"},
+    "__init__": {"convert"},  # by name, on first use
+    "__main__": {"cli"},
+}
+# Narrower than the table: the trainer is a user of the facade like any other.
+NOT_EVEN_INDIRECTLY = {"train": {"collectives"}}
+ROOMS_WITH_PADDLE = {"collectives", "convert", "data", "train"}
+
+
+def allowed(room: str) -> set[str]:
+    direct = MAY_IMPORT[room]
+    return (direct.union(*(allowed(one) for one in direct))) - NOT_EVEN_INDIRECTLY.get(room, set())
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a module imports, wherever in it."""
+    package = ("fleet_train", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            source = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and (name := _literal_module(node)):
+            yield node.lineno, name
+
+
+def _literal_module(call: ast.Call) -> str | None:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name not in {"import_module", "__import__"} or not call.args or not isinstance(call.args[0], ast.Constant):
+        return None
+    return str(call.args[0].value)
+
+
+def rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
+    for line, name in imported_names(path):
+        parts = name.split(".")
+        if parts[0] == "fleet_train" and len(parts) > 1 and parts[1] in MAY_IMPORT:
+            yield line, parts[1]
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(path) for path in modules()} <= MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_room_imports_only_rooms_below_it(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {room} must not import {other}; it may import {sorted(allowed(room))}"
+        for path in modules()
+        if room_of(path) == room
+        for line, other in rooms_imported(path)
+        if other != room and other not in allowed(room)
+    ]
+    assert wrong == []
+
+
+def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in modules()
+        if room_of(path) not in ROOMS_WITH_PADDLE
+        for line, name in imported_names(path)
+        if name.split(".")[0] == "paddle"
+    ]
+    assert wrong == []
+
+
+def test_visualdl_is_imported_only_by_its_sink() -> None:
+    importers = {
+        path.relative_to(PACKAGE)
+        for path in modules()
+        for _, name in imported_names(path)
+        if name.startswith("visualdl")
+    }
+    assert len(importers) <= 1
+    assert all(path.parts[0] == "train" for path in importers)
+
+
+def test_table_is_the_one_in_the_design() -> None:
+    table = {}
+    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
+    table["cli"] = {"train", "launch"}  # the design says "all": these two reach everything
+    assert table == {room: MAY_IMPORT[room] for room in MAY_IMPORT if not room.startswith("__")}
+
+
+def test_reader_of_imports_sees_lazy_relative_and_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    lazy = "def f():\n    from ..convert import fleet\n    import paddle.static\n"
+    (tmp_path / "plan").mkdir()
+    module = tmp_path / "plan" / "buckets.py"
+    module.write_text(lazy + "import_module('visualdl')\nfrom . import x\n")
+    assert sorted(imported_names(module)) == [
+        (2, "fleet_train.convert.fleet"),
+        (3, "paddle.static"),
+        (4, "visualdl"),
+        (5, "fleet_train.plan.x"),
+    ]

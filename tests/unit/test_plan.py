@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan import Gradient, build_plan, explain, first_difference
+from fleet_train.plan.plan import CommPlan
+from fleet_train.profile import Profile
+
+CLUSTER = Cluster.imagined(nodes=2, ranks_per_node=1)
+MEGABYTE = 2**20
+
+
+def gradients(*megabytes: float, dtype: str = "float32") -> list[Gradient]:
+    return [Gradient(f"p{i}", (int(size * MEGABYTE / 4),), dtype) for i, size in enumerate(megabytes)]
+
+
+def buckets_of(plan: CommPlan) -> list[list[str]]:
+    return [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
+
+
+def test_gradients_fill_buckets_in_ready_order() -> None:
+    plan = build_plan(gradients(1, 2, 2, 2, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0))
+    assert buckets_of(plan) == [["p0"], ["p1", "p2"], ["p3"], ["p4"]]
+
+
+def test_first_and_last_bucket_are_small() -> None:
+    plan = build_plan(gradients(0.5, 0.5, 3, 3, 0.5), CLUSTER, Profile(fuse_grad_size_in_MB=16.0))
+    assert buckets_of(plan) == [["p0", "p1"], ["p2", "p3"], ["p4"]]
+
+
+def test_gradient_larger_than_the_bound_gets_a_bucket_of_its_own() -> None:
+    plan = build_plan(gradients(1, 10, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0))
+    assert buckets_of(plan) == [["p0"], ["p1"], ["p2"]]
+
+
+def test_number_of_gradients_bounds_a_bucket() -> None:
+    plan = build_plan(gradients(*[0.01] * 5), CLUSTER, Profile(fuse_parameter_groups_size=2))
+    assert buckets_of(plan) == [["p0", "p1"], ["p2", "p3"], ["p4"]]
+
+
+def test_unfused_sends_each_gradient_alone() -> None:
+    plan = build_plan(gradients(1, 1, 1), CLUSTER, Profile(fuse_all_reduce_ops=False))
+    assert buckets_of(plan) == [["p0"], ["p1"], ["p2"]]
+
+
+def test_dtypes_do_not_share_a_bucket() -> None:
+    mixed = [Gradient("a", (4,), "float32"), Gradient("b", (4,), "float64"), Gradient("c", (4,), "float32")]
+    assert buckets_of(build_plan(mixed, CLUSTER, Profile())) == [["b"], ["a", "c"]]
+
+
+def test_communicators_take_turns() -> None:
+    plan = build_plan(gradients(1, 1, 1), CLUSTER, Profile(nccl_comm_num=2, fuse_all_reduce_ops=False))
+    assert [bucket.communicator for bucket in plan.buckets] == [0, 1, 0]
+
+
+def test_bytes_and_collectives_per_step() -> None:
+    plan = build_plan(gradients(1, 1), Cluster.imagined(2, 2), Profile(fuse_all_reduce_ops=False))
+    assert plan.gradient_bytes == 2 * MEGABYTE
+    assert plan.collectives_per_step == 2
+    assert plan.sent_bytes_per_step == 2 * 3 / 4 * 2 * MEGABYTE
+
+
+def test_scalar_gradient_has_one_element() -> None:
+    assert Gradient("s", (), "float32").nbytes == 4
+
+
+def test_dtype_without_a_size_is_refused() -> None:
+    with pytest.raises(ConversionError, match="gradient of 'a': dtype float8_e4m3fn cannot be communicated"):
+        _ = Gradient("a", (4,), "float8_e4m3fn").nbytes
+
+
+def test_same_input_gives_the_same_digest_and_another_knob_another() -> None:
+    one = build_plan(gradients(1, 1), CLUSTER, Profile())
+    assert one.digest == build_plan(gradients(1, 1), CLUSTER, Profile()).digest
+    assert one.digest != build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=2)).digest
+
+
+def test_name_of_the_profile_does_not_change_the_digest() -> None:
+    assert (
+        build_plan(gradients(1), CLUSTER, Profile(name="a")).digest
+        == build_plan(gradients(1), CLUSTER, Profile()).digest
+    )
+
+
+def test_equal_plans_have_no_difference() -> None:
+    plan = build_plan(gradients(1, 1), CLUSTER, Profile()).to_json()
+    assert first_difference(plan, plan) is None
+
+
+def test_first_difference_names_the_gradient_and_both_shapes() -> None:
+    ours = build_plan(gradients(1, 1), CLUSTER, Profile()).to_json()
+    theirs = build_plan(gradients(1, 0.5), CLUSTER, Profile()).to_json()
+    assert first_difference(ours, theirs) == (
+        "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) here, "
+        "'p1' [131072] float32 in bucket 1 (allreduce, communicator 0) there"
+    )
+
+
+def test_missing_gradient_is_a_difference() -> None:
+    ours = build_plan(gradients(1, 1), CLUSTER, Profile(fuse_all_reduce_ops=False)).to_json()
+    theirs = build_plan(gradients(1), CLUSTER, Profile(fuse_all_reduce_ops=False)).to_json()
+    assert first_difference(ours, theirs) == "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) here only"
+    assert first_difference(theirs, ours) == "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) there only"
+
+
+def test_other_world_size_is_the_first_difference() -> None:
+    ours = build_plan(gradients(1), CLUSTER, Profile()).to_json()
+    theirs = build_plan(gradients(1), Cluster.imagined(3, 1), Profile()).to_json()
+    assert first_difference(ours, theirs) == "world_size is 2 here, 3 there"
+
+
+def test_explanation_names_knobs_and_totals() -> None:
+    text = explain(build_plan(gradients(1, 1), CLUSTER, Profile(name="mine")))
+    assert "profile mine: 2 ranks on 2 nodes, 1 communicator" in text
+    assert "per step: 2 collectives, 2.000 MB of gradients, 2.000 MB sent by each rank in flat rings" in text
+    assert "  fuse_all_reduce_ops: 2 gradients in 2 collectives" in text

@@ -1,0 +1,851 @@
+"""`DistributedStrategy`: Fleet's names, checked when they are assigned; a stock one keeps no field to itself."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.convert.strategy import DistributedStrategy
+from fleet_train.errors import ProfileError
+from fleet_train.profile import Profile, applied_mappings
+from tests.support.processes import ROOT
+
+# What becomes of each boolean field of the stock strategy when it is flipped: a word of the refusal, or what it sets.
+BOOLEAN_FIELDS: dict[str, str | dict[str, Any]] = {
+    "amp": {"amp_level": "O1", "amp_dtype": "float16"},
+    "recompute": "set recompute_segments",
+    "localsgd": {"use_local_sgd": True, "local_sgd_steps": 1, "local_sgd_is_warm_steps": 1},
+    "dgc": {"compression": "dgc"},
+    "gradient_merge": {"accumulate_steps": 1},
+    "lars": "build paddle.incubate.optimizer.LarsMomentumOptimizer yourself",
+    "lamb": "build paddle.optimizer.Lamb yourself",
+    "pipeline": "only data parallelism is done here",
+    "elastic": "changes the number of ranks",
+    "auto": "automatic parallelism",
+    "a_sync": {},
+    "sync_nccl_allreduce": {"sync_nccl_allreduce": False},
+    "use_hierarchical_allreduce": {"use_hierarchical_allreduce": True},
+    "sync_batch_norm": {"sync_batch_norm": True},
+    "fuse_all_reduce_ops": {"fuse_all_reduce_ops": False},
+    "cudnn_exhaustive_search": {"environment": {"FLAGS_cudnn_exhaustive_search": "1"}},
+    "cudnn_batchnorm_spatial_persistent": {"environment": {"FLAGS_cudnn_batchnorm_spatial_persistent": "1"}},
+    "adaptive_localsgd": {
+        "use_local_sgd": True,
+        "local_sgd_schedule": "adaptive",
+        "local_sgd_steps": 1,
+        "local_sgd_is_warm_steps": 1,
+    },
+    "fp16_allreduce": {"compression": "fp16"},
+    "sharding": "only data parallelism is done here",
+    "find_unused_parameters": {},
+    "tensor_parallel": "only data parallelism is done here",
+    "without_graph_optimization": "leave it at True",
+    "calc_comm_same_stream": "keep communication from overlapping",
+    "asp": "paddle.incubate.asp",
+    "fuse_grad_merge": "merged gradients are not fused",
+    "semi_auto": "automatic parallelism",
+    "adam_d2sum": "wrap the optimizer that you want",
+    "auto_search": "automatic parallelism",
+    "heter_ccl_mode": "different kinds of devices",
+    "is_fl_ps_mode": "parameter servers",
+    "with_coordinator": "parameter servers",
+    "qat": "paddle.quantization",
+    "split_data": "automatic parallelism",
+}
+PROTOBUF_BOOL = 8
+
+
+@pytest.fixture(scope="module")
+def stock() -> Callable[[], Any]:
+    """Makes a fresh ``paddle.distributed.fleet.DistributedStrategy``."""
+    from paddle.distributed import fleet
+
+    return fleet.DistributedStrategy  # type: ignore[no-any-return]
+
+
+def refusal(name: str, value: object, strategy: DistributedStrategy | None = None) -> str:
+    with pytest.raises(ProfileError) as caught:
+        setattr(strategy or DistributedStrategy(), name, value)
+    return str(caught.value)
+
+
+def test_a_fresh_strategy_is_the_default_profile() -> None:
+    assert DistributedStrategy().to_profile() == Profile(name="strategy")
+    assert DistributedStrategy().to_profile().explicit == frozenset()
+
+
+def test_the_old_recipes_script_becomes_a_profile() -> None:
+    strategy = DistributedStrategy()
+    strategy.exec_strategy.num_threads = 3
+    strategy.exec_strategy.num_iteration_per_drop_scope = 30
+    strategy.nccl_comm_num = 2
+    strategy.fuse_all_reduce_ops = True
+    strategy.mode = "collective"
+    strategy.collective_mode = "grad_allreduce"
+    profile = strategy.to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "num_threads": 3,
+        "num_iteration_per_drop_scope": 30,
+        "nccl_comm_num": 2,
+        "fuse_all_reduce_ops": True,
+    }
+    assert profile.origin("num_threads") == "DistributedStrategy"
+    assert (strategy.exec_strategy.num_threads, strategy.num_threads, strategy.mode) == (3, 3, "collective")
+
+
+def test_settings_may_be_given_at_once() -> None:
+    assert DistributedStrategy(nccl_comm_num=2, fuse_grad_size_in_MB=4).to_profile().fuse_grad_size_in_MB == 4.0
+
+
+def test_a_strategy_from_a_profile_may_be_changed_and_the_profile_stays() -> None:
+    profile = Profile(name="mine", nccl_comm_num=2, environment={"A": "1"})
+    strategy = DistributedStrategy.from_profile(profile)
+    assert strategy.to_profile() is profile
+    strategy.fuse_grad_size_in_MB = 4
+    changed = strategy.to_profile()
+    assert (changed.name, changed.nccl_comm_num, changed.fuse_grad_size_in_MB) == ("mine", 2, 4.0)
+    assert changed.environment == {"A": "1"}
+    assert profile.fuse_grad_size_in_MB == 16.0
+
+
+def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
+    assert DistributedStrategy.from_profile("multi_node").nccl_comm_num == 2
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: multi_node\nnccl_comm_num: 3\n")
+    assert DistributedStrategy.from_profile(str(path)).nccl_comm_num == 3
+    with pytest.raises(ProfileError, match="did you mean 'multi_node'"):
+        DistributedStrategy.from_profile("multinode")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("nccl_com_num", 2, "DistributedStrategy.nccl_com_num: unknown attribute; did you mean 'nccl_comm_num'?"),
+        ("zzz", 2, "DistributedStrategy.zzz: unknown attribute"),
+        (
+            "FLAGS_sync_nccl_allreduce",
+            1,
+            "DistributedStrategy.FLAGS_sync_nccl_allreduce: unknown attribute; did you mean 'sync_nccl_allreduce'?",
+        ),
+        (
+            "nccl_comm_num",
+            "2",
+            "DistributedStrategy.nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16",
+        ),
+        ("nccl_comm_num", 99, "DistributedStrategy.nccl_comm_num: given 99; allowed: a whole number, 1 to 16"),
+        (
+            "fuse_all_reduce_ops",
+            1,
+            "DistributedStrategy.fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
+        ),
+        (
+            "recompute",
+            True,
+            "DistributedStrategy.recompute: given true: Fleet's checkpoints by name are not available yet; "
+            "leave it out and set recompute_segments",
+        ),
+        ("amp", 1, "DistributedStrategy.amp: given 1: allowed: true or false"),
+        (
+            "amp_configs",
+            {"dtype": "int4"},
+            "DistributedStrategy.amp_configs.dtype (read as amp_dtype): given 'int4'; "
+            "allowed: one of bfloat16, float16",
+        ),
+        (
+            "amp_configs",
+            {"levels": "O1"},
+            "DistributedStrategy.amp_configs.levels: given 'O1': has no such field here; level, dtype, "
+            "init_loss_scaling, use_dynamic_loss_scaling, use_pure_fp16 and use_pure_bf16 are known",
+        ),
+        (
+            "amp_configs",
+            {"incr_ratio": 3.0},
+            "DistributedStrategy.amp_configs.incr_ratio: given 3: the loss scale is doubled after 1000 good updates "
+            "and times 0.8 after 2 bad ones; leave it out",
+        ),
+        (
+            "amp_configs",
+            {"custom_white_list": ["softmax"]},
+            "DistributedStrategy.amp_configs.custom_white_list: given ['softmax']: which operators run in low "
+            "precision follows from amp_level; leave it out",
+        ),
+        (
+            "amp_configs",
+            {"use_fp16_guard": True},
+            "DistributedStrategy.amp_configs.use_fp16_guard: given true: regions under fp16_guard are not looked for; "
+            "set it to False",
+        ),
+        (
+            "gradient_merge_configs",
+            {"avg": False},
+            "DistributedStrategy.gradient_merge_configs.avg: given false: asks for the sum of the micro-batches' "
+            "gradients, they are averaged here; leave it at True and scale the learning rate",
+        ),
+        (
+            "dgc_configs",
+            {"sparsity": [0.9, 1.0]},
+            "DistributedStrategy.dgc_configs.sparsity (read as dgc_sparsity): given 1; allowed: a number, 0 to 0.9999",
+        ),
+        (
+            "a_sync",
+            True,
+            "DistributedStrategy.a_sync: given true: belongs to parameter servers, which are out of scope here: "
+            "every rank holds the whole model; set it to False",
+        ),
+        (
+            "exec_strategy",
+            3,
+            "DistributedStrategy.exec_strategy: given 3 (a whole number); allowed: a mapping of field to value",
+        ),
+        (
+            "localsgd_configs",
+            {"k_step": 3},
+            "DistributedStrategy.localsgd_configs.k_step: given 3: has no such field here; "
+            "k_steps and begin_step are known",
+        ),
+        (
+            "adaptive_localsgd_configs",
+            {"k_steps": 3},
+            "DistributedStrategy.adaptive_localsgd_configs.k_steps: given 3: has no such field here; "
+            "init_k_steps and begin_step are known",
+        ),
+        (
+            "adaptive_localsgd",
+            1,
+            "DistributedStrategy.adaptive_localsgd: given 1: allowed: true or false",
+        ),
+        (
+            "localsgd",
+            1,
+            "DistributedStrategy.localsgd (read as use_local_sgd): given 1 (a whole number); allowed: true or false",
+        ),
+        (
+            "collective_mode",
+            "grad_alreduce",
+            "DistributedStrategy.collective_mode: given 'grad_alreduce': allowed: grad_allreduce or local_sgd",
+        ),
+        (
+            "local_sgd_schedule",
+            "adaptiv",
+            "DistributedStrategy.local_sgd_schedule: given 'adaptiv'; allowed: one of constant, doubling, adaptive; "
+            "did you mean 'adaptive'?",
+        ),
+        (
+            "fuse_elewise_add_act_ops",
+            True,
+            "DistributedStrategy.build_strategy.fuse_elewise_add_act_ops: given true: is a pass over the old IR, "
+            "which Paddle 3 does not run on PIR programs; remove it, results stay the same",
+        ),
+        (
+            "hybrid_configs",
+            {"mp_degree": 1, "dp_degree": 4},
+            "DistributedStrategy.hybrid_configs.dp_degree: given 4: is the number of ranks, "
+            "which follows from the launch command; leave it out",
+        ),
+    ],
+)
+def test_a_wrong_assignment_is_told_at_once(name: str, value: object, message: str) -> None:
+    assert refusal(name, value) == message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["recompute", "forward_recompute"],
+)
+def test_what_is_not_available_yet_is_refused_when_switched_on_only(name: str) -> None:
+    assert "not available yet" in refusal(name, True)
+    strategy = DistributedStrategy(**{name: False})
+    assert strategy.to_profile() == Profile(name="strategy")
+
+
+@pytest.mark.parametrize(
+    ("name", "knob"),
+    [
+        ("use_local_sgd", "use_local_sgd"),
+        ("localsgd", "use_local_sgd"),
+        ("use_hierarchical_allreduce", "use_hierarchical_allreduce"),
+        ("sync_nccl_allreduce", "sync_nccl_allreduce"),
+        ("sync_batch_norm", "sync_batch_norm"),
+    ],
+)
+def test_a_switch_is_carried_out_under_each_of_its_names(name: str, knob: str) -> None:
+    assert DistributedStrategy(**{name: True}).to_profile().settings() == {"name": "strategy", knob: True}
+    assert DistributedStrategy(**{name: False}).to_profile() == Profile(name="strategy")
+
+
+def test_the_old_recipes_local_sgd_script_becomes_a_profile() -> None:
+    strategy = DistributedStrategy()
+    strategy.use_local_sgd = True
+    strategy.local_sgd_is_warm_steps = 3
+    strategy.local_sgd_steps = 4
+    strategy.collective_mode = "local_sgd"
+    profile = strategy.to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "use_local_sgd": True,
+        "local_sgd_is_warm_steps": 3,
+        "local_sgd_steps": 4,
+    }
+    assert applied_mappings(profile) == [
+        "DistributedStrategy.collective_mode: 'local_sgd' is mapped: read as use_local_sgd: true"
+    ]
+    assert (strategy.localsgd, dict(strategy.localsgd_configs)) == (True, {"begin_step": 3, "k_steps": 4})
+
+
+def test_the_old_recipes_hierarchical_script_becomes_a_profile() -> None:
+    strategy = DistributedStrategy()
+    strategy.use_hierarchical_allreduce = True
+    strategy.hierarchical_allreduce_inter_nranks = 8
+    assert strategy.to_profile().settings() == {
+        "name": "strategy",
+        "use_hierarchical_allreduce": True,
+        "hierarchical_allreduce_inter_nranks": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("amp", {"amp_level": "O1", "amp_dtype": "float16"}),
+        ("use_amp", {"amp_level": "O1", "amp_dtype": "float16"}),
+        ("dgc", {"compression": "dgc"}),
+        ("use_dgc", {"compression": "dgc"}),
+        ("fp16_allreduce", {"compression": "fp16"}),
+        ("gradient_merge", {"accumulate_steps": 1}),
+    ],
+)
+def test_a_switch_of_fleet_stands_for_settings_of_knobs(name: str, settings: dict[str, Any]) -> None:
+    strategy = DistributedStrategy(**{name: True})
+    profile = strategy.to_profile()
+    assert profile.settings() == {"name": "strategy"} | settings
+    assert applied_mappings(profile)[0].startswith(f"DistributedStrategy.{name}: true is mapped: read as ")
+    setattr(strategy, name, False)
+    assert strategy.to_profile() == Profile(name="strategy")
+
+
+@pytest.mark.parametrize(
+    ("configs", "settings"),
+    [
+        ({"dtype": "bfloat16"}, {"amp_level": "O1", "amp_dtype": "bfloat16"}),
+        ({"level": "O2"}, {"amp_level": "O2", "amp_dtype": "float16"}),
+        ({"use_pure_bf16": True}, {"amp_level": "O2", "amp_dtype": "bfloat16"}),
+        ({"use_pure_fp16": True, "use_fp16_guard": False}, {"amp_level": "O2", "amp_dtype": "float16"}),
+        (
+            {"init_loss_scaling": 128.0, "use_dynamic_loss_scaling": False, "incr_every_n_steps": 1000},
+            {
+                "amp_level": "O1",
+                "amp_dtype": "float16",
+                "amp_init_loss_scaling": 128.0,
+                "amp_dynamic_loss_scaling": False,
+            },
+        ),
+    ],
+)
+def test_mixed_precision_is_the_same_whichever_comes_first(configs: dict[str, Any], settings: dict[str, Any]) -> None:
+    first, second = DistributedStrategy(amp=True), DistributedStrategy(amp_configs=configs)
+    first.amp_configs, second.amp = configs, True
+    assert first.to_profile().settings() == second.to_profile().settings() == {"name": "strategy"} | settings
+
+
+def test_a_loss_scale_in_fleet_1_8s_words_is_taken_over() -> None:
+    strategy = DistributedStrategy(use_amp=True, amp_loss_scaling=2**10)
+    assert strategy.to_profile().amp_init_loss_scaling == 1024.0
+
+
+@pytest.mark.parametrize(
+    ("name", "configs", "switch"),
+    [
+        ("amp_configs.level", {"level": "O2"}, "amp"),
+        ("amp_configs.use_pure_fp16", {"use_pure_fp16": True}, "amp"),
+        ("amp_configs.use_pure_bf16", {"use_pure_bf16": True}, "amp"),
+        ("gradient_merge_configs.k_steps", {"k_steps": 4}, "gradient_merge"),
+    ],
+)
+def test_a_configuration_without_its_switch_is_told(name: str, configs: dict[str, Any], switch: str) -> None:
+    strategy = DistributedStrategy(**{f"{switch}_configs": configs})
+    with pytest.raises(ProfileError) as caught:
+        strategy.to_profile()
+    assert str(caught.value) == (
+        f"DistributedStrategy.{name}: has no effect while {switch} is false; set {switch} to True, or remove it"
+    )
+
+
+def test_a_configuration_over_a_profile_that_has_it_on_needs_no_switch() -> None:
+    strategy = DistributedStrategy.from_profile(Profile(accumulate_steps=2, amp_level="O1"))
+    assert (strategy.gradient_merge, strategy.amp) == (True, True)
+    strategy.gradient_merge_configs = {"k_steps": 8}
+    strategy.amp_configs = {"level": "O2"}
+    strategy.amp = True
+    profile = strategy.to_profile()
+    assert (profile.accumulate_steps, profile.amp_level, profile.amp_dtype) == (8, "O2", "bfloat16")
+
+
+def test_the_same_switch_over_a_profile_that_has_it_on_changes_nothing() -> None:
+    strategy = DistributedStrategy.from_profile(Profile(name="mine", accumulate_steps=2, amp_level="O1"))
+    strategy.gradient_merge = strategy.amp = True
+    assert strategy.to_profile() == Profile(name="mine", accumulate_steps=2, amp_level="O1")
+
+
+def test_a_compression_that_a_later_field_takes_away_is_told() -> None:
+    strategy = DistributedStrategy(dgc=True, fp16_allreduce=True)
+    with pytest.raises(ProfileError) as caught:
+        strategy.to_profile()
+    assert str(caught.value) == (
+        "DistributedStrategy.dgc: asks for compression: 'dgc', but fp16_allreduce asks for 'fp16'; keep one of the two"
+    )
+
+
+def test_merged_gradients_beside_fleets_float16_are_refused() -> None:
+    strategy = DistributedStrategy(amp=True, gradient_merge=True, gradient_merge_configs={"k_steps": 4, "avg": True})
+    message = r"^DistributedStrategy\.gradient_merge_configs\.k_steps \(read as accumulate_steps\): 4 does not go with"
+    with pytest.raises(ProfileError, match=message):
+        strategy.to_profile()
+    strategy.amp_configs = {"dtype": "bfloat16"}
+    assert strategy.to_profile().accumulate_steps == 4
+
+
+def test_adaptive_local_sgd_is_one_switch_for_two_knobs() -> None:
+    strategy = DistributedStrategy()
+    strategy.adaptive_localsgd = True
+    strategy.adaptive_localsgd_configs = {"init_k_steps": 4, "begin_step": 30}
+    profile = strategy.to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "use_local_sgd": True,
+        "local_sgd_schedule": "adaptive",
+        "local_sgd_steps": 4,
+        "local_sgd_is_warm_steps": 30,
+    }
+    assert applied_mappings(profile)[0] == (
+        "DistributedStrategy.adaptive_localsgd: true is mapped: read as use_local_sgd: true and "
+        "local_sgd_schedule: 'adaptive'; periods grow up to local_sgd_max_steps, Fleet's up to 16"
+    )
+
+
+def test_a_switch_that_is_turned_on_and_off_again_leaves_nothing_behind() -> None:
+    strategy = DistributedStrategy(adaptive_localsgd=True)
+    strategy.adaptive_localsgd = False
+    assert strategy.to_profile() == Profile(name="strategy")
+    strategy = DistributedStrategy(localsgd=True, adaptive_localsgd=True)
+    strategy.adaptive_localsgd = False
+    assert strategy.to_profile().settings() == {"name": "strategy", "use_local_sgd": True}
+
+
+def test_adaptive_local_sgd_can_be_read_whatever_set_it() -> None:
+    assert DistributedStrategy().adaptive_localsgd is False
+    assert DistributedStrategy.from_profile("local_sgd").adaptive_localsgd is False
+    assert DistributedStrategy.from_profile("local_sgd_adaptive").adaptive_localsgd is True
+
+
+@pytest.mark.parametrize("name", ["amp", "dgc", "lars", "lamb", "sharding", "pipeline", "recompute", "gradient_merge"])
+def test_a_switch_that_is_left_off_asks_for_nothing(name: str) -> None:
+    strategy = DistributedStrategy(**{name: False})
+    assert getattr(strategy, name) is False
+    assert applied_mappings(strategy.to_profile()) == []
+
+
+def test_a_wrong_execution_setting_is_told() -> None:
+    strategy = DistributedStrategy()
+    with pytest.raises(
+        ProfileError, match=r"^exec_strategy\.num_thread: unknown attribute; did you mean 'num_threads'\?$"
+    ):
+        strategy.exec_strategy.num_thread = 2
+    with pytest.raises(ProfileError, match=r"^DistributedStrategy\.num_threads: given 0; allowed"):
+        strategy.exec_strategy.num_threads = 0
+    with pytest.raises(ProfileError, match="today's executor has no such delay"):
+        strategy.exec_strategy.allow_op_delay = True
+
+
+def test_an_execution_strategy_of_another_class_gives_what_it_changes() -> None:
+    class ExecutionStrategy:
+        def __init__(self) -> None:
+            self.num_threads = 0
+            self.use_experimental_executor = False
+
+    given = ExecutionStrategy()
+    given.num_threads, given.use_experimental_executor = 2, True
+    strategy = DistributedStrategy()
+    strategy.exec_strategy = given
+    assert strategy.num_threads == 2
+    assert applied_mappings(strategy.to_profile())[0] == (
+        "DistributedStrategy.exec_strategy.use_experimental_executor: true is mapped: today's executor is the only one"
+    )
+
+
+def test_an_execution_strategy_moves_from_one_strategy_to_another() -> None:
+    first, second = DistributedStrategy(), DistributedStrategy()
+    first.exec_strategy.num_threads = 5
+    second.exec_strategy = first.exec_strategy
+    assert second.num_threads == 5
+
+
+def test_contradictions_are_told_when_the_strategy_is_used() -> None:
+    strategy = DistributedStrategy(fuse_grad_size_in_MB=4)
+    strategy.fuse_all_reduce_ops = False
+    message = r"^DistributedStrategy\.fuse_grad_size_in_MB: has no effect while fuse_all_reduce_ops is false"
+    with pytest.raises(ProfileError, match=message):
+        strategy.to_profile()
+
+
+def test_a_contradiction_is_told_under_the_name_that_was_assigned() -> None:
+    strategy = DistributedStrategy()
+    strategy.localsgd_configs = {"k_steps": 2}
+    message = r"^DistributedStrategy\.localsgd_configs\.k_steps \(read as local_sgd_steps\): has no effect while"
+    with pytest.raises(ProfileError, match=message):
+        strategy.to_profile()
+
+
+def test_a_setting_that_does_nothing_beside_a_choice_is_told_when_the_strategy_is_used() -> None:
+    strategy = DistributedStrategy(use_local_sgd=True, outer_lr=0.7)
+    with pytest.raises(ProfileError) as caught:
+        strategy.to_profile()
+    assert str(caught.value) == (
+        "DistributedStrategy.outer_lr: has no effect while outer_optimizer is none; "
+        "set outer_optimizer: slowmo or diloco, or remove outer_lr"
+    )
+
+
+def test_an_unknown_attribute_is_an_attribute_error_too() -> None:
+    strategy = DistributedStrategy()
+    assert not hasattr(strategy, "nonsense")
+    with pytest.raises(ProfileError, match="did you mean 'nccl_comm_num'"):
+        _ = strategy.nccl_comm_nums
+
+
+def test_defaults_can_be_read_under_every_name() -> None:
+    strategy = DistributedStrategy()
+    assert (strategy.nccl_comm_num, strategy.amp, strategy.localsgd) == (1, False, False)
+    assert dict(strategy.localsgd_configs) == {"begin_step": 100, "k_steps": 2}
+    with pytest.raises(TypeError):  # a copy whose change nobody would see is how the stock strategy does it
+        strategy.localsgd_configs["k_steps"] = 4
+
+
+def test_a_strategy_can_be_copied_and_printed() -> None:
+    strategy = DistributedStrategy(nccl_comm_num=2)
+    twin = copy.deepcopy(strategy)
+    twin.nccl_comm_num = 3
+    assert strategy.nccl_comm_num == 2
+    assert repr(strategy) == "DistributedStrategy(name='strategy', nccl_comm_num=2)"
+
+
+def test_importing_the_strategy_does_not_import_paddle() -> None:
+    code = (
+        "import sys; from fleet_train import DistributedStrategy as D; D().to_profile(); print('paddle' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_an_untouched_stock_strategy_asks_for_nothing(stock: Callable[[], Any]) -> None:
+    assert DistributedStrategy.from_stock(stock()).to_profile() == Profile(name="strategy")
+
+
+def test_every_boolean_field_of_the_stock_strategy_has_a_fate(stock: Callable[[], Any]) -> None:
+    names = {field.name for field in stock().strategy.DESCRIPTOR.fields if field.type == PROTOBUF_BOOL}
+    assert names == BOOLEAN_FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", BOOLEAN_FIELDS)
+def test_a_flipped_boolean_of_the_stock_strategy_is_never_ignored(name: str, stock: Callable[[], Any]) -> None:
+    given, fate = stock(), BOOLEAN_FIELDS[name]
+    setattr(given.strategy, name, not getattr(given.strategy, name))
+    if isinstance(fate, str):
+        with pytest.raises(ProfileError) as caught:
+            DistributedStrategy.from_stock(given)
+        assert fate in str(caught.value)
+        assert str(caught.value).startswith(f"DistributedStrategy.{name}")
+        return
+    profile = DistributedStrategy.from_stock(given).to_profile()
+    assert profile.settings() == {"name": "strategy"} | fate
+    assert fate or any(f"DistributedStrategy.{name}" in sentence for sentence in applied_mappings(profile))
+
+
+def test_every_leaf_of_the_stock_strategy_has_a_fate_or_is_refused_by_name(stock: Callable[[], Any]) -> None:
+    """Change one field after another, whatever its type and however deep; each must be heard."""
+    unheard, paths = [], sorted(leaves(stock().strategy.DESCRIPTOR))
+    for path in paths:
+        given = stock()
+        change(given.strategy, path)
+        if f"DistributedStrategy.{path.split('.')[0]}" not in what_is_said(given):
+            unheard.append(path)
+    # Knobs that are carried out need no words; a_sync_configs.k_steps = 0 is what `a_sync = False` leaves behind.
+    assert unheard == [
+        "a_sync_configs.k_steps",
+        "fuse_all_reduce_ops",
+        "fuse_grad_size_in_MB",
+        "last_comm_group_size_MB",
+        "nccl_comm_num",
+        "sync_batch_norm",
+        "sync_nccl_allreduce",
+        "use_hierarchical_allreduce",
+    ]
+    assert len(paths) > 150
+
+
+def what_is_said(given: Any) -> str:
+    try:
+        return "\n".join(applied_mappings(DistributedStrategy.from_stock(given).to_profile()))
+    except ProfileError as error:
+        return str(error)
+
+
+def leaves(descriptor: Any, prefix: str = "", depth: int = 0) -> list[str]:
+    found: list[str] = []
+    for field in descriptor.fields:
+        if field.message_type and not field.is_repeated and depth < 3:
+            found += leaves(field.message_type, f"{prefix}{field.name}.", depth + 1)
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+def change(message: Any, path: str) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        message = getattr(message, section)
+    field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.is_repeated:
+        value.add() if field.message_type else value.append("x" if field.type == 9 else 1)
+    elif field.enum_type:
+        setattr(message, name, next(v.number for v in field.enum_type.values if v.number != value))
+    elif isinstance(value, bool):
+        setattr(message, name, not value)
+    else:
+        setattr(message, name, f"{value}x" if isinstance(value, str) else value + 1)
+
+
+def test_knobs_of_the_stock_strategy_are_taken_over(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.nccl_comm_num = 2
+    given.fuse_grad_size_in_num = 10
+    given.last_comm_group_size_MB = 2
+    given.conv_workspace_size_limit = 1024
+    given.find_unused_parameters = True
+    given.a_sync = False
+    profile = DistributedStrategy.from_stock(given).to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "nccl_comm_num": 2,
+        "fuse_parameter_groups_size": 10,
+        "last_comm_group_size_MB": 2.0,
+        "environment": {"FLAGS_conv_workspace_size_limit": "1024"},
+    }
+    assert sorted(applied_mappings(profile)) == [
+        "DistributedStrategy.a_sync: false is mapped: training is always synchronous here",
+        "DistributedStrategy.conv_workspace_size_limit: 1024 is mapped: read as "
+        "environment.FLAGS_conv_workspace_size_limit",
+        "DistributedStrategy.find_unused_parameters: true is mapped: parameters without a gradient are found when the "
+        "program is converted",
+        "DistributedStrategy.fuse_grad_size_in_num: 10 is mapped: read as fuse_parameter_groups_size",
+    ]
+
+
+def test_fleets_own_default_counts_when_it_was_assigned(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.fuse_grad_size_in_MB = 32
+    assert DistributedStrategy.from_stock(given).to_profile().fuse_grad_size_in_MB == 32.0
+
+
+def test_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.localsgd = True
+    given.localsgd_configs = {"k_steps": 4, "begin_step": 30}
+    profile = DistributedStrategy.from_stock(given).to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "use_local_sgd": True,
+        "local_sgd_steps": 4,
+        "local_sgd_is_warm_steps": 30,
+    }
+    assert sorted(applied_mappings(profile)) == [
+        "DistributedStrategy.localsgd: true is mapped: read as use_local_sgd",
+        "DistributedStrategy.localsgd_configs.begin_step: 30 is mapped: read as local_sgd_is_warm_steps",
+        "DistributedStrategy.localsgd_configs.k_steps: 4 is mapped: read as local_sgd_steps",
+    ]
+
+
+def test_adaptive_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.adaptive_localsgd = True
+    given.adaptive_localsgd_configs = {"init_k_steps": 4, "begin_step": 30}
+    assert DistributedStrategy.from_stock(given).to_profile().settings() == {
+        "name": "strategy",
+        "use_local_sgd": True,
+        "local_sgd_schedule": "adaptive",
+        "local_sgd_steps": 4,
+        "local_sgd_is_warm_steps": 30,
+    }
+
+
+@pytest.mark.parametrize(
+    ("switch", "configs", "settings"),
+    [
+        ("gradient_merge", {"k_steps": 4, "avg": True}, {"accumulate_steps": 4}),
+        ("dgc", {}, {"compression": "dgc"}),
+        (
+            "dgc",
+            {"rampup_begin_step": 10, "rampup_step": 5, "sparsity": [0.9, 0.99]},
+            {
+                "compression": "dgc",
+                "dgc_rampup_begin_step": 10,
+                "dgc_rampup_steps": 5,
+                "dgc_sparsity": 0.99,
+            },
+        ),
+        (
+            "amp",
+            {"init_loss_scaling": 64.0},
+            {"amp_level": "O1", "amp_dtype": "float16", "amp_init_loss_scaling": 64.0},
+        ),
+        (
+            "amp",
+            {"use_dynamic_loss_scaling": False},
+            {"amp_level": "O1", "amp_dtype": "float16", "amp_dynamic_loss_scaling": False},
+        ),
+        ("amp", {"use_pure_fp16": True}, {"amp_level": "O2", "amp_dtype": "float16"}),
+        ("amp", {"use_pure_bf16": True}, {"amp_level": "O2", "amp_dtype": "bfloat16"}),
+    ],
+)
+def test_a_switch_of_the_stock_strategy_is_taken_over_with_its_configs(
+    switch: str, configs: dict[str, Any], settings: dict[str, Any], stock: Callable[[], Any]
+) -> None:
+    given = stock()
+    setattr(given, switch, True)
+    setattr(given, f"{switch}_configs", configs)
+    assert DistributedStrategy.from_stock(given).to_profile().settings() == {"name": "strategy"} | settings
+
+
+@pytest.mark.parametrize(
+    ("switch", "configs", "start"),
+    [
+        ("gradient_merge", {"avg": False}, "gradient_merge_configs.avg: given false: asks for the sum"),
+        ("amp", {"decr_ratio": 0.5}, "amp_configs.decr_ratio: given 0.5: the loss scale is"),
+        (
+            "amp",
+            {"use_optimizer_fp16": True},
+            "amp_configs.use_optimizer_fp16: given true: the optimizer and its state",
+        ),
+        ("amp", {"custom_black_list": ["relu"]}, "amp_configs.custom_black_list: given ['relu']: which operators"),
+    ],
+)
+def test_what_cannot_be_carried_out_beside_a_switch_of_the_stock_strategy_is_refused_by_name(
+    switch: str, configs: dict[str, Any], start: str, stock: Callable[[], Any]
+) -> None:
+    given = stock()
+    setattr(given, switch, True)
+    setattr(given, f"{switch}_configs", configs)
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    assert str(caught.value).startswith(f"DistributedStrategy.{start}")
+
+
+def test_two_compressions_in_one_stock_strategy_are_refused(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.dgc = given.fp16_allreduce = True
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    assert str(caught.value) == (
+        "DistributedStrategy.fp16_allreduce: asks for compression: 'fp16', but dgc asks for 'dgc'; keep one of the two"
+    )
+
+
+def test_two_kinds_of_local_sgd_in_one_stock_strategy_are_refused(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.localsgd = given.adaptive_localsgd = True
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    assert str(caught.value) == (
+        "DistributedStrategy.localsgd: given true beside adaptive_localsgd: true; keep one of the two"
+    )
+
+
+def test_two_fields_of_a_stock_strategy_that_ask_for_different_things_are_refused(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.adaptive_localsgd = True
+    given.localsgd_configs = {"k_steps": 4}
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    assert str(caught.value) == (
+        "DistributedStrategy.adaptive_localsgd_configs.init_k_steps: asks for local_sgd_steps: 1, "
+        "but localsgd_configs.k_steps asks for 4; keep one of the two"
+    )
+
+
+def test_hierarchical_allreduce_of_the_stock_strategy_is_taken_over(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.use_hierarchical_allreduce = True
+    given.hierarchical_allreduce_inter_nranks = 4
+    given.sync_nccl_allreduce = True
+    assert DistributedStrategy.from_stock(given).to_profile().settings() == {
+        "name": "strategy",
+        "use_hierarchical_allreduce": True,
+        "hierarchical_allreduce_inter_nranks": 4,
+        "sync_nccl_allreduce": True,
+    }
+
+
+def test_fields_that_the_stock_class_keeps_outside_its_protobuf_are_heard(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.fuse_grad_size_in_TFLOPS = 3
+    given.hybrid_configs = {"order": ["mp", "dp"]}
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    lines = str(caught.value).split("\n")
+    assert [line.split(":")[0] for line in lines] == [
+        "DistributedStrategy.hybrid_parallel_order",
+        "DistributedStrategy.fuse_grad_size_in_TFLOPS",
+    ]
+
+
+def test_a_field_of_a_later_paddle_is_refused_by_its_name(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given.__dict__["brand_new_field"] = 5
+    with pytest.raises(ProfileError) as caught:
+        DistributedStrategy.from_stock(given)
+    assert str(caught.value) == (
+        "DistributedStrategy.brand_new_field: given 5: fleet_train does not know this field, so it cannot carry it out"
+    )
+
+
+def test_a_default_build_strategy_is_accepted_and_an_old_pass_refused(stock: Callable[[], Any]) -> None:
+    import paddle
+
+    given = stock()
+    given.build_strategy = paddle.static.BuildStrategy()
+    assert DistributedStrategy.from_stock(given).to_profile() == Profile(name="strategy")
+    passes = paddle.static.BuildStrategy()
+    passes.fuse_gemm_epilogue = True
+    given.build_strategy = passes
+    with pytest.raises(
+        ProfileError, match=r"^DistributedStrategy\.build_strategy\.fuse_gemm_epilogue: given true: is a pass"
+    ):
+        DistributedStrategy.from_stock(given)
+    own = DistributedStrategy()
+    with pytest.raises(
+        ProfileError, match=r"^DistributedStrategy\.build_strategy\.fuse_gemm_epilogue: given true: is a pass"
+    ):
+        own.build_strategy = passes
+
+
+def test_an_own_build_strategy_gives_what_both_classes_know() -> None:
+    import paddle
+
+    passes = paddle.static.BuildStrategy()
+    passes.fuse_all_reduce_ops = False
+    passes.nccl_comm_num = 2
+    strategy = DistributedStrategy()
+    strategy.build_strategy = passes
+    assert (strategy.fuse_all_reduce_ops, strategy.nccl_comm_num) == (False, 2)
+
+
+@pytest.mark.parametrize("given", ["multi_node", 3, None, object()])
+def test_something_else_is_no_stock_strategy(given: object) -> None:
+    with pytest.raises(ProfileError, match=r"^strategy: given a builtins\.\w+; allowed: None, fleet_train"):
+        DistributedStrategy.from_stock(given)

@@ -1,0 +1,45 @@
+"""Speed from a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fleet_train.train.meter import StepMeter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_speed_counts_all_ranks_and_the_share_of_waiting() -> None:
+    clock = Clock()
+
+    def slow_source() -> Iterator[int]:
+        for batch in range(2):
+            clock.now += 1.0  # one second of reading
+            yield batch
+
+    meter: StepMeter[int] = StepMeter(world_size=3, clock=clock)
+    for _ in meter.timed(slow_source()):
+        clock.now += 3.0  # three seconds of computing
+        meter.count(samples=8)
+    assert meter.read() == (2 * 8 * 3 / 8.0, 4000.0, 0.25)
+
+
+def test_restart_forgets() -> None:
+    clock = Clock()
+    meter: StepMeter[int] = StepMeter(1, clock)
+    clock.now = 5.0
+    meter.count(10)
+    meter.restart()
+    clock.now = 7.0
+    meter.count(10)
+    assert meter.read() == (5.0, 2000.0, 0.0)
+
+
+def test_reading_before_the_first_step_is_zero() -> None:
+    assert StepMeter[int](2, Clock()).read().samples_per_second == 0.0

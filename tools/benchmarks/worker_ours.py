@@ -1,0 +1,69 @@
+"""A rank of fleet_train: a static program and the four lines. argv: assignment, and the rank when it runs alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet, role_maker
+from tools.benchmarks.loop import Assignment, run
+from tools.benchmarks.paddle_network import Network
+from tools.benchmarks.task import Weights
+
+
+class OurTrainee:
+    def __init__(self, assignment: Assignment) -> None:
+        task = assignment.task
+        features = paddle.static.data("features", [None, task.sizes[0]], "float32")
+        labels = paddle.static.data("labels", [None], "int64")
+        self._network = Network(task)
+        self._loss = paddle.nn.functional.cross_entropy(self._network(features), labels)
+        optimizer = paddle.optimizer.Momentum(task.learning_rate, task.momentum)
+        # The profile is the launcher's --strategy.
+        fleet.distributed_optimizer(optimizer).minimize(self._loss)
+        self._executor = paddle.static.Executor(fleet.place())
+        self._executor.run(fleet.startup_program)
+
+    def step(self, features: Any, labels: Any) -> float:
+        feed = {"features": features, "labels": labels}
+        (loss,) = self._executor.run(fleet.main_program, feed=feed, fetch_list=[self._loss])
+        return float(loss.item())
+
+    def weights(self) -> Weights:
+        scope = paddle.static.global_scope()
+        names = [parameter.name for parameter in self._network.parameters()]
+        return [np.array(scope.find_var(name).get_tensor()) for name in names]
+
+    def facts(self) -> dict[str, Any]:
+        plan = fleet.plan()
+        profile = fleet.profile()
+        facts = {
+            "paddle": paddle.__version__,
+            "profile": profile.model_dump(mode="json", include=set(profile.explicit)),
+        }
+        if plan is None:
+            return facts
+        return facts | {
+            "predicted_bytes_per_step": plan.sent_bytes_per_step,
+            "predicted_link_bytes_per_step": getattr(plan, "link_bytes_per_step", None),
+            "collectives_per_step": plan.collectives_per_step,
+            "gradient_bytes": plan.gradient_bytes,
+        }
+
+
+def main() -> None:
+    assignment = Assignment.read(Path(sys.argv[1]))
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    rank = int(sys.argv[2]) if len(sys.argv) > 2 else fleet.worker_index()
+    run(OurTrainee(assignment), assignment, rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The demo behind `make demo`: two "nodes" on this machine train on handwritten digits through the real launcher.
+
+Each node is one `python -m fleet_train launch` on a loopback address of its own, exactly as on two machines.
+Fails when the job does, when it takes too long, or when the network has not learnt the digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES = ("127.0.0.2", "127.0.0.3")
+MINIMUM_ACCURACY = 0.97
+# 20 epochs of 23 steps; shifting the images by a pixel is worth 1 % of accuracy with so little data.
+RECIPE = ("--model=cnn", "--data=digits", "--augment=shift", "--weight_decay=0.001", "--epochs=20")
+_STOP_TIMEOUT_SECONDS = 20.0
+
+
+class DemoFailed(click.ClickException):
+    """What went wrong and which files tell more; exit code 1."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the demo puts things. `log` has one folder per node with a workerlog per process."""
+
+    output: Path
+
+    @property
+    def log(self) -> Path:
+        return self.output / "log"
+
+    @property
+    def summary(self) -> Path:
+        return self.output / "summary.json"
+
+    @property
+    def visualdl(self) -> Path:
+        return self.output / "visualdl"
+
+    def prepare(self) -> None:
+        """Nothing of an earlier demo may be taken for a result of this one."""
+        self.log.mkdir(parents=True, exist_ok=True)
+        self.summary.unlink(missing_ok=True)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.option("--output_dir", default="runs/demo", show_default=True, help="Checkpoint, logs, curves and summary.")
+@click.option("--strategy", default="multi_node", show_default=True, help="Profile from strategies/.")
+@click.option("--timeout", default=110.0, show_default=True, help="Seconds after which the demo gives up.")
+@click.argument("train_flags", nargs=-1, type=click.UNPROCESSED)
+def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str, ...]) -> None:
+    """Train on two loopback "nodes" and check the result. Further flags go to the trainer."""
+    folders = Folders(Path(output_dir))
+    folders.prepare()
+    commands = node_commands(folders, strategy, free_port(NODES), train_flags)
+    click.echo('Two "nodes" on this machine, one command on each. The first one\'s:')
+    click.echo("  python " + " ".join(commands[0][1:]) + "\n")
+    began = time.monotonic()
+    with stopping_on_signals(), started(commands, folders) as nodes:
+        exit_codes = wait_for_all(nodes, timeout)
+    summary = checked_summary(folders, exit_codes)
+    say_results(folders, summary, time.monotonic() - began)
+
+
+def node_commands(folders: Folders, strategy: str, port: int, train_flags: tuple[str, ...]) -> list[list[str]]:
+    """The launch command of each node, as it would be typed there."""
+    return [
+        [
+            *(sys.executable, "-m", "fleet_train", "launch"),
+            *(f"--cluster_node_ips={','.join(NODES)}", f"--node_ip={node_ip}", f"--started_port={port}"),
+            *("--nproc_per_node=1", f"--strategy={strategy}", f"--log_dir={folders.log / f'node{index}'}"),
+            *(
+                os.path.relpath(ROOT / "tools" / "train.py"),
+                *RECIPE,
+                f"--output_dir={folders.output}",
+                "--overwrite",
+                *train_flags,
+            ),
+        ]
+        for index, node_ip in enumerate(NODES)
+    ]
+
+
+def free_port(addresses: tuple[str, ...], count: int = 4) -> int:
+    """The first of `count` ports in a row that nobody uses on any of the addresses."""
+    for first in range(16170, 30000, count):
+        if all(_is_free(address, port) for address in addresses for port in range(first, first + count)):
+            return first
+    raise DemoFailed(f"found no {count} free ports in a row on {' and '.join(addresses)}")
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Ctrl-C, `kill` and a closed terminal all leave through the `finally`s below, once."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
+        click.echo("\nstopping both nodes ...", err=True)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, stop)
+    yield
+
+
+@contextlib.contextmanager
+def started(commands: list[list[str]], folders: Folders) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Both launchers running: node 0 speaks here, the other into its file. On leaving, none of them runs."""
+    nodes: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, command in enumerate(commands):
+            with (folders.log / f"node{index}.out").open("wb") as sink:
+                # A session of their own: Ctrl-C reaches them through us only, once, and in a known order.
+                output: dict[str, Any] = {} if index == 0 else {"stdout": sink, "stderr": subprocess.STDOUT}
+                nodes.append(subprocess.Popen(command, env=node_environment(), start_new_session=True, **output))
+        yield nodes
+    finally:
+        stop_all(nodes)
+
+
+def node_environment() -> dict[str, str]:
+    """This environment with the checkout importable, and without Paddle's start-up chatter before the progress."""
+    import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    chatter = "ignore:No ccache found,ignore:Tensor do not have"
+    return {**os.environ, "PYTHONPATH": import_path, "PYTHONWARNINGS": chatter, "GLOG_minloglevel": "2"}
+
+
+def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:
+    """Exit codes of both nodes; DemoFailed when they need longer than the bound."""
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        return [node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"not finished after {timeout_seconds:g} s; is this machine busy? See --timeout") from None
+
+
+def stop_all(nodes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs. The launcher ends its ranks itself when asked; killing it is the last resort."""
+    running = [node for node in nodes if node.poll() is None]
+    for node in running:
+        node.terminate()
+    deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
+    for node in running:
+        try:
+            node.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
+def checked_summary(folders: Folders, exit_codes: list[int]) -> dict[str, Any]:
+    """summary.json of a job that did what the demo promises; DemoFailed with the reason otherwise."""
+    if any(exit_codes):
+        raise DemoFailed(f"the nodes ended with exit codes {exit_codes}; their output is in {folders.log}")
+    try:
+        summary: dict[str, Any] = json.loads(folders.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DemoFailed(f"both nodes ended well but {folders.summary} cannot be read: {error}") from error
+    if (summary["world_size"], summary["num_nodes"]) != (len(NODES), len(NODES)):
+        raise DemoFailed(f"the job had {summary['world_size']} ranks on {summary['num_nodes']} nodes, not 2 on 2")
+    if summary["test_accuracy"] < MINIMUM_ACCURACY:
+        raise DemoFailed(f"test accuracy {summary['test_accuracy']:.4f} is below {MINIMUM_ACCURACY}")
+    return summary
+
+
+def say_results(folders: Folders, summary: dict[str, Any], seconds: float) -> None:
+    click.echo(
+        f"\nTest accuracy {summary['test_accuracy']:.4f} after {summary['steps']} steps "
+        f"on {summary['world_size']} ranks, {summary['samples_per_second']:.0f} samples/s, {seconds:.0f} s in all."
+    )
+    places = [
+        ("checkpoint", summary["checkpoint"]),
+        ("logs", folders.log),
+        ("numbers", folders.output / "metrics.jsonl"),
+        ("summary", folders.summary),
+        ("VisualDL", folders.visualdl),
+    ]
+    for name, place in places:
+        click.echo(f"  {name:<11}{place}")
+    visualdl = Path(sys.executable).parent / "visualdl"
+    command = os.path.relpath(visualdl) if visualdl.is_relative_to(ROOT) else "visualdl"
+    click.echo(f"\nSee the curves:  {command} --logdir {folders.visualdl} --host 127.0.0.1")
+
+
+if __name__ == "__main__":
+    main()

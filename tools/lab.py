@@ -1,0 +1,308 @@
+"""A network lab on one machine: nodes are network namespaces on a bridge, each with a link of limited rate.
+
+    python tools/lab.py up --nodes 4 --rate 1gbit
+    python tools/lab.py exec 0 -- ping -c 1 10.78.0.2
+    python tools/lab.py down
+
+The bridge lives in a namespace too: nothing of a lab is visible on the host, and its addresses exist inside it only.
+Tests and benchmarks use ``with Lab(nodes, rate) as lab``; docs/lab.md has the rest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import click
+
+PREFIX = "ftlab-"
+DEFAULT_NAME = "lab"
+MAX_NODES = 200
+_SWITCH = "switch"
+_RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")
+_NAME = re.compile(r"[a-z0-9][a-z0-9.]{0,30}")
+_OWNED = re.compile(r"pid([0-9]+)\.[0-9a-f]+")
+_STOP_SECONDS = 3.0
+# netem is missing in some kernels; tbf is everywhere. The burst must exceed the 64 KiB that TCP hands over at once.
+_LIMIT = "burst 128kb latency 50ms"
+
+
+class LabError(click.ClickException):
+    """What stands in the way of the lab and what to do about it; exit code 1."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One emulated machine: its address, and what to put before a command so that it runs there."""
+
+    index: int
+    namespace: str
+
+    @property
+    def address(self) -> str:
+        return f"10.78.0.{self.index + 1}"
+
+    @property
+    def prefix(self) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace]
+
+
+class Lab:
+    """Nodes 0 .. ``node_num`` - 1 on one switch; what a node sends is limited to ``rate`` (tc's spelling, or "none").
+
+    As a context manager it is taken down on leaving, at exit and on SIGTERM, SIGINT, SIGHUP. What ``kill -9`` leaves
+    behind is found by the process id in its name and removed by the next lab or by ``down``.
+    """
+
+    def __init__(self, nodes: int, rate: str = "1gbit", name: str | None = None) -> None:
+        if not 1 <= nodes <= MAX_NODES:
+            raise LabError(f"nodes={nodes}: a lab has 1 to {MAX_NODES} nodes")
+        if rate != "none" and not _RATE.fullmatch(rate):
+            raise LabError(f"rate={rate!r} is not a rate of tc such as 1gbit, 100mbit, 2.5gbit; 'none' is no limit")
+        self.name = checked_name(name or f"pid{os.getpid()}.{uuid.uuid4().hex[:6]}")
+        self.rate = rate
+        self.nodes = [Node(index, f"{PREFIX}{self.name}-{index}") for index in range(nodes)]
+
+    def up(self) -> None:
+        """Make everything. Raises LabError when it cannot be made, with nothing left behind."""
+        if reason := why_no_lab():
+            raise LabError(reason)
+        if found := namespaces(self.name):
+            raise LabError(f"a lab '{self.name}' is up already ({len(found)} namespaces): down --name {self.name}")
+        try:
+            self._make_switch()
+            for node in self.nodes:
+                self._make_node(node)
+        except BaseException:
+            take_down(self.name)
+            raise
+
+    def down(self) -> None:
+        take_down(self.name)
+
+    def end_processes(self) -> None:
+        """End whatever runs on a node; the lab stays up."""
+        _end_processes([node.namespace for node in self.nodes])
+
+    def __enter__(self) -> Lab:
+        take_down_leftovers()
+        self.up()
+        atexit.register(self.down)
+        self._signals = _leaving_on_signals()
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.down()
+        finally:
+            atexit.unregister(self.down)
+            self._signals.__exit__(None, None, None)
+
+    @property
+    def switch(self) -> str:
+        return f"{PREFIX}{self.name}-{_SWITCH}"
+
+    def _make_switch(self) -> None:
+        _make_namespace(self.switch)
+        _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+        _run("ip", "-n", self.switch, "link", "set", "br0", "up")
+
+    def _make_node(self, node: Node) -> None:
+        _make_namespace(node.namespace)
+        port, inside = f"port{node.index}", ("-n", node.namespace)
+        # Both ends are born inside namespaces: the host's own network never has them.
+        peer = ("peer", "name", port, "netns", self.switch)
+        _run("ip", *inside, "link", "add", "eth0", "type", "veth", *peer)
+        _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
+        _run("ip", *inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
+        _run("ip", *inside, "link", "set", "eth0", "up")
+        if self.rate != "none":
+            _run("tc", *inside, *f"qdisc add dev eth0 root tbf rate {self.rate} {_LIMIT}".split())
+
+
+def checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise LabError(f"name={name!r}: a lab's name is 1 to 31 lower-case letters, digits and dots")
+    return name
+
+
+def why_no_lab() -> str | None:
+    """Why this process cannot make a lab, or None when it can."""
+    if os.geteuid() != 0:
+        return "the lab makes network namespaces, which needs root: run it with sudo"
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    return f"the lab needs {' and '.join(missing)}: apt-get install iproute2" if missing else None
+
+
+def namespaces(name: str | None = None) -> list[str]:
+    """The namespaces of one lab, or of all labs."""
+    listed = [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
+    prefix = PREFIX if name is None else f"{PREFIX}{name}-"
+    return [each for each in listed if each.startswith(prefix)]
+
+
+def lab_names() -> list[str]:
+    """The names of all labs of this machine."""
+    return sorted({each.removeprefix(PREFIX).rpartition("-")[0] for each in namespaces()})
+
+
+def take_down(name: str) -> int:
+    """End what runs inside a lab and remove it; returns how many namespaces there were. Fine when there is none."""
+    found = namespaces(name)
+    _end_processes(found)
+    for namespace in found:
+        with suppress(LabError):  # somebody else was quicker
+            _run("ip", "netns", "delete", namespace)
+    return len(found)
+
+
+def take_down_leftovers() -> list[str]:
+    """Remove labs whose process is gone; returns their names."""
+    leftovers = [name for name in lab_names() if (owned := _OWNED.fullmatch(name)) and not _is_alive(int(owned[1]))]
+    for name in leftovers:
+        take_down(name)
+    return leftovers
+
+
+def _is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def _end_processes(within: Sequence[str]) -> None:
+    """A namespace that a process is in lives on without a name, with its address and its traffic: end them first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _STOP_SECONDS
+        if not (pids := _processes(within)):
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while _processes(within) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _processes(within: Sequence[str]) -> list[int]:
+    pids: list[int] = []
+    for namespace in within:
+        with suppress(LabError):
+            pids += [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
+    return [pid for pid in pids if pid != os.getpid()]
+
+
+def _make_namespace(namespace: str) -> None:
+    _run("ip", "netns", "add", namespace)
+    # IPv6 announces itself now and then: bytes that nobody sent would be counted.
+    command = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"
+    with suppress(LabError):
+        _run("ip", "netns", "exec", namespace, "sh", "-c", command)
+    _run("ip", "-n", namespace, "link", "set", "lo", "up")
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if result.returncode != 0:
+        raise LabError(f"{' '.join(command)}: {result.stderr.strip() or f'exit code {result.returncode}'}")
+    return result.stdout
+
+
+@contextmanager
+def _leaving_on_signals() -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGHUP leave through the ``finally``s; only the main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for each in before:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+_name_option = click.option("--name", default=DEFAULT_NAME, show_default=True, help="Which lab; several can be up.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Emulated machines on one: network namespaces on a switch, with links of limited rate. Needs root."""
+    if reason := why_no_lab():
+        raise LabError(reason)
+
+
+@main.command("up")
+@click.option("--nodes", default=2, show_default=True, help="Number of emulated machines.")
+@click.option("--rate", default="1gbit", show_default=True, help="What each node may send, as tc spells it; or none.")
+@_name_option
+def up_command(nodes: int, rate: str, name: str) -> None:
+    """Make a lab and leave it up."""
+    lab = Lab(nodes, rate, name)
+    lab.up()
+    for node in lab.nodes:
+        click.echo(f"node {node.index}  {node.address}  {node.namespace}  {rate}")
+
+
+@main.command("exec", context_settings={"ignore_unknown_options": True})
+@_name_option
+@click.argument("node", type=int)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def exec_command(name: str, node: int, command: tuple[str, ...]) -> None:
+    """Run COMMAND on a node; its exit code is the command's."""
+    namespace = f"{PREFIX}{checked_name(name)}-{node}"
+    if namespace not in namespaces(name):
+        raise LabError(f"lab '{name}' has no node {node}; status lists what is up")
+    os.execvp("ip", ["ip", "netns", "exec", namespace, *command])
+
+
+@main.command("status")
+def status_command() -> None:
+    """List every lab, its nodes, addresses, limits and processes."""
+    names = lab_names()
+    if not names:
+        click.echo("no lab is up")
+    for name in names:
+        for namespace in sorted(namespaces(name)):
+            click.echo(_status_line(namespace))
+
+
+def _status_line(namespace: str) -> str:
+    processes = len(_processes([namespace]))
+    if namespace.endswith(_SWITCH):
+        return f"{namespace}  switch"
+    address = re.search(r"inet (\S+)", _run("ip", "-n", namespace, "-4", "addr", "show", "dev", "eth0"))
+    rate = re.search(r"rate (\S+)", _run("tc", "-n", namespace, "qdisc", "show", "dev", "eth0"))
+    limit = rate[1].lower() if rate else "no limit"
+    return f"{namespace}  {address[1] if address else 'no address'}  {limit}  {processes} processes"
+
+
+@main.command("down")
+@_name_option
+@click.option("--all", "everything", is_flag=True, help="Every lab of this machine, also those in use.")
+def down_command(name: str, everything: bool) -> None:
+    """Remove a lab, whatever runs in it, and what killed processes have left behind."""
+    names = lab_names() if everything else [checked_name(name)]
+    removed = [each for each in names if take_down(each)] + take_down_leftovers()
+    click.echo(f"removed: {', '.join(removed)}" if removed else "nothing to remove")
+
+
+if __name__ == "__main__":
+    main()
