@@ -16,9 +16,11 @@ from fleet_train.cluster.store_server import StoreServer
 from fleet_train.errors import ClusterError
 
 _READY = "listening"
-# After the parent has ended: how long members may still be connected, and how often to look, in seconds.
+# After the parent has ended: how long members may still be connected, how long none must have been before the process
+# ends (a member that lost its connection may come back to report), and how often to look, in seconds.
 _LINGER_SECONDS = 300.0
-_POLL_SECONDS = 0.2
+_QUIET_SECONDS = 0.5
+_POLL_SECONDS = 0.05
 
 
 class StoreHost:
@@ -62,7 +64,7 @@ def _serve(host: str, port: int) -> None:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since > 5 * _POLL_SECONDS:
+        elif time.monotonic() - quiet_since > _QUIET_SECONDS:
             break
         time.sleep(_POLL_SECONDS)
     server.stop()

@@ -64,7 +64,7 @@ def run_launchers(
             prefix = prefixes[node] if prefixes else ()
             job.start(f"node{node}", [*prefix, *command], clean_environ(own), cwd=folders[node])
         ended = job.wait(timeout_seconds, patience_after_failure_seconds)
-        orphans = [" ".join(process.cmdline()) for process in job.leftovers()]
+        orphans = [" ".join(process.cmdline()) for process in job.orphans()]
     result = LaunchersResult(ended, read_results(reports), folders, orphans)
     if check:
         assert result.exit_codes == [0] * len(commands), result.report()

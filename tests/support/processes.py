@@ -39,6 +39,8 @@ _NOT_INHERITED = (
     "MAKE",
     "MFLAGS",
 )
+# How long helpers of an ended job have to end by themselves; an orphan stays for minutes or for ever.
+_LAST_MOMENT_SECONDS = 5.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -143,6 +145,17 @@ class Job:
             Ended(one.name, one.process.wait(), one.output, index not in seconds, seconds.get(index, now))
             for index, one in enumerate(self.started)
         ]
+
+    def orphans(self) -> list[psutil.Process]:
+        """Who of this job stays, though everything that the test started has ended.
+
+        A helper that ends by itself once its members are gone (the store's process beside rank 0) may do so in a
+        moment of its own; a process that is still there after that moment is an orphan.
+        """
+        deadline = time.monotonic() + _LAST_MOMENT_SECONDS
+        while (found := self.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def leftovers(self) -> list[psutil.Process]:
         """The processes of this job, and their descendants, that are still there."""
