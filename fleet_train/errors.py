@@ -9,7 +9,8 @@ FleetTrainError                  1  something of ours, not more specific
 ├── ScheduleMismatch             8  ranks disagree on what will be communicated
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
 ├── DataError                   10  the training data cannot be used as asked
-└── WorkerFailed                11  another rank failed, left, or did not answer in time
+├── WorkerFailed                11  another rank failed, left, or did not answer in time
+└── Preempted                   12  stopped in good order because it was asked to (SIGTERM); start it again to go on
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
 """
@@ -75,3 +76,9 @@ class WorkerFailed(FleetTrainError):
     """Another rank failed, left early, or did not answer in time; the message names it."""
 
     exit_code = 11
+
+
+class Preempted(FleetTrainError):
+    """Training was asked to stop (SIGTERM, SIGUSR1, ``fleet.request_stop``) and has saved what it had."""
+
+    exit_code = 12

@@ -52,6 +52,17 @@ def join_timeout_seconds(environ: Mapping[str, str]) -> float:
     return seconds
 
 
+def attempt(environ: Mapping[str, str]) -> int:
+    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts``; above 0, resume from a checkpoint.
+
+    Raises ClusterError for a value that the launcher never sets.
+    """
+    number = _integer(environ, "FLEET_TRAIN_ATTEMPT", 0)
+    if number < 0:
+        raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, leave it alone")
+    return number
+
+
 def asked_strategy(environ: Mapping[str, str]) -> str | None:
     """The profile that the launcher was given, by name or path, or None."""
     return environ.get("FLEET_TRAIN_STRATEGY") or None

@@ -8,10 +8,10 @@ import sys
 from types import TracebackType
 
 from fleet_train.collectives.job import Job
-from fleet_train.errors import ClusterError, FleetTrainError, PaddleUnusable, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import ClusterError, FleetTrainError, PaddleUnusable, Preempted, ScheduleMismatch, WorkerFailed
 
 # Their message says all there is to say; a traceback through Paddle would bury it.
-_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed)
+_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted)
 
 _job: Job | None = None
 _exit_code: int | None = None
@@ -34,8 +34,11 @@ def watch(job: Job | None) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Tell the other ranks that this one stops because of ``error``, unless it only follows another's failure."""
-    if _job is None:
+    """Tell the other ranks that this one stops because of ``error``, unless it only follows another's failure.
+
+    ``Preempted`` is no failure: all ranks stop at the same step, each leaves in good order.
+    """
+    if _job is None or isinstance(error, Preempted):
         return
     _job.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
     if not isinstance(error, WorkerFailed):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.cluster.environment import cluster_from_environ, join_timeout_seconds, rank_variables
+from fleet_train.cluster.environment import attempt, cluster_from_environ, join_timeout_seconds, rank_variables
 from fleet_train.errors import ClusterError
 
 OLD_COMMAND = (
@@ -119,3 +119,10 @@ def test_join_timeout_must_be_a_positive_number() -> None:
 def test_rank_variables_describe_the_same_cluster_again() -> None:
     cluster = cluster_from_environ(LONELY, OLD_COMMAND)
     assert cluster_from_environ(rank_variables(cluster)).endpoints == cluster.endpoints
+
+
+def test_the_attempt_is_counted_from_zero_by_the_launcher() -> None:
+    assert (attempt({}), attempt({"FLEET_TRAIN_ATTEMPT": "3"})) == (0, 3)
+    for wrong in ("-1", "two"):
+        with pytest.raises(ClusterError, match="FLEET_TRAIN_ATTEMPT"):
+            attempt({"FLEET_TRAIN_ATTEMPT": wrong})
