@@ -43,9 +43,14 @@ def on_node(command: str, node: int, hosts: Sequence[str], first_port: int) -> l
 
 
 def shell_commands(markdown: str) -> list[str]:
-    """The commands of every fenced ``bash`` block: comments and continuation lines joined away."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    """The commands of every fenced ``bash`` or ``sh`` block, and of ``console`` blocks the lines after a ``$``.
+
+    Comments and continuation lines are joined away.
+    """
+    lines: list[str] = []
+    for language, block in re.findall(r"^```(bash|sh|console)\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
+        joined = block.replace("\\\n", " ").splitlines()
+        lines += [line[2:] for line in joined if line.startswith("$ ")] if language == "console" else joined
     commands = (re.sub(r"\s+#.*$", "", line).strip() for line in lines)
     return [re.sub(r"\s+", " ", command) for command in commands if command and not command.startswith("#")]
 
