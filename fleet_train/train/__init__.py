@@ -1,1 +1,32 @@
+"""The training system: a loop for any static program (`Trainer`), and the reference trainer built on it.
 
+The names are loaded on first use: the command line reads `config` from here without importing Paddle.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleet_train.train.evaluate import Evaluation, ProgramEvaluator
+    from fleet_train.train.loop import Outcome, Trainer
+    from fleet_train.train.settings import TrainerSettings
+
+__all__ = ["Evaluation", "Outcome", "ProgramEvaluator", "Trainer", "TrainerSettings"]
+
+_HOMES = {
+    "Evaluation": "evaluate",
+    "Outcome": "loop",
+    "ProgramEvaluator": "evaluate",
+    "Trainer": "loop",
+    "TrainerSettings": "settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fleet_train.train' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"fleet_train.train.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

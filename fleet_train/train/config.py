@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.schedules import SCHEDULES
+from fleet_train.train.settings import TrainerSettings, at_least
 
 MODELS = ("mlp", "cnn")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -57,12 +58,11 @@ class TrainConfig:
         _one_of("--model", self.model, MODELS)
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
         _one_of("--lr_schedule", self.lr_schedule, SCHEDULES)
-        for name in ("epochs", "batch_size", "keep_checkpoints", "evaluate_every", "log_every"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("checkpoint_every", "seed", "weight_decay", "warmup_epochs"):
-            _at_least(name, getattr(self, name), 0)
-        if self.stop_after_epochs is not None:
-            _at_least("stop_after_epochs", self.stop_after_epochs, 1)
+        for name in ("batch_size", "keep_checkpoints"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("weight_decay", "warmup_epochs"):
+            at_least(name, getattr(self, name), 0)
+        self.trainer_settings()  # checks what the loop is asked for
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
         if self.resume and self.overwrite:
@@ -77,6 +77,10 @@ class TrainConfig:
         given = self.learning_rate if self.learning_rate is not None else DEFAULT_LEARNING_RATES[self.optimizer]
         return given * world_size if self.scale_lr else given
 
+    def trainer_settings(self) -> TrainerSettings:
+        """The loop's part of it: what has the same name there."""
+        return TrainerSettings(**{field.name: getattr(self, field.name) for field in fields(TrainerSettings)})
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -84,8 +88,3 @@ class TrainConfig:
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise FleetTrainError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _at_least(name: str, value: float, minimum: float) -> None:
-    if not value >= minimum:
-        raise FleetTrainError(f"--{name} {value}: must be at least {minimum}")

@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from fleet_train import fleet
 from fleet_train.data import Dataset, evaluation_batches
-from fleet_train.train.programs import Programs
 
 
-class Evaluation(NamedTuple):
-    loss: float
-    accuracy: float
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a dataset, equal on every rank."""
+
+    values: dict[str, float]
+    """By name, such as `loss` and `accuracy`."""
     num_samples: int
 
+    @property
+    def loss(self) -> float:
+        return self.values.get("loss", math.nan)
 
-def evaluate(exe: Any, programs: Programs, data: Dataset, batch_size: int) -> Evaluation:
-    """Mean loss and accuracy over the whole dataset, equal on every rank.
+    @property
+    def accuracy(self) -> float:
+        return self.values.get("accuracy", math.nan)
 
-    The evaluation program has no collectives inside, so ranks may have different numbers of batches, or none.
+
+class Evaluator(Protocol):
+    """What a `Trainer` calls after an epoch, on all ranks, once their parameters are equal."""
+
+    def __call__(self, exe: Any) -> Evaluation: ...
+
+
+class ProgramEvaluator:
+    """Runs a static program over a dataset.
+
+    Args:
+        program: reads the trained parameters by name; made under `paddle.utils.unique_name.guard()` like the training
+            program, with `layer.eval()`. It has no collectives: ranks may have different numbers of batches.
+        sums: name -> program value with one element: the sum over the samples of a batch. The result is the mean.
+        dataset: `arrays(indices)` gives the feeds.
+        batch_size: samples per batch; a rank's last one may be smaller.
     """
-    correct, loss_sum, count = 0, 0.0, 0
-    for indices in evaluation_batches(data.num_samples, batch_size, fleet.worker_index(), fleet.worker_num()):
-        fetched = exe.run(programs.evaluation, feed=data.arrays(indices), fetch_list=programs.evaluation_fetches)
-        correct += int(fetched[0].item())
-        loss_sum += float(fetched[1].item())
-        count += len(indices)
-    # float64 holds counts exactly up to 2**53.
-    totals = fleet.all_reduce(np.array([correct, loss_sum, count], dtype=np.float64), op="sum")
-    return Evaluation(float(totals[1] / totals[2]), float(totals[0] / totals[2]), int(totals[2]))
+
+    def __init__(self, program: Any, sums: Mapping[str, Any], dataset: Dataset, batch_size: int) -> None:
+        self._program = program
+        self._sums = dict(sums)
+        self._dataset = dataset
+        self._batch_size = batch_size
+
+    def __call__(self, exe: Any) -> Evaluation:
+        # float64 holds counts exactly up to 2**53.
+        totals = np.zeros(len(self._sums) + 1, dtype=np.float64)
+        rank, ranks = fleet.worker_index(), fleet.worker_num()
+        for indices in evaluation_batches(self._dataset.num_samples, self._batch_size, rank, ranks):
+            feed = self._dataset.arrays(indices)
+            fetched = exe.run(self._program, feed=feed, fetch_list=list(self._sums.values()))
+            totals += [*(float(value.item()) for value in fetched), len(indices)]
+        *sums, count = fleet.all_reduce(totals, op="sum").tolist()
+        values = {name: total / count for name, total in zip(self._sums, sums, strict=True)}
+        return Evaluation(values, int(count))

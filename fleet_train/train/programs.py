@@ -23,8 +23,8 @@ class Programs:
     loss: Any
     scheduler: Any
     evaluation: Any
-    evaluation_fetches: list[Any]
-    """Of one batch: number of correct predictions (int64), sum of the losses (float32)."""
+    evaluation_sums: dict[str, Any]
+    """Of one batch: sum of the losses (float32), number of correct predictions (int64)."""
     features: Any
     probabilities: Any
     """Input and output of the evaluation program, for exporting."""
@@ -55,9 +55,11 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
     with paddle.static.program_guard(evaluation, paddle.static.Program()), paddle.utils.unique_name.guard():
         features, logits, labels = logits_and_labels(training=False)
         probabilities = paddle.nn.functional.softmax(logits)
-        correct = paddle.sum((paddle.argmax(logits, axis=-1) == labels).astype("int64"))
-        loss_sum = paddle.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return Programs(startup, loss, scheduler, evaluation, [correct, loss_sum], features, probabilities)
+        sums = {
+            "loss": paddle.nn.functional.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": paddle.sum((paddle.argmax(logits, axis=-1) == labels).astype("int64")),
+        }
+    return Programs(startup, loss, scheduler, evaluation, sums, features, probabilities)
 
 
 def make_optimizer(config: TrainConfig, learning_rate: Any) -> Any:

@@ -1,0 +1,39 @@
+"""What a `Trainer` is asked to do, whatever it trains. Imports no Paddle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_train.errors import FleetTrainError
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How long, how often, and from which seed."""
+
+    epochs: int
+    """Passes over the training data in the whole run."""
+    seed: int = 0
+    """Start of the random streams of dropout: one per rank and step."""
+    evaluate_every: int = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    checkpoint_every: int = 0
+    """Epochs between two checkpoints. 0 = only at the end."""
+    log_every: int = 10
+    """Steps between two metric records."""
+    stop_after_epochs: int | None = None
+    """Epochs in this call; a later call with resume goes on. None = all that are left."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "evaluate_every", "log_every"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("seed", "checkpoint_every"):
+            at_least(name, getattr(self, name), 0)
+        if self.stop_after_epochs is not None:
+            at_least("stop_after_epochs", self.stop_after_epochs, 1)
+
+
+def at_least(name: str, value: float, minimum: float) -> None:
+    """Raise FleetTrainError unless value >= minimum (NaN is not)."""
+    if not value >= minimum:
+        raise FleetTrainError(f"--{name} {value}: must be at least {minimum}")

@@ -1,0 +1,40 @@
+"""Whether a run starts anew or goes on, and that two runs are never mixed in one folder."""
+
+from __future__ import annotations
+
+import shutil
+
+from fleet_train.errors import CheckpointError
+from fleet_train.train.agree import ask_first_worker
+from fleet_train.train.checkpoint import Checkpoints, Found
+from fleet_train.train.config import TrainConfig
+
+# Another value of these means another run: its tensors or its random streams would not fit.
+_FIXED_FOR_A_RUN = ("model", "data", "augment", "optimizer", "seed")
+
+
+def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:
+    """The checkpoint to go on from, or None for a fresh start; refuses to mix two runs in one folder."""
+    ask_first_worker(lambda: config.output_path.mkdir(parents=True, exist_ok=True))
+    if config.resume:
+        found = checkpoints.newest()
+        if found is not None:
+            _check_same_run(config, found)
+        return found
+    if checkpoints.exist() and not config.overwrite:
+        raise CheckpointError(
+            f"{config.output_dir} holds checkpoints of an earlier run; go on with it by --resume, "
+            "start anew by --overwrite (deletes them), or give another --output_dir"
+        )
+    ask_first_worker(lambda: shutil.rmtree(checkpoints.folder, ignore_errors=True))
+    return None
+
+
+def _check_same_run(config: TrainConfig, found: Found) -> None:
+    for name in _FIXED_FOR_A_RUN:
+        was, given = found.state.config.get(name), getattr(config, name)
+        if was != given:
+            raise CheckpointError(
+                f"{found.folder} was written with --{name} {was}, now --{name} {given} is given; "
+                f"resume with --{name} {was}, or start anew in another --output_dir"
+            )

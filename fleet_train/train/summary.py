@@ -1,0 +1,74 @@
+"""What a run says about itself: one line before it, one file and two lines after it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.loop import Outcome
+from fleet_train.train.progress import Progress
+from fleet_train.train.versions import versions
+
+
+def headline(config: TrainConfig, steps_per_epoch: int) -> str:
+    """What will be trained, on what, and how fast the learning rate is."""
+    ranks, rate = fleet.worker_num(), config.peak_learning_rate(fleet.worker_num())
+    scaled = f" (scaled by {ranks} ranks)" if config.scale_lr and ranks > 1 else ""
+    return (
+        f"{config.model} on {config.data}: {ranks} rank(s) on {fleet.node_num()} node(s), "
+        f"profile {fleet.profile().name}, global batch {config.batch_size * ranks}, {steps_per_epoch} steps per epoch, "
+        f"{config.optimizer} with learning rate {rate:g}{scaled}, {config.lr_schedule}"
+    )
+
+
+def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """The content of summary.json; `seconds` is the whole job's time."""
+    ranks = fleet.worker_num()
+    profile = fleet.profile()
+    return {
+        "world_size": ranks,
+        "num_nodes": fleet.node_num(),
+        "steps": outcome.steps,
+        "epochs": outcome.epochs,
+        "train_loss": _or_none(outcome.train_loss),
+        "test_loss": _or_none(outcome.test_loss),
+        "test_accuracy": _or_none(outcome.test_accuracy),
+        "samples_per_second": round(outcome.samples_per_second, 1),
+        "seconds": round(seconds, 2),
+        "train_seconds": round(outcome.train_seconds, 2),
+        "model": config.model,
+        "data": config.data,
+        "profile": profile.name,
+        "profile_digest": profile.digest(),
+        "optimizer": config.optimizer,
+        "learning_rate": config.peak_learning_rate(ranks),
+        "batch_size_per_rank": config.batch_size,
+        "global_batch_size": config.batch_size * ranks,
+        "seed": config.seed,
+        "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
+        "versions": versions(),
+    }
+
+
+def publish_summary(output: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json: the whole of it, or nothing."""
+    draft = output / ".summary.json"
+    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, output / "summary.json")
+
+
+def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]) -> None:
+    progress.say(
+        f"done: test accuracy {summary['test_accuracy']:.4f}, {summary['steps']} steps, "
+        f"{summary['samples_per_second']:.0f} samples/s, {summary['seconds']:.1f} s"
+    )
+    progress.say(f"checkpoint {summary['checkpoint']}, summary {config.output_path / 'summary.json'}")
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
