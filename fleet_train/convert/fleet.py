@@ -17,7 +17,7 @@ import numpy as np
 from fleet_train.cluster.environment import asked_strategy, join_timeout_seconds
 from fleet_train.collectives.paddle_check import require_paddle
 from fleet_train.convert import exits
-from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError
+from fleet_train.errors import ConversionError
 
 exits.install()
 require_paddle()
@@ -27,11 +27,12 @@ import paddle  # noqa: E402
 from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.join import join  # noqa: E402
-from fleet_train.convert import persistables  # noqa: E402
+from fleet_train.convert import persistables, saving  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
-from fleet_train.convert.local_state import position_of, share_arrays, synchronise, take_position  # noqa: E402
+from fleet_train.convert.local_state import synchronise  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.role_maker import cluster_of  # noqa: E402
+from fleet_train.convert.saving import Captured  # noqa: E402
 from fleet_train.convert.strategy import DistributedStrategy  # noqa: E402
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_reduce",
     "barrier_worker",
+    "capture_persistables",
     "distributed_optimizer",
     "gather",
     "init",
@@ -255,6 +257,15 @@ def synchronize_parameters(main_program: Any = None) -> None:
         synchronise(exchange, program, paddle.static.global_scope(), _current().job.place, with_optimizer=False)
 
 
+def capture_persistables(main_program: Any = None) -> Captured:
+    """What ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a thread.
+
+    All ranks call it after the same step. With LocalSGD, parameters and optimizer state are averaged first.
+    """
+    program = main_program or __getattr__("main_program")
+    return saving.capture(_current().job, program, paddle.static.global_scope(), _exchange_of(program))
+
+
 def save_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
     """Save parameters, statistics, optimizer state and LocalSGD's position: rank 0 writes, all return when it is done.
 
@@ -263,16 +274,7 @@ def save_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: A
     """
     del exe  # Fleet's signature; the state is read from the scope
     program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
-    exchange = _exchange_of(program)
-    if exchange is not None:
-        synchronise(exchange, program, scope, _current().job.place, with_optimizer=True)
-
-    def write() -> None:
-        arrays, dtypes = persistables.read_scope(program, scope)
-        position = position_of(exchange) if exchange is not None else {}
-        persistables.write_folder(Path(dirname), {**arrays, **position}, dtypes)
-
-    _on_first_worker(f"save to {dirname}", write)
+    saving.save(_current().job, program, scope, _exchange_of(program), Path(dirname))
 
 
 def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
@@ -283,19 +285,7 @@ def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: A
     """
     del exe
     program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
-    loaded: persistables.Arrays = {}
-
-    def read() -> None:
-        loaded.update(persistables.read_folder(Path(dirname)))
-        persistables.refuse_other_model(loaded, program, scope, Path(dirname))
-
-    _on_first_worker(f"load from {dirname}", read)
-    job = _current().job
-    arrays = share_arrays(job, loaded)
-    persistables.write_scope(arrays, program, scope, job.place)
-    exchange = _exchange_of(program)
-    if exchange is not None:
-        take_position(exchange, arrays, job.place)
+    saving.load(_current().job, program, scope, _exchange_of(program), Path(dirname))
 
 
 def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[Any], targets: list[Any]) -> None:
@@ -304,24 +294,11 @@ def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[
     Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks return once they are on disk.
     """
     program = __getattr__("main_program")
-    _on_first_worker(
+    saving.on_first_worker(
+        _current().job,
         f"export to {dirname}",
         lambda: persistables.export_inference_model(exe, Path(dirname), feeds, targets, program),
     )
-
-
-def _on_first_worker(what: str, action: Any) -> None:
-    """Do ``action`` on rank 0; every rank returns when it is done, or raises CheckpointError with rank 0's reason."""
-    job = _current().job
-    problem = None
-    if job.cluster.rank == 0:
-        try:
-            action()
-        except (OSError, FleetTrainError) as error:
-            problem = f"{what}: {error}"
-    problem = job.gather(f"{what} {job.count(what)}", problem)[0]
-    if problem:
-        raise CheckpointError(problem)
 
 
 def shutdown() -> None:

@@ -55,6 +55,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
+        checkpoints.finish()
     finally:
         sinks.close()
     summary = summarize(config, outcome, time.perf_counter() - began)

@@ -181,7 +181,8 @@ class Trainer:
 
     def _save(self) -> None:
         if self._checkpoints is not None:
-            self.outcome.checkpoint = self._checkpoints.save(self._exe, self.state())
+            saved = self._checkpoints.save(self._exe, self.state(), score=self.outcome.test_accuracy)
+            self.outcome.checkpoint = saved or self.outcome.checkpoint
 
     def _last_epoch(self) -> int:
         """The epoch (counted from 1) at which this call stops."""

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000440/persistables.safetensors   tensors (and persistables.json), written by the facade
                               state.json                 everything that is not a tensor
-                              complete.json              the marker, written last: size and SHA-256 of every file
+                              complete.json              the marker, written last: size and SHA-256 of every file,
+                                                         and the score
 
 A folder is written under another name, synced, marked, and renamed. A reader ignores folders without a marker.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -42,7 +44,12 @@ def begin(checkpoints: Path, step: int) -> Path:
     return draft
 
 
-def publish(checkpoints: Path, step: int, state: Mapping[str, Any]) -> Path:
+def discard(checkpoints: Path, step: int) -> None:
+    """Remove the draft of that step as far as the disk lets us; the next attempt removes the rest."""
+    shutil.rmtree(draft_of(checkpoints, step), ignore_errors=True)
+
+
+def publish(checkpoints: Path, step: int, state: Mapping[str, Any], score: float | None = None) -> Path:
     """Complete the draft of that step with `state` and the marker, and put it in place. Returns its final path."""
     draft, final = draft_of(checkpoints, step), folder_of(checkpoints, step)
     (draft / STATE).write_text(json.dumps(dict(state), indent=1), encoding="utf-8")
@@ -50,7 +57,9 @@ def publish(checkpoints: Path, step: int, state: Mapping[str, Any]) -> Path:
     marker = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     for path in files:
         _sync(path)
-    (draft / MARKER).write_text(json.dumps({"format": FORMAT, "files": marker}, indent=1), encoding="utf-8")
+    known = None if score is None or math.isnan(score) else float(score)
+    content = {"format": FORMAT, "score": known, "files": marker}
+    (draft / MARKER).write_text(json.dumps(content, indent=1), encoding="utf-8")
     _sync(draft / MARKER)
     _sync(draft)
     if final.exists():  # a resumed run comes to the same step again; os.replace refuses a folder that is not empty
@@ -67,10 +76,23 @@ def complete(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step-*") if (path / MARKER).is_file())
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what killed runs left."""
+def score_of(folder: Path) -> float | None:
+    """The score that a published checkpoint was given."""
+    score: float | None = _read_json(folder / MARKER).get("score")
+    return score
+
+
+def best(checkpoints: Path) -> Path | None:
+    """The published checkpoint with the highest score, of equal ones the newest; None when none has a score."""
+    scored = [(score, path) for path in complete(checkpoints) if (score := score_of(path)) is not None]
+    return max(scored)[1] if scored else None
+
+
+def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
+    """Remove all but the newest `keep` checkpoints (and the best), and what killed runs left."""
     left = [*checkpoints.glob(".writing-step-*"), *checkpoints.glob(".replaced-step-*")]
-    for path in [*complete(checkpoints)[:-keep], *left]:
+    kept = best(checkpoints) if keep_best else None
+    for path in [*(path for path in complete(checkpoints)[:-keep] if path != kept), *left]:
         # The marker goes first: a removal that is interrupted must not leave something that looks complete.
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
