@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from fleet_train.data.augment import Augmentation, keep
-from fleet_train.data.datasets import Arrays, Dataset
+from fleet_train.data.datasets import Arrays, Dataset, Indices
+from fleet_train.data.draws import Draws
 from fleet_train.data.prefetch import Prefetcher
-from fleet_train.data.sampler import ShardedBatchSampler
+from fleet_train.data.sampler import BatchSampler
 
 
 class BatchLoader:
-    """One rank's batches of a dataset: `len(loader)` steps per epoch, `loader.epoch(n)` opens epoch n."""
+    """One rank's batches of a dataset, read by a thread: `loader.epoch(n)` opens epoch n, `len(loader)` steps long."""
 
     def __init__(
         self,
         dataset: Dataset,
-        sampler: ShardedBatchSampler,
+        sampler: BatchSampler,
         augment: Augmentation = keep,
         prefetch_depth: int = 2,
     ) -> None:
@@ -28,16 +27,21 @@ class BatchLoader:
         self._prefetch_depth = prefetch_depth
 
     def __len__(self) -> int:
+        """Steps left in the epoch that was opened last."""
         return len(self.sampler)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Prefetcher[Arrays]:
-        """Batches of that epoch from `first_step` on, read in a thread; close it (or use `with`)."""
-        self.sampler.set_epoch(epoch)
-        return Prefetcher(self._read(first_step), self._prefetch_depth)
+    def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
+        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
+        self.sampler.set_epoch(epoch, consumed_samples)
+        return Prefetcher(self._read(), self._prefetch_depth)
 
-    def _read(self, first_step: int) -> Iterator[Arrays]:
-        sampler = self.sampler
-        for step in range(first_step, len(sampler)):
-            # A stream per rank and step: a resumed epoch goes on with the augmentations that it would have had.
-            generator = np.random.default_rng([sampler.seed, sampler.rank, sampler.epoch, step])
-            yield self._augment(self.dataset.arrays(sampler.batch(step)), generator)
+    def indices(self, step: int) -> Indices:
+        """Dataset indices of this rank's batch at one of the steps left."""
+        return self.sampler.batch(step)
+
+    def close(self) -> None:
+        """Nothing to give back: the thread ends with its epoch."""
+
+    def _read(self) -> Iterator[Arrays]:
+        for step in range(len(self)):
+            yield self._augment(self.dataset, Draws(self.sampler.seed, self.sampler.epoch, self.indices(step)))

@@ -10,6 +10,7 @@ import pytest
 from fleet_train.data import (
     ArrayDataset,
     BatchLoader,
+    Draws,
     ShardedBatchSampler,
     augmentation,
     digits,
@@ -77,44 +78,64 @@ def test_arrays_that_do_not_fit_are_refused(features: np.ndarray, labels: np.nda
         ArrayDataset("own", features, labels, num_classes=5)
 
 
-def test_loader_gives_the_samplers_batches_from_the_asked_step_on() -> None:
+def test_loader_gives_the_samplers_batches_and_their_indices() -> None:
     train = synthetic(num_samples=20).train
     loader = BatchLoader(train, ShardedBatchSampler(20, 4, 0, 2, seed=9))
     assert len(loader) == 3
-    with loader.epoch(2, first_step=1) as feeds:
+    with loader.epoch(2, consumed_samples=8) as feeds:
         labels = [feed["labels"].tolist() for feed in feeds]
+    assert len(loader) == 2
     sampler = ShardedBatchSampler(20, 4, 0, 2, seed=9)
     sampler.set_epoch(2)
     assert labels == [train.arrays(sampler.batch(step))["labels"].tolist() for step in (1, 2)]
+    assert [loader.indices(step).tolist() for step in (0, 1)] == [sampler.batch(step).tolist() for step in (1, 2)]
 
 
 def test_shift_moves_each_image_by_at_most_one_pixel_and_fills_with_zeros() -> None:
     image = np.zeros((1, 1, 5, 5), np.float32)
     image[0, 0, 2, 2] = 1.0
-    batch = {"features": np.repeat(image, 200, axis=0), "labels": np.zeros(200, np.int64)}
-    shifted = augmentation("shift")(batch, np.random.default_rng(0))["features"]
+    points = ArrayDataset("points", np.repeat(image, 200, axis=0), np.zeros(200, np.int64), num_classes=1)
+    shifted = augmentation("shift")(points, Draws(0, 0, np.arange(200)))["features"]
     assert shifted.shape == (200, 1, 5, 5)
     places = {(int(y), int(x)) for y, x in zip(*np.nonzero(shifted[:, 0])[1:], strict=True)}
     assert places == {(y, x) for y in (1, 2, 3) for x in (1, 2, 3)}
     assert shifted.sum() == 200.0
 
 
-def test_augmented_epoch_is_repeatable_and_differs_by_rank() -> None:
+def test_a_sample_is_augmented_alike_on_every_rank_and_anew_in_each_epoch() -> None:
     data = synthetic(num_samples=8).train
 
-    def first(rank: int, epoch: int) -> bytes:
-        sampler = ShardedBatchSampler(8, 4, rank, 2, seed=1, shuffle=False)
-        with BatchLoader(data, sampler, augmentation("shift")).epoch(epoch) as feeds:
-            return next(feeds)["features"].tobytes()
+    def images(rank: int, world_size: int, epoch: int) -> dict[int, bytes]:
+        sampler = ShardedBatchSampler(8, 4, rank, world_size, seed=1)
+        loader = BatchLoader(data, sampler, augmentation("shift"))
+        with loader.epoch(epoch) as feeds:
+            pairs = [(loader.indices(step), feed["features"]) for step, feed in enumerate(feeds)]
+        return {int(i): image.tobytes() for indices, batch in pairs for i, image in zip(indices, batch, strict=True)}
 
-    assert first(0, 0) == first(0, 0)
-    assert first(0, 0) != first(0, 1)
-    assert first(0, 0) != first(1, 0)
+    alone = images(0, 1, epoch=3)
+    assert alone == {**images(0, 2, epoch=3), **images(1, 2, epoch=3)}
+    assert sorted(alone) == list(range(8))
+    assert alone != images(0, 1, epoch=4)
+
+
+def test_draws_are_uniform_and_depend_on_seed_epoch_and_sample() -> None:
+    numbers = Draws(1, 2, np.arange(20_000)).uniform(3)
+    assert numbers.shape == (20_000, 3)
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    histogram = np.array([np.histogram(column, bins=10, range=(0, 1))[0] for column in numbers.T])
+    assert abs(histogram - 2000).max() < 200  # 4.7 standard deviations
+    assert abs(np.corrcoef(numbers.T) - np.eye(3)).max() < 0.03
+    one = Draws(1, 2, np.array([7])).uniform(3)
+    assert one.tolist() == numbers[7:8].tolist()
+    others = [Draws(2, 2, np.array([7])), Draws(1, 3, np.array([7])), Draws(2, 1, np.array([7]))]
+    assert len({one.tobytes(), *(other.uniform(3).tobytes() for other in others)}) == 4
 
 
 def test_shift_refuses_what_is_no_image() -> None:
+    rows = ArrayDataset("rows", np.zeros((2, 3), np.float32), np.zeros(2, np.int64), num_classes=1)
     with pytest.raises(DataError, match="--augment none"):
-        augmentation("shift")({"features": np.zeros((2, 3), np.float32)}, np.random.default_rng(0))
+        augmentation("shift")(rows, Draws(0, 0, np.arange(2)))
 
 
 def test_unknown_augmentation_lists_the_known_names() -> None:

@@ -10,19 +10,41 @@ import pytest
 from fleet_train.data import ShardedBatchSampler, evaluation_batches
 from fleet_train.errors import DataError
 
+# Batches of two samples by rank and step: 8 samples, 2 ranks, seed 0, epochs 0, 1 and 2.
+FIRST_ORDER = [[[2, 3], [5, 1]], [[4, 6], [0, 7]]]
+SECOND_ORDER = [[[1, 7], [0, 2]], [[3, 6], [4, 5]]]
+THIRD_ORDER = [[[5, 6], [7, 4]], [[2, 0], [1, 3]]]
+
 
 def batches(num_samples: int, batch_size: int, rank: int, world_size: int, **options: Any) -> list[list[int]]:
     sampler = ShardedBatchSampler(num_samples, batch_size, rank, world_size, **options)
     return [batch.tolist() for batch in sampler]
 
 
-def test_one_process_reads_everything_in_order_without_shuffle() -> None:
-    assert batches(8, 4, 0, 1, shuffle=False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+def test_without_rank_and_world_size_every_process_reads_everything() -> None:
+    seen_by = [[batch.tolist() for batch in ShardedBatchSampler(8, 4, shuffle=False)] for _ in range(2)]
+    assert seen_by == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
 def test_two_ranks_share_eight_samples() -> None:
     assert batches(8, 4, 0, 2, shuffle=False) == [[0, 2, 4, 6]]
     assert batches(8, 4, 1, 2, shuffle=False) == [[1, 3, 5, 7]]
+
+
+def test_without_set_epoch_every_pass_over_eight_samples_is_the_same() -> None:
+    ranks = [ShardedBatchSampler(8, 2, rank, 2, seed=0) for rank in range(2)]
+    for _ in range(2):
+        assert [[batch.tolist() for batch in rank] for rank in ranks] == FIRST_ORDER
+
+
+def test_with_set_epoch_every_pass_over_eight_samples_is_another() -> None:
+    passes = []
+    for epoch in range(3):
+        ranks = [ShardedBatchSampler(8, 2, rank, 2, seed=0) for rank in range(2)]
+        for rank in ranks:
+            rank.set_epoch(epoch)
+        passes.append([[batch.tolist() for batch in rank] for rank in ranks])
+    assert passes == [FIRST_ORDER, SECOND_ORDER, THIRD_ORDER]
 
 
 def test_six_samples_on_two_ranks_give_three_each() -> None:
@@ -59,8 +81,91 @@ def test_drop_last_removes_the_batch_of_one() -> None:
     assert batches(10, 4, 1, 2, shuffle=False, drop_last=True) == [[1, 3, 5, 7]]
 
 
+def test_batch_of_one_is_merged_into_the_one_before_it() -> None:
+    assert batches(10, 4, 0, 2, shuffle=False, last_batch="merge") == [[0, 2, 4, 6, 8]]
+    assert batches(10, 4, 1, 2, shuffle=False, last_batch="merge") == [[1, 3, 5, 7, 9]]
+    assert batches(9, 4, 0, 1, shuffle=False, last_batch="merge") == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+
+
+def test_batch_of_one_is_refused_and_batch_norm_is_named() -> None:
+    message = (
+        "10 samples on 2 rank.s. with batch_size=4 leave a last batch of 1 sample per rank, in which batch norm has no "
+        "variance; use last_batch='merge'"
+    )
+    with pytest.raises(DataError, match=message):
+        ShardedBatchSampler(10, 4, 0, 2, last_batch="refuse")
+
+
+@pytest.mark.parametrize("last_batch", ["merge", "refuse"])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (3, 1), (1, 4), (8, 4)])
+def test_other_last_batches_stay_as_they_are(num_samples: int, batch_size: int, last_batch: str) -> None:
+    kept = batches(num_samples, batch_size, 0, 1)
+    assert batches(num_samples, batch_size, 0, 1, last_batch=last_batch) == kept
+
+
+def test_unknown_last_batch_lists_the_known_ones() -> None:
+    with pytest.raises(DataError, match="last_batch='pad'; use one of keep, merge, refuse"):
+        ShardedBatchSampler(8, 4, last_batch="pad")
+
+
 def test_fewer_samples_than_ranks_still_give_every_rank_one() -> None:
     assert [batches(2, 4, rank, 5, shuffle=False) for rank in range(5)] == [[[0]], [[1]], [[0]], [[1]], [[0]]]
+
+
+def joint_steps(sampler: dict[str, Any], world_size: int, epoch: int, consumed: int) -> tuple[list[list[int]], int]:
+    """The joint batch of each step left, in the global order, and what is consumed after the last one."""
+    ranks = [ShardedBatchSampler(rank=rank, world_size=world_size, **sampler) for rank in range(world_size)]
+    for rank in ranks:
+        rank.set_epoch(epoch, consumed)
+    steps = [np.stack(batches, axis=1).ravel().tolist() for batches in zip(*ranks, strict=True)]
+    after = {rank.consumed_after(len(rank)) for rank in ranks}
+    assert len(after) == 1
+    return steps, after.pop()
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "merge"])
+@pytest.mark.parametrize("num_samples", [1, 5, 16, 23, 48, 97])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_an_epoch_resumed_at_any_step_on_any_ranks_loses_and_repeats_nothing(
+    num_samples: int, before: int, last_batch: str
+) -> None:
+    sampler = {"num_samples": num_samples, "batch_size": 4, "seed": 3, "last_batch": last_batch}
+    whole, _ = joint_steps(sampler, before, epoch=2, consumed=0)
+    order = joint_steps({**sampler, "batch_size": num_samples}, 1, epoch=2, consumed=0)[0][0]
+    first = ShardedBatchSampler(rank=0, world_size=before, **sampler)
+    first.set_epoch(2)
+    for steps_done in range(len(whole) + 1):
+        consumed = first.consumed_after(steps_done)
+        done = [sample for step in whole[:steps_done] for sample in step][:consumed]
+        for after in (1, 2, 3, 5):
+            rest, end = joint_steps(sampler, after, epoch=2, consumed=consumed)
+            seen = done + [sample for step in rest for sample in step]
+            assert seen[:num_samples] == order
+            assert len(seen) - num_samples < max(before, after)  # only padding, at the very end
+            assert end == num_samples
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"last_batch": "merge"}])
+@pytest.mark.parametrize("num_samples", [23, 48, 97])
+def test_an_epoch_resumed_on_the_same_ranks_goes_on_as_if_undisturbed(num_samples: int, options: Any) -> None:
+    sampler = {"num_samples": num_samples, "batch_size": 4, "seed": 3, **options}
+    whole, _ = joint_steps(sampler, 3, epoch=1, consumed=0)
+    first = ShardedBatchSampler(rank=0, world_size=3, **sampler)
+    for steps_done in range(len(whole)):
+        rest, _ = joint_steps(sampler, 3, epoch=1, consumed=first.consumed_after(steps_done))
+        assert rest == whole[steps_done:]
+
+
+def test_drop_last_resumed_on_other_ranks_drops_at_most_one_joint_batch() -> None:
+    sampler = {"num_samples": 97, "batch_size": 4, "seed": 3, "drop_last": True}
+    rest, end = joint_steps(sampler, 2, epoch=0, consumed=36)
+    assert [len(step) for step in rest] == [8] * 7
+    assert end == 36 + 56
+
+
+def test_more_samples_consumed_than_there_are_is_refused() -> None:
+    with pytest.raises(DataError, match="consumed_samples=11 of an epoch with 10 samples; has the data changed"):
+        ShardedBatchSampler(10, 4).set_epoch(1, consumed_samples=11)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
