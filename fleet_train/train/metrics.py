@@ -1,22 +1,32 @@
-"""Where numbers go: JSON lines always, VisualDL when it works, nowhere on ranks that do not report."""
+"""Where a run's numbers, texts and pictures go: JSON lines always, VisualDL when it works, nowhere on other ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 Scalars = Mapping[str, float]
+Settings = Mapping[str, "bool | int | float | str"]
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MetricSink(Protocol):
-    """Tags look like `train/loss`. They must not contain `%`: VisualDL's pages fail on it."""
+    """Tags look like `train/loss`: what stands before the `/` groups them on VisualDL's pages."""
 
-    def write(self, step: int, scalars: Scalars) -> None: ...
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Points of curves. A value may be NaN or infinite."""
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Something to read, as it was at that step."""
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        """What was asked of this run, once, and the tags of the scalars by which runs are compared."""
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        """A picture, uint8 [height, width, 3]."""
 
     def close(self) -> None: ...
 
@@ -27,105 +37,66 @@ class NullSink:
     def write(self, step: int, scalars: Scalars) -> None:
         pass
 
+    def text(self, step: int, tag: str, text: str) -> None:
+        pass
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        pass
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
 
-class JsonLinesSink:
-    """One line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`. Each line is flushed."""
-
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
-        """Keep records up to `resume_step` of an earlier run: a resumed run writes the later ones again."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _records_until(path, resume_step)
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        record = {"step": step, "time": round(time.time(), 3), **scalars}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class VisualDLSink:
-    """Scalars for VisualDL's pages. Whatever goes wrong in there is said once and never stops the training."""
-
-    # One fixed name: each restart would otherwise add a file, and VisualDL shows only one file per folder.
-    FILE_NAME = "vdlrecords.train.log"
-
-    def __init__(self, folder: Path, resume_step: int = 0) -> None:
-        self._writer: Any = None
-        try:
-            from visualdl import LogWriter
-
-            if resume_step == 0:
-                (folder / self.FILE_NAME).unlink(missing_ok=True)
-            with contextlib.redirect_stdout(sys.stderr):  # it prints a notice when the file is there already
-                self._writer = LogWriter(str(folder), file_name=self.FILE_NAME)
-        except Exception as error:
-            self._give_up(error)
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        if self._writer is None:
-            return
-        try:
-            for tag, value in scalars.items():
-                self._writer.add_scalar(tag, value, step)
-        except Exception as error:
-            self._give_up(error)
-
-    def close(self) -> None:
-        if self._writer is None:
-            return
-        try:
-            self._writer.close()
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._writer = None
-        print(
-            f"fleet_train: no VisualDL curves ({type(error).__name__}: {error}); training goes on and metrics.jsonl "
-            "has the same numbers. To see curves: python -m pip install visualdl",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 class TeeSink:
-    """Every record to each of several sinks."""
+    """Everything to each of several sinks. Refuses tags that a page could not show."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = sinks
 
     def write(self, step: int, scalars: Scalars) -> None:
+        check_tags(scalars)
         for sink in self._sinks:
             sink.write(step, scalars)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        check_tags([tag])
+        for sink in self._sinks:
+            sink.text(step, tag, text)
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        check_tags([*settings, *metrics])
+        for sink in self._sinks:
+            sink.hparams(settings, metrics)
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        check_tags([tag])
+        for sink in self._sinks:
+            sink.image(step, tag, pixels)
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
 
 
+def check_tags(tags: Mapping[str, Any] | Sequence[str]) -> None:
+    """Raises ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
+    for tag in tags:
+        if not tag or "%" in tag:
+            raise ValueError(f"{tag!r} is no tag: it must not be empty and must not contain a percent sign")
+
+
 def open_sinks(output: Path, reporting: bool, resume_step: int = 0) -> MetricSink:
-    """`metrics.jsonl` and `visualdl/` below `output` on the reporting rank, nothing on the others."""
+    """`metrics.jsonl`, `images/` and `visualdl/` below `output` on the reporting rank, nothing on the others.
+
+    One file of each kind, also after restarts. What an earlier run wrote after `resume_step` is dropped: this run goes
+    through those steps again.
+    """
     if not reporting:
         return NullSink()
-    return TeeSink(
-        [JsonLinesSink(output / "metrics.jsonl", resume_step), VisualDLSink(output / "visualdl", resume_step)]
-    )
+    from fleet_train.train.jsonl_sink import JsonLinesSink
+    from fleet_train.train.visualdl_sink import VisualDLSink
 
-
-def _records_until(path: Path, step: int) -> list[str]:
-    if step == 0 or not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        with contextlib.suppress(ValueError, KeyError):  # a killed run may have left half a line
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-    return kept
+    return TeeSink([JsonLinesSink(output, resume_step), VisualDLSink(output / "visualdl", resume_step)])

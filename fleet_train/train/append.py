@@ -1,0 +1,43 @@
+"""A file that is only appended to, whole records at a time, and that survives a full disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class AppendOnlyFile:
+    """Records that are there whole or not at all, readable by others as soon as `append` returns."""
+
+    def __init__(self, path: Path, kept: Iterable[bytes] = ()) -> None:
+        """Begin with the records `kept` of an earlier file of that name. Raises OSError when it cannot be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_bytes(b"".join(kept))
+        os.replace(draft, path)  # a job that is killed right now keeps the earlier file
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._size = self._file.tell()
+        self._in_trouble = False
+
+    def append(self, record: bytes) -> None:
+        """Write it; when that fails (disk full) it is left out, which is said once until writing works again."""
+        try:
+            written = self._file.write(record)
+            if written != len(record):
+                raise OSError(f"only {written} of {len(record)} bytes could be written")
+        except OSError as error:
+            self._file.truncate(self._size)
+            if not self._in_trouble:
+                print(
+                    f"fleet_train: {self._path} misses records: {error}; training goes on", file=sys.stderr, flush=True
+                )
+            self._in_trouble = True
+            return
+        self._in_trouble = False
+        self._size += len(record)
+
+    def close(self) -> None:
+        self._file.close()
