@@ -34,11 +34,11 @@ class CastReducer:
     """Another dtype on the wire. The sum itself is taken in that dtype, as the backend does it."""
 
     def __init__(self, inner: Reducer, wire_dtype: str) -> None:
-        self._inner = inner
+        self.inner = inner
         self._wire_dtype = wire_dtype
 
     def sum(self, buffer: Any) -> Any:
-        return self._inner.sum(buffer.cast(self._wire_dtype)).cast(buffer.dtype)
+        return self.inner.sum(buffer.cast(self._wire_dtype)).cast(buffer.dtype)
 
 
 class HierarchicalReducer:
@@ -61,6 +61,16 @@ class HierarchicalReducer:
         if self._team is not None:
             paddle.distributed.broadcast(buffer, src=self._leader, group=self._team)
         return buffer
+
+    def without_cast(self) -> HierarchicalReducer:
+        """The same groups, with the buffer's own dtype between the leaders, too."""
+        between = self._between.inner if isinstance(self._between, CastReducer) else self._between
+        return HierarchicalReducer(self._team, self._leader, self._is_leader, between)
+
+
+def without_cast(reducer: Reducer) -> Reducer:
+    """For parameters: what compresses gradients between leaders must not round them."""
+    return reducer.without_cast() if isinstance(reducer, HierarchicalReducer) else reducer
 
 
 def make_reducers(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Reducer]:

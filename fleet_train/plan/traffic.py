@@ -38,7 +38,7 @@ class Leg:
 
 def bucket_legs(plan: CommPlan, bucket: Bucket) -> list[Leg]:
     """What one bucket's exchange consists of, one leg after the other."""
-    return [leg for sent in bucket.sent for leg in _legs(plan, sent)]
+    return [leg for sent in bucket.sent for leg in legs_of(plan, sent)]
 
 
 def averaging_legs(plan: CommPlan) -> list[Leg]:
@@ -46,10 +46,11 @@ def averaging_legs(plan: CommPlan) -> list[Leg]:
     if plan.averaging is None:
         return []
     item_bytes = ITEM_BYTES[plan.averaging.wire_dtype]
-    return _legs(plan, Sent("allreduce", plan.averaging.wire_bytes, item_bytes))
+    return legs_of(plan, Sent("allreduce", plan.averaging.wire_bytes, item_bytes))
 
 
-def _legs(plan: CommPlan, payload: Sent) -> list[Leg]:
+def legs_of(plan: CommPlan, payload: Sent) -> list[Leg]:
+    """What one collective over all ranks consists of: itself, or the three steps of a hierarchical allreduce."""
     everyone = tuple(range(plan.world_size))
 
     def leg(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> Leg:

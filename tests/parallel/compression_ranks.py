@@ -22,7 +22,7 @@ from fleet_train.collectives.reducers import CastReducer, make_reducers
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
-from fleet_train.plan.simulate_compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
+from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
 from tests.support.worker import digest, report
 
 STEPS = 8

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,28 +15,47 @@ from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 Ranks = list[dict[str, Any]]
+HIERARCHICAL = [case for case in CASES if case.startswith("hierarchical")]
+FLAT = [case for case in CASES if case not in HIERARCHICAL]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    folder = tmp_path_factory.mktemp("local_sgd")
-    result = run_ranks(
-        ROOT / "tests/parallel/local_sgd.py", request.param, folder=folder, nodes=request.param, timeout_seconds=170
-    )
-    cases: Ranks = result.of_all("cases")
-    return cases
+@pytest.fixture(scope="module")
+def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Ranks]:
+    """What the ranks found, by number of ranks and of nodes; each is run once."""
+
+    @cache
+    def run(world_size: int, nodes: int) -> Ranks:
+        chosen = FLAT if nodes == world_size else HIERARCHICAL
+        script, folder = ROOT / "tests/parallel/local_sgd.py", tmp_path_factory.mktemp("local_sgd")
+        result = run_ranks(
+            script, world_size, folder=folder, nodes=nodes, args=[json.dumps(chosen)], timeout_seconds=170
+        )
+        cases: Ranks = result.of_all("cases")
+        assert all(list(rank) == chosen for rank in cases)
+        return cases
+
+    return run
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parameters_follow_the_simulation_step_by_step(ranks: Ranks, case: str) -> None:
-    # bfloat16 keeps 8 bits of a difference; the simulation averages exactly.
-    tolerance = 1e-2 if case == "bfloat16 differences" else 1e-5
-    for rank in ranks:
-        assert rank[case]["difference"] < tolerance
+EACH_CASE = pytest.mark.parametrize(
+    ("world_size", "nodes", "case"),
+    [(size, size, case) for size in (2, 3) for case in FLAT] + [(4, 2, case) for case in HIERARCHICAL],
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_replicas_are_bit_equal_exactly_at_synchronisation_points(ranks: Ranks, case: str) -> None:
+@EACH_CASE
+def test_parameters_follow_the_simulation_step_by_step(
+    ranks_of: Callable[[int, int], Ranks], world_size: int, nodes: int, case: str
+) -> None:
+    for rank in ranks_of(world_size, nodes):
+        assert rank[case]["difference"] < 1e-5
+
+
+@EACH_CASE
+def test_replicas_are_bit_equal_exactly_at_synchronisation_points(
+    ranks_of: Callable[[int, int], Ranks], world_size: int, nodes: int, case: str
+) -> None:
+    ranks = ranks_of(world_size, nodes)
     first = ranks[0][case]
     expected = [*range(1, first["warm"] + 1), *first["averagings"]]
     by_rank = zip(*(rank[case]["digests"] for rank in ranks), strict=True)
@@ -41,19 +63,21 @@ def test_replicas_are_bit_equal_exactly_at_synchronisation_points(ranks: Ranks, 
     assert equal == expected
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_is_sent_in_local_steps(ranks: Ranks, case: str) -> None:
-    first = ranks[0][case]
+@EACH_CASE
+def test_nothing_is_sent_in_local_steps(
+    ranks_of: Callable[[int, int], Ranks], world_size: int, nodes: int, case: str
+) -> None:
+    first = ranks_of(world_size, nodes)[0][case]
     sending = [step for step, calls in enumerate(first["collectives"], 1) if calls]
     assert sending == [*range(1, first["warm"] + 1), *first["averagings"]]
 
 
-def test_doubling_periods_double(ranks: Ranks) -> None:
-    assert ranks[0]["doubling"]["averagings"] == [4, 6, 10, 14]
+def test_doubling_periods_double(ranks_of: Callable[[int, int], Ranks]) -> None:
+    assert ranks_of(2, 2)[0]["doubling"]["averagings"] == [4, 6, 10, 14]
 
 
-def test_adaptive_periods_change(ranks: Ranks) -> None:
-    averagings = ranks[0]["adaptive"]["averagings"]
+def test_adaptive_periods_change(ranks_of: Callable[[int, int], Ranks]) -> None:
+    averagings = ranks_of(2, 2)[0]["adaptive"]["averagings"]
     periods = [later - earlier for earlier, later in pairwise(averagings)]
     assert averagings[0] == 3 + 4
     assert any(period != 4 for period in periods)

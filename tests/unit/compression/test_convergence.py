@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
-from fleet_train.plan.simulate_compression import DgcSimulation, PowerSgdSimulation, mean
+from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation, mean
 
 RANKS, SAMPLES_PER_RANK, EPOCHS, RATE, MOMENTUM = 4, 16, 40, 0.05, 0.9
 SHAPES = {"w0": (64, 64), "b0": (64,), "w1": (64, 10), "b1": (10,)}

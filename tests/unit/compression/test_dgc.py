@@ -18,7 +18,7 @@ from fleet_train.plan.compression_settings import (
     kept_elements,
     sparsity_at,
 )
-from fleet_train.plan.simulate_compression import DgcSimulation
+from fleet_train.plan.simulate.compression import DgcSimulation
 
 
 class Alone:

@@ -18,7 +18,7 @@ from fleet_train.plan.compression_settings import (
     powersgd_sent_bytes,
     random_factor,
 )
-from fleet_train.plan.simulate_compression import PowerSgdSimulation, orthonormal
+from fleet_train.plan.simulate.compression import PowerSgdSimulation, orthonormal
 
 ALWAYS = PowerSgdSettings(min_compression=0.0)
 

@@ -6,7 +6,7 @@ Gradients come as ``gradients[rank][position]``, float arrays of the bucket's sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,22 +164,44 @@ def to_bfloat16(values: Array) -> Array:
     return np.asarray(np.where(np.isnan(values), np.float32(np.nan), rounded))
 
 
+def to_float16(values: Array) -> Array:
+    """float32 values rounded to the nearest float16, as float32; past 65504 infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(np.asarray(values, dtype=np.float32).astype(np.float16), dtype=np.float32)
+
+
+Rounding = Callable[[Array], Array]
+
+
+def rounding_of(dtype: str) -> Rounding | None:
+    """How a sum that travels as ``dtype`` is rounded on the way; None for wider types, where it does not matter."""
+    return {"bfloat16": to_bfloat16, "float16": to_float16}.get(dtype)
+
+
 def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
     """The bits of Gloo's ring allreduce of flat bfloat16 buffers (given per rank, as float32; result float32).
 
-    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded to bfloat16.
-    So N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs: the result is off by
-    at most ((1 + 2**-8)**N - 1) * sum(|values|). Source: gloo/allreduce.cc (``ring``), and tests on real ranks.
+    The result is off by at most ((1 + 2**-8)**N - 1) * sum(|values|).
+    """
+    return ring_sum_16_bit(values, to_bfloat16)
+
+
+def ring_sum_16_bit(values: Sequence[Array], rounded: Rounding) -> Array:
+    """A ring allreduce of flat 16-bit buffers (given per rank, as float32; result float32), with Gloo's chunks.
+
+    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. So N - 1
+    roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
+    (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in an order of its own.
     """
     count, world_size = values[0].size, len(values)
-    rounded = [to_bfloat16(value) for value in values]
+    inputs = [rounded(value) for value in values]
     chunk = _gloo_chunk_elements(count, world_size)
     result = np.zeros(count, np.float32)
     for owner in range(world_size):
         part = slice(owner * chunk, (owner + 1) * chunk)
-        total = rounded[(owner - 1) % world_size][part]
+        total = inputs[(owner - 1) % world_size][part]
         for distance in range(2, world_size + 1):
-            total = to_bfloat16(total + rounded[(owner - distance) % world_size][part])
+            total = rounded(total + inputs[(owner - distance) % world_size][part])
         result[part] = total
     return result
 

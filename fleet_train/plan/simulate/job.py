@@ -1,0 +1,147 @@
+"""All ranks of a job in one process: gradients come from the caller, everything between the ranks happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fleet_train.errors import ConversionError
+from fleet_train.plan.compression_settings import Array
+from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.simulate.averaging import SimulatedAveraging, Values
+from fleet_train.plan.simulate.methods import make_method
+from fleet_train.plan.simulate.optimizers import Momentum, NumpyOptimizer, Sgd
+from fleet_train.plan.simulate.wire import SimulatedWire
+from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank's forward and backward pass gave.
+
+    ``gradients``: by parameter's name, of its shape; ``loss`` is read by an adaptive LocalSGD; ``statistics``: the new
+    running means and variances of this rank.
+    """
+
+    gradients: Mapping[str, Array]
+    loss: float = 0.0
+    statistics: Mapping[str, Array] = field(default_factory=dict)
+
+
+Backward = Callable[[int, Mapping[str, Array]], Local]
+"""``backward(rank, values)``: one rank's pass on its own batch with its own values (parameters and statistics)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a call of `SimulatedJob.step` did."""
+
+    updated: bool
+    """False for a micro-batch of a gradient merge that no update followed."""
+    synchronised: bool
+    """Whether all ranks hold equal parameters after it because of it: gradients or parameters were averaged."""
+    averaged: bool
+    """Whether LocalSGD averaged the parameters."""
+    sent: tuple[float, ...]
+    """Payload bytes that each rank sent, to wherever."""
+    gradients: Mapping[str, Array]
+    """What every rank got for its gradients; empty in a local step and between updates."""
+
+
+class SimulatedJob:
+    """A plan and its profile carried out step by step.
+
+    ``start``: every value of a rank by name (parameters, statistics), float32; all ranks start from it.
+    ``optimizer``: makes one rank's optimizer; with DGC a Momentum gives its momentum away, as in training.
+    ``ranks``: the values of each rank now. ``rate``: the learning rate of the next step.
+    Not simulated, because they happen inside a rank's own pass and come with its gradients: mixed precision,
+    recompute, synchronised batch norm.
+    """
+
+    def __init__(
+        self,
+        plan: CommPlan,
+        profile: Profile,
+        start: Mapping[str, Array],
+        optimizer: Callable[[], NumpyOptimizer] = Sgd,
+        rate: float = 0.1,
+    ) -> None:
+        names = [gradient.name for bucket in plan.buckets for gradient in bucket.gradients]
+        if missing := [name for name in names if name not in start]:
+            raise ConversionError(f"simulate: no start value for {missing[0]!r}, whose gradient the plan sends")
+        self.rate = rate
+        self.updates = 0
+        self.ranks: list[Values] = [{name: np.array(v) for name, v in start.items()} for _ in range(plan.world_size)]
+        self._plan = plan
+        self._wire = SimulatedWire(plan)
+        made = [optimizer() for _ in range(plan.world_size)]
+        self.optimizers, momentum, nesterov = _give_momentum_away(made, profile)
+        self._methods = [make_method(b, plan, profile, self._wire, momentum, nesterov) for b in plan.buckets]
+        self._averaging: SimulatedAveraging | None = None
+        if plan.averaging is not None:
+            averaged = [value.name for value in plan.averaging.values]
+            trained, others = [n for n in averaged if n in names], [n for n in averaged if n not in names]
+            self._averaging = SimulatedAveraging(profile, self._wire, start, trained, others)
+        self._merged: list[list[Local]] = []
+
+    def step(self, backward: Backward) -> Step:
+        """One run of every rank's program: a micro-batch, and an update when the merge is complete."""
+        local = [backward(rank, values) for rank, values in enumerate(self.ranks)]
+        for values, one in zip(self.ranks, local, strict=True):
+            values.update({name: np.array(value) for name, value in one.statistics.items()})
+        self._merged.append(local)
+        if len(self._merged) < self._plan.accumulate_steps:
+            return Step(False, False, False, self._wire.take(), {})
+        gradients = [_merge([local[rank] for local in self._merged]) for rank in range(self._plan.world_size)]
+        self._merged = []
+        return self._update(gradients, [one.loss for one in local])
+
+    def _update(self, gradients: Sequence[Values], losses: Sequence[float]) -> Step:
+        self.updates += 1
+        averaging = self._averaging
+        if averaging is None or averaging.schedule.is_synchronous(self.updates):
+            agreed = self._exchange(gradients)
+            self._apply([agreed] * len(self.ranks))
+            if averaging is not None:
+                averaging.after_synchronous_step(self.ranks[0])
+            return Step(True, True, False, self._wire.take(), agreed)
+        self._apply(gradients)
+        ends = averaging.schedule.count()
+        if ends:
+            averaging.average(self.ranks, self.optimizers, self.rate, losses)
+        return Step(True, ends, ends, self._wire.take(), {})
+
+    def _exchange(self, gradients: Sequence[Values]) -> Values:
+        agreed: Values = {}
+        for bucket, method in zip(self._plan.buckets, self._methods, strict=True):
+            names = [gradient.name for gradient in bucket.gradients]
+            agreed |= zip(names, method.average([[rank[name] for name in names] for rank in gradients]), strict=True)
+        return agreed
+
+    def _apply(self, gradients: Sequence[Values]) -> None:
+        for values, optimizer, own in zip(self.ranks, self.optimizers, gradients, strict=True):
+            for name, gradient in own.items():
+                values[name] = optimizer.step(name, values[name], gradient, self.rate)
+
+
+def _merge(micro_batches: Sequence[Local]) -> Values:
+    """The mean of one rank's micro-batches."""
+    return {
+        name: np.asarray(
+            np.mean([one.gradients[name] for one in micro_batches], axis=0, dtype=np.float64).astype(first.dtype)
+        )
+        for name, first in micro_batches[0].gradients.items()
+    }
+
+
+def _give_momentum_away(made: list[NumpyOptimizer], profile: Profile) -> tuple[list[NumpyOptimizer], float, bool]:
+    """The optimizers behind the exchange, and what DGC accumulates before it: momentum, and whether it looks ahead."""
+    first = made[0]
+    if profile.compression != "dgc" or isinstance(first, Sgd):
+        return made, 0.0, False
+    if not isinstance(first, Momentum):
+        raise ConversionError(f"simulate: dgc works with Sgd and Momentum, not with {type(first).__name__}")
+    behind: list[NumpyOptimizer] = [Sgd(first.weight_decay) for _ in made]
+    return behind, first.momentum, first.use_nesterov

@@ -1,0 +1,76 @@
+"""Optimizers of ``paddle.optimizer`` in numpy, written from their definitions. Values and state are kept in float32.
+
+A weight decay is Paddle's ``weight_decay=float``: L2, added to the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from fleet_train.plan.compression_settings import Array
+
+
+class NumpyOptimizer(Protocol):
+    """One rank's optimizer. ``state``: what LocalSGD may average or reset, by kind, then by parameter."""
+
+    state: dict[str, dict[str, Array]]
+
+    def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
+        """The parameter's next value, of its shape, float32."""
+        ...
+
+
+@dataclass
+class Sgd:
+    """value - rate * gradient."""
+
+    weight_decay: float = 0.0
+    state: dict[str, dict[str, Array]] = field(default_factory=dict)
+
+    def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
+        del name
+        return _float32(value.astype(np.float64) - rate * (gradient + self.weight_decay * value))
+
+
+@dataclass
+class Momentum:
+    """velocity = momentum * velocity + gradient; value - rate * velocity, or Nesterov's look ahead."""
+
+    momentum: float = 0.9
+    use_nesterov: bool = False
+    weight_decay: float = 0.0
+    state: dict[str, dict[str, Array]] = field(default_factory=lambda: {"velocity": {}})
+
+    def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
+        pushed = gradient.astype(np.float64) + self.weight_decay * value
+        velocity = self.momentum * self.state["velocity"].get(name, np.zeros(value.shape)) + pushed
+        self.state["velocity"][name] = _float32(velocity)
+        return _float32(value - rate * (pushed + self.momentum * velocity if self.use_nesterov else velocity))
+
+
+@dataclass
+class Adam:
+    """Kingma and Ba 2015, with the bias corrected in the rate and ``epsilon`` scaled with it, as Paddle does."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    state: dict[str, dict[str, Array]] = field(default_factory=lambda: {"moment1": {}, "moment2": {}})
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
+        self.steps[name] = number = self.steps.get(name, 0) + 1
+        wide, zeros = gradient.astype(np.float64), np.zeros(value.shape)
+        first = self.beta1 * self.state["moment1"].get(name, zeros) + (1 - self.beta1) * wide
+        second = self.beta2 * self.state["moment2"].get(name, zeros) + (1 - self.beta2) * wide**2
+        self.state["moment1"][name], self.state["moment2"][name] = _float32(first), _float32(second)
+        correction = np.sqrt(1 - self.beta2**number)
+        scaled = rate * correction / (1 - self.beta1**number)
+        return _float32(value - scaled * first / (np.sqrt(second) + self.epsilon * correction))
+
+
+def _float32(values: Array) -> Array:
+    return np.asarray(values, dtype=np.float32)

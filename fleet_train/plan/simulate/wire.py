@@ -1,0 +1,60 @@
+"""Sums over all ranks as the plan's collectives make them, and the bytes that each rank sends for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleet_train.plan.compression_settings import Array
+from fleet_train.plan.hierarchy import teams
+from fleet_train.plan.plan import ITEM_BYTES, CommPlan, Sent
+from fleet_train.plan.simulate.compression import ring_sum_16_bit, rounding_of
+from fleet_train.plan.traffic import legs_of
+
+
+class SimulatedWire:
+    """The collectives of one plan on arrays of all ranks. ``sent`` [ranks] float64: payload bytes since ``take``."""
+
+    def __init__(self, plan: CommPlan) -> None:
+        self._plan = plan
+        self.sent = np.zeros(plan.world_size)
+
+    def take(self) -> tuple[float, ...]:
+        """The bytes that each rank has sent since the last call."""
+        sent = tuple(float(nbytes) for nbytes in self.sent)
+        self.sent[:] = 0
+        return sent
+
+    def count(self, payload: Sent) -> None:
+        """Count one collective over all ranks, without carrying it out."""
+        for leg in legs_of(self._plan, payload):
+            for (sender, _), flow in leg.flows().items():
+                self.sent[sender] += flow.nbytes
+
+    def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
+        """The sum over the ranks of flat buffers [elements], one per rank, which travel as ``dtype``.
+
+        ``between``: the dtype between the leaders of a hierarchical allreduce, where it is another one. Sums in
+        float32 and float64 are rounded once (a backend rounds each partial sum, in an order of its own); those of 16
+        bits as Gloo's ring rounds them. 16-bit sums are returned as float32.
+        """
+        between = between or dtype
+        item_bytes = ITEM_BYTES[dtype]
+        self.count(Sent("allreduce", buffers[0].size * item_bytes, item_bytes, ITEM_BYTES[between]))
+        if not self._plan.team_size:
+            return _ring(buffers, dtype)
+        members = teams(self._plan.world_size, self._plan.team_size)
+        return _ring([_ring([buffers[rank] for rank in team], dtype) for team in members], between)
+
+    def mean(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
+        """``sum`` over the number of ranks."""
+        total = self.sum(buffers, dtype, between)
+        return np.asarray(total * total.dtype.type(1.0 / self._plan.world_size))
+
+
+def _ring(buffers: Sequence[Array], dtype: str) -> Array:
+    rounded = rounding_of(dtype)
+    if rounded is not None:
+        return ring_sum_16_bit(buffers, rounded)
+    return np.asarray(np.sum(buffers, axis=0, dtype=np.float64).astype(dtype))

@@ -1,0 +1,158 @@
+"""The simulator by itself, in numbers small enough to do by hand; real ranks are compared with it in tests/parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
+from fleet_train.plan.traffic import traffic
+from fleet_train.profile import Profile
+
+Values = Mapping[str, np.ndarray]
+SHAPES = {"w": (2, 3), "b": (3,)}
+LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2}
+
+
+def job_of(
+    knobs: dict[str, Any], nodes: int = 2, ranks_per_node: int = 1, optimizer: Any = Sgd, rate: float = 0.5
+) -> SimulatedJob:
+    gradients = [Gradient(name, shape, "float32") for name, shape in SHAPES.items()]
+    profile = Profile(**knobs)
+    plan = build_plan(gradients, Cluster.imagined(nodes, ranks_per_node), profile)
+    start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    return SimulatedJob(plan, profile, start, optimizer, rate)
+
+
+def ones_times_rank(rank: int, values: Values) -> Local:
+    """Rank r's gradient is r everywhere."""
+    return Local({name: np.full(value.shape, rank, np.float32) for name, value in values.items()}, loss=float(rank))
+
+
+def every_value(job: SimulatedJob) -> list[set[float]]:
+    """The numbers that each rank holds."""
+    return [{float(x) for value in values.values() for x in value.flat} for values in job.ranks]
+
+
+def test_gradients_are_averaged_and_applied() -> None:
+    job = job_of({}, nodes=4)
+    done = job.step(ones_times_rank)
+    assert (done.updated, done.synchronised, done.averaged) == (True, True, False)
+    assert every_value(job) == [{-0.75}] * 4  # the mean of 0, 1, 2, 3, times the rate
+
+
+@pytest.mark.parametrize("knobs", [{"use_hierarchical_allreduce": True}, {"compression": "bf16"}, {"nccl_comm_num": 2}])
+def test_exact_values_stay_exact_in_every_way_of_sending(knobs: dict[str, Any]) -> None:
+    job = job_of(knobs, nodes=2, ranks_per_node=2)
+    job.step(ones_times_rank)
+    assert every_value(job) == [{-0.75}] * 4
+
+
+def test_micro_batches_update_once() -> None:
+    job = job_of({"accumulate_steps": 3})
+    first, second, third = (job.step(ones_times_rank) for _ in range(3))
+    assert [step.updated for step in (first, second, third)] == [False, False, True]
+    assert [sum(step.sent) > 0 for step in (first, second, third)] == [False, False, True]
+    assert every_value(job) == [{-0.25}] * 2
+
+
+def test_local_steps_send_nothing_and_the_period_ends_with_the_mean() -> None:
+    job = job_of(LOCAL)
+    local = job.step(ones_times_rank)
+    assert (local.synchronised, local.sent) == (False, (0.0, 0.0))
+    assert every_value(job) == [{0.0}, {-0.5}]
+    last = job.step(ones_times_rank)
+    assert (last.averaged, last.sent) == (True, (36.0, 36.0))  # 9 float32 values, 2 (N - 1) / N of them
+    assert every_value(job) == [{-0.5}] * 2
+
+
+def test_diloco_looks_ahead_and_slowmo_carries_on() -> None:
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.5}
+    diloco = job_of(LOCAL | outer | {"outer_optimizer": "diloco"})
+    slowmo = job_of(LOCAL | outer | {"outer_optimizer": "slowmo"})
+    seen = []
+    for _ in range(2):
+        for job in (diloco, slowmo):
+            job.step(ones_times_rank)
+            job.step(ones_times_rank)
+        seen.append((every_value(diloco)[0], every_value(slowmo)[0]))
+    # The difference of each period is 0.5. DiLoCo: 0.5 + 0.5 * u with u = 0.5, then 0.75; SlowMo: u alone.
+    assert seen == [({-0.75}, {-0.5}), ({-1.625}, {-1.25})]
+
+
+@pytest.mark.parametrize(("policy", "velocities"), [("keep", [0.0, 1.9]), ("average", [0.95, 0.95]), ("reset", [0, 0])])
+def test_momentum_is_kept_averaged_or_reset(policy: str, velocities: list[float]) -> None:
+    job = job_of(LOCAL | {"local_sgd_momentum": policy}, optimizer=lambda: Momentum(0.9))
+    for _ in range(2):
+        job.step(ones_times_rank)
+    found = [float(optimizer.state["velocity"]["b"][0]) for optimizer in job.optimizers]
+    assert found == pytest.approx(velocities)
+
+
+def test_statistics_are_averaged_with_the_parameters() -> None:
+    gradient, statistic = Gradient("w", (2,), "float32"), Gradient("mean", (2,), "float32")
+    profile = Profile(**LOCAL)
+    plan = build_plan([gradient], Cluster.imagined(2, 1), profile, [gradient, statistic])
+    job = SimulatedJob(plan, profile, {"w": np.zeros(2, np.float32), "mean": np.zeros(2, np.float32)})
+
+    def backward(rank: int, values: Values) -> Local:
+        return Local({"w": values["w"] * 0}, statistics={"mean": values["mean"] + 1 + rank})
+
+    job.step(backward)
+    assert [values["mean"].tolist() for values in job.ranks] == [[1, 1], [2, 2]]
+    job.step(backward)
+    assert [values["mean"].tolist() for values in job.ranks] == [[3, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"use_hierarchical_allreduce": True},
+        {"use_hierarchical_allreduce": True, "compression": "bf16"},
+        {"compression": "bf16"},
+        {"compression": "powersgd", "powersgd_min_compression": 0.0},
+        {"compression": "dgc"},
+        LOCAL | {"local_sgd_steps": 4},
+        LOCAL | {"local_sgd_dtype": "bfloat16", "use_hierarchical_allreduce": True},
+    ],
+)
+def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
+    profile, cluster = Profile(**knobs), Cluster.imagined(2, 2)
+    gradients = [Gradient("large", (200, 100), "float32"), Gradient("small", (7,), "float32")]
+    plan = build_plan(gradients, cluster, profile)
+    job = SimulatedJob(plan, profile, {g.name: np.zeros(g.shape, np.float32) for g in gradients})
+
+    def backward(rank: int, values: Values) -> Local:
+        random = np.random.default_rng(rank)
+        return Local({name: random.standard_normal(v.shape).astype(np.float32) for name, v in values.items()})
+
+    job.step(backward)  # DGC's ramp-up begins
+    sent = np.sum([job.step(backward).sent for _ in range(4)], axis=0) / 4
+    assert sent == pytest.approx(traffic(plan, cluster).sent)
+
+
+@pytest.mark.parametrize("make", [Sgd, Momentum, lambda: Momentum(use_nesterov=True), Adam])
+def test_optimizers_descend(make: Any) -> None:
+    optimizer: NumpyOptimizer = make()
+    value = np.array([1.0, -2.0], np.float32)
+    for _ in range(300):
+        value = optimizer.step("x", value, value, 0.05)
+    assert np.abs(value).max() < 0.01
+
+
+def test_a_missing_start_value_is_named() -> None:
+    plan = build_plan([Gradient("w", (2,), "float32")], Cluster.imagined(2, 1), Profile())
+    with pytest.raises(ConversionError, match="no start value for 'w'"):
+        SimulatedJob(plan, Profile(), {})
+
+
+def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_take() -> None:
+    with pytest.raises(ConversionError, match="not with Adam"):
+        job_of({"compression": "dgc"}, optimizer=Adam)
