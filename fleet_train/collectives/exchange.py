@@ -8,7 +8,8 @@ from typing import Any
 
 from fleet_train.collectives import sentinel
 from fleet_train.collectives.averaging import Held, ParameterAverager
-from fleet_train.collectives.job import Job
+from fleet_train.collectives.gate_notes import Communication
+from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.make_methods import WIRE_DTYPES, make_method
 from fleet_train.collectives.methods import BucketMethod
 from fleet_train.collectives.reducers import make_reducers
@@ -16,6 +17,7 @@ from fleet_train.collectives.worker_thread import WorkerThread
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
+from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 
 
@@ -45,7 +47,11 @@ class GradientExchange:
         """Updates so far; with gradient merge not every run of the program is one."""
         self._updates = True
         self._steps_since_check = 0
-        self._gate: Future[None] = Future()
+        self._gate: Future[Passed] = Future()
+        rank = job.cluster.rank
+        self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
+        averaging = plan.averaging
+        self._averaging_bytes = traffic(plan, job.cluster).sent[rank] * averaging.period if averaging else 0.0
         self._running: dict[int, Future[list[Any]]] = {}
 
     @property
@@ -75,11 +81,16 @@ class GradientExchange:
             lambda: self._communicate(bucket, method, prepared, gate, moment)
         )
         if self._profile.sync_nccl_allreduce:
-            self._running[index].result()
+            with self._job.clock.exposed():
+                self._running[index].result()
 
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with names."""
-        return self._running.pop(index).result()
+        with self._job.clock.exposed():
+            averages = self._running.pop(index).result()
+        if index == len(self._plan.buckets) - 1 and self._updates:
+            self._end_step()
+        return averages
 
     def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
@@ -94,6 +105,7 @@ class GradientExchange:
             self._check(held, names, first=self.step == 1)
         elif averager.schedule.count():
             self._on_communicator("averaging", lambda: averager.average(held, loss))
+            self._job.clock.add_sent(self._averaging_bytes)
             self._check(held, names)
 
     def synchronise(self, held: Held) -> None:
@@ -103,6 +115,12 @@ class GradientExchange:
         averager = self.averager
         everything = [*held.parameters, *held.statistics, *held.accumulators]
         self._on_communicator("synchronisation", lambda: averager.mean(everything))
+
+    def communication(self) -> Communication:
+        """What this job's communication has cost since the last call."""
+        averager = self.averager
+        is_local = averager is not None and not averager.schedule.is_synchronous(max(self.step, 1))
+        return self._job.notes.read(averager.schedule.period if averager and is_local else 1)
 
     def stop(self) -> None:
         for thread in self._threads:
@@ -115,12 +133,29 @@ class GradientExchange:
     def _next_step(self, updates: bool) -> None:
         self._updates = updates
         self.step += updates
+        self._job.clock.begin_step()
         if self.sends_gradients:
-            moment, bound = self._moment, self._profile.collective_timeout_seconds
-            self._gate = self._threads[0].submit(lambda: self._job.gate(moment, bound))
+            self._gate = self._begin_gate(self._moment)
+
+    def _end_step(self) -> None:
+        self._job.clock.end_step()
+        if self.sends_gradients:
+            self._job.clock.add_sent(self._gradient_bytes)
+            self._pass(self._gate)
+
+    def _begin_gate(self, name: str) -> Future[Passed]:
+        """Meet all ranks on the first communicator's thread; the note says how it was up to now."""
+        note, bound = self._job.notes.own(), self._profile.collective_timeout_seconds
+        return self._threads[0].submit(lambda: self._job.gate(name, bound, note))
+
+    def _pass(self, gate: Future[Passed]) -> None:
+        """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""
+        passed = gate.result()
+        self._job.clock.add_gate(passed.seconds)
+        self._job.notes.take(passed.notes)
 
     def _communicate(
-        self, bucket: Bucket, method: BucketMethod, prepared: Any, gate: Future[None], moment: str
+        self, bucket: Bucket, method: BucketMethod, prepared: Any, gate: Future[Passed], moment: str
     ) -> list[Any]:
         gate.result()
         averages: list[Any] = self._blaming(
@@ -130,12 +165,15 @@ class GradientExchange:
 
     def _on_communicator(self, what: str, task: Callable[[], Any]) -> None:
         moment = f"{what} after {self._moment}"
+        gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
 
         def run() -> None:
-            self._job.gate(f"{moment} {self._job.count(moment)}", self._profile.collective_timeout_seconds)
+            gate.result()
             self._blaming(moment, moment, task)
 
-        self._threads[0].submit(run).result()
+        with self._job.clock.exposed():
+            self._threads[0].submit(run).result()
+        self._pass(gate)
 
     def _blaming(self, moment: str, what: str, task: Callable[[], Any]) -> Any:
         """The result of ``task``; what its collectives fail with becomes an error that names who is to blame."""
@@ -150,7 +188,8 @@ class GradientExchange:
         every = self._profile.divergence_check_steps
         if every and (first or self._steps_since_check >= every):
             self._steps_since_check = 0
-            sentinel.compare(self._job, self._moment, names, held.parameters)
+            with self._job.clock.exposed():
+                sentinel.compare(self._job, self._moment, names, held.parameters)
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import paddle
 
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.store_host import StoreHost
+from fleet_train.collectives.gate_notes import GateNotes
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.step_clock import StepClock
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.plan import CommPlan
 
@@ -23,6 +26,14 @@ _REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A gate that all ranks have reached: their notes (JSON), by rank, and how long this rank stood there."""
+
+    notes: dict[int, Any]
+    seconds: float
 
 
 class Job:
@@ -45,6 +56,8 @@ class Job:
         self._host = host
         self._store = store
         self._gates = gates
+        self.clock = StepClock()
+        self.notes = GateNotes(cluster, self.clock)
         self._groups: list[Any] = []
         self._counts: dict[str, int] = {}
         self.on_leave: list[Callable[[], None]] = []
@@ -70,14 +83,16 @@ class Job:
             return {0: value}
         return self._remember(self.store, name, value, timeout_seconds or self.timeout_seconds)
 
-    def gate(self, name: str, timeout_seconds: float) -> None:
+    def gate(self, name: str, timeout_seconds: float, note: Any = None) -> Passed:
         """Wait until every rank stands before the same collective.
 
         Gloo's own wait ends after 30 s, whatever the reason, without a name. A gate makes the bound ours: a rank may
         be busy for minutes (saving, evaluating), and one that does not come is named.
         """
         assert self._gates is not None
-        self._remember(self._gates, name, None, timeout_seconds)
+        began = time.perf_counter()
+        notes = self._remember(self._gates, name, note, timeout_seconds)
+        return Passed(notes, time.perf_counter() - began)
 
     def _remember(self, client: StoreClient, name: str, value: Any, timeout_seconds: float) -> dict[int, Any]:
         try:

@@ -25,6 +25,7 @@ require_paddle()
 import paddle  # noqa: E402
 
 from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
+from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.join import join  # noqa: E402
 from fleet_train.convert import persistables, saving  # noqa: E402
@@ -45,6 +46,7 @@ __all__ = [
     "all_reduce",
     "barrier_worker",
     "capture_persistables",
+    "communication",
     "distributed_optimizer",
     "gather",
     "init",
@@ -56,11 +58,13 @@ __all__ = [
     "place",
     "plan",
     "profile",
+    "request_stop",
     "save_inference_model",
     "save_persistables",
     "should_fetch",
     "shutdown",
     "startup_program",
+    "stop_requested",
     "synchronize_parameters",
     "worker_endpoints",
     "worker_index",
@@ -244,6 +248,28 @@ def gather(value: Any) -> list[Any]:
     job = _current().job
     values = job.gather(f"gather {job.count('gather')}", value)
     return [values[rank] for rank in range(job.world_size)]
+
+
+def request_stop(reason: str) -> None:
+    """Ask all ranks to stop in good order; safe in a signal handler. Any rank may ask; nothing is sent at once."""
+    _current().job.notes.request_stop(reason)
+
+
+def stop_requested() -> str | None:
+    """Who asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None while nobody has.
+
+    The same on every rank after the same step: the request travels with the next step that communicates (LocalSGD: the
+    next averaging or synchronous step; gradient merge: the next update). One process knows at once.
+    """
+    return _current().job.notes.stop
+
+
+def communication() -> Communication:
+    """What communication has cost since the last call: see ``Communication``. One process: zeros and one entry."""
+    session = _current()
+    if not session.exchanges:
+        return session.job.notes.read(local_sgd_period=0)
+    return session.exchanges[-1][1].communication()
 
 
 def synchronize_parameters(main_program: Any = None) -> None:
