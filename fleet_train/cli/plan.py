@@ -7,15 +7,20 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from fleet_train.cluster import Cluster
-from fleet_train.errors import ConversionError
-from fleet_train.plan import CommPlan, explain
+from fleet_train.errors import ConversionError, ScheduleMismatch
+from fleet_train.plan import explain
 from fleet_train.plan.predict import BACKWARD_SHARE, Compute, Link, Network
 from fleet_train.plan.pricing import Conditions, describe, price
+from fleet_train.plan.simulate.trial import describe as describe_trial
+from fleet_train.plan.simulate.trial import try_out
+
+if TYPE_CHECKING:
+    from fleet_train.convert.planning import Planned
 
 _EPILOG = """
 \b
@@ -29,6 +34,9 @@ Examples
   # the price on a network of 1 Gb/s, with 30 ms of computing per step, and on larger clusters
   python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
       --compute_ms 30 --batch_size 64 --nodes_on_paper 8,64,512
+\b
+  # try the exchange out on random gradients, all ranks in this process: is it exact, what is sent?
+  python -m fleet_train plan --model mlp --nodes 2 --strategy powersgd --simulate
 \b
   # measure the links first: the same command on every node; it prints the plan command to use
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
@@ -88,6 +96,12 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 )
 @click.option("--batch_size", type=click.IntRange(0), default=0, help="Samples per rank and step, for samples/s.")
 @click.option("--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Price these numbers of nodes as well.")
+@click.option("--simulate", is_flag=True, help="Carry the plan out in numpy for all ranks, on random gradients.")
+@click.option(
+    "--simulate_steps",
+    type=click.IntRange(1, 100_000),
+    help="Updates to simulate.  [default: enough to see two synchronisations, warm-ups cut short]",
+)
 @click.option("--measure", is_flag=True, help="Measure the links of the launcher's cluster instead of planning.")
 @click.option(
     "--measure_seconds",
@@ -110,14 +124,19 @@ def command(
     script: str | None,
     arguments: tuple[str, ...],
     nodes_on_paper: tuple[int, ...],
+    simulate: bool,
+    simulate_steps: int | None,
     **given: Any,
 ) -> None:
     """Show what each step sends, which knob caused it, and what it costs.
 
     Buckets, bytes per rank and per link, steps between synchronisations, predicted time. The script runs up to its
-    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent.
+    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent. --simulate also carries the plan
+    out in numpy: whether all ranks end up with the same bits, and how far averages are from exact ones.
     """
     _refuse_bad_target(script, arguments, model, measure)
+    if simulate_steps is not None and not simulate:
+        raise click.UsageError("--simulate_steps says how long --simulate runs: give both")
     if measure:
         if told := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
             raise click.UsageError(f"--measure finds out what {', '.join(told)} would tell it: leave one of them out")
@@ -127,13 +146,19 @@ def command(
     if strategy:
         os.environ["FLEET_TRAIN_STRATEGY"] = strategy
     cluster = Cluster.imagined(nodes, ranks_per_node)
-    plan = _plan(script, arguments, model, cluster)
+    planned = _plan(script, arguments, model, cluster)
+    plan = planned.plan
     pricing = price(plan, cluster, _conditions(**given), nodes_on_paper)
+    trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
     if as_json:
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
-        click.echo(json.dumps({**content, **pricing.to_json()}, indent=1))
+        simulated = {"simulation": trial.to_json()} if trial else {}
+        click.echo(json.dumps({**content, **pricing.to_json(), **simulated}, indent=1))
     else:
-        click.echo(f"{explain(plan)}\n\n{describe(pricing)}")
+        parts = [explain(plan), describe(pricing), *([describe_trial(trial)] if trial else [])]
+        click.echo("\n\n".join(parts))
+    if trial and not trial.holds:
+        raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
 
 
 def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None, measure: bool) -> None:
@@ -196,7 +221,7 @@ def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
     click.echo(f"\nto predict with these numbers:\n{line}")
 
 
-def _plan(script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster) -> CommPlan:
+def _plan(script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster) -> Planned:
     from fleet_train.convert.planning import plan_of, plan_of_script
 
     if script is not None:

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,23 @@ from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.convert import fleet
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan
+from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the profile that it was made from."""
+
+    plan: CommPlan
+    profile: Profile
 
 
 class _PlanIsReady(BaseException):
     """Ends the script at its first conversion. A BaseException: a script's ``except Exception`` lets it pass."""
 
-    def __init__(self, plan: CommPlan) -> None:
+    def __init__(self, planned: Planned) -> None:
         super().__init__("plan is ready")
-        self.plan = plan
+        self.planned = planned
 
 
 class _ImaginedJob(Job):
@@ -38,7 +48,7 @@ class _ImaginedJob(Job):
         return values * self.world_size if op == "sum" else values.copy()
 
     def agreed(self, plan: CommPlan) -> None:
-        raise _PlanIsReady(plan)
+        raise _PlanIsReady(Planned(plan, fleet.profile()))
 
 
 @contextmanager
@@ -52,7 +62,7 @@ def _imagined(cluster: Cluster) -> Iterator[None]:
         fleet.join_as(None)
 
 
-def plan_of(action: Callable[[], Any], cluster: Cluster) -> CommPlan:
+def plan_of(action: Callable[[], Any], cluster: Cluster) -> Planned:
     """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent.
 
     Raises ConversionError when ``action`` ends without having converted a program.
@@ -63,13 +73,13 @@ def plan_of(action: Callable[[], Any], cluster: Cluster) -> CommPlan:
         try:
             action()
         except _PlanIsReady as ready:
-            return ready.plan
+            return ready.planned
         except SystemExit as end:
             raise ConversionError(f"the script ended (exit {end.code}) before optimizer.minimize was called") from None
     raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
 
 
-def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster) -> CommPlan:
+def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster) -> Planned:
     """The plan of a training script, run with these arguments up to its ``minimize``."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]

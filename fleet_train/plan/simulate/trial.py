@@ -1,0 +1,207 @@
+"""A plan tried on random gradients: are replicas equal where they should be, how exact are averages, what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet_train.errors import ConversionError
+from fleet_train.plan.compression_settings import Array
+from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.simulate.averaging import Values
+from fleet_train.plan.simulate.job import Local, SimulatedJob, Step
+from fleet_train.plan.simulate.optimizers import Sgd
+from fleet_train.profile import Profile
+
+MEGABYTE = 2**20
+RATE = 0.1
+MOST_VALUES = 2 * 10**8
+"""Parameters of all ranks together: float32 values and gradients, float64 sums, a few GB in all."""
+_SHORT = {"local_sgd_is_warm_steps": 2, "powersgd_start_step": 2, "dgc_rampup_begin_step": 2, "dgc_rampup_steps": 4}
+_LONG_PERIOD = 20
+_NO_LESS_THAN = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was found. Updates count from 1; deviations are relative: |found - exact| / |exact|, Euclidean."""
+
+    ranks: int
+    updates: int
+    shortened: dict[str, int]
+    """Warm-ups that were cut short for the trial, and to what."""
+    synchronised: tuple[int, ...]
+    """Updates after which the plan makes the replicas equal."""
+    equal: tuple[int, ...]
+    """Updates after which the parameters of all ranks were equal bit by bit."""
+    drift: float
+    """Largest deviation of a rank's movement from that of rank 0 at any time."""
+    gradient_deviation: float | None
+    """Of what the ranks got for their gradients from the exact mean: the median over updates that send gradients."""
+    movement_deviation: float
+    """Of the parameters' whole movement up to the last synchronisation from that with exact means in every update."""
+    sent_bytes_per_step: tuple[float, ...]
+    """Payload that each rank sent, the mean over all updates."""
+    most_sent_bytes: float
+    """Payload of the busiest rank in the dearest update."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the replicas were equal after every update that makes them so."""
+        return set(self.synchronised) <= set(self.equal)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+
+def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -> Trial:
+    """Run ``updates`` updates of plain SGD on gradients that do not depend on the parameters.
+
+    Each rank's gradient is a direction that all share plus noise of its own, of the same size. 0 = as many as show two
+    synchronisations (one where periods are long), with warm-ups cut short. Raises ConversionError for a plan with more
+    values than fit into one process.
+    """
+    elements = sum(bucket.elements for bucket in plan.buckets)
+    if elements * plan.world_size > MOST_VALUES:
+        fit = max(2, MOST_VALUES // max(elements, 1))
+        raise ConversionError(
+            f"simulate: {plan.world_size} ranks of {elements:,} parameters are {elements * plan.world_size:,} values, "
+            f"and one process takes {MOST_VALUES:,}: simulate up to {fit} ranks (--nodes, --ranks_per_node), or a "
+            "smaller model"
+        )
+    shortened = {} if updates else {knob: steps for knob, steps in _SHORT.items() if getattr(profile, knob) > steps}
+    short = profile.with_settings("the trial", **shortened) if shortened else profile
+    trial = _Run(plan, short, seed)
+    for _ in range(updates or _updates_to_see(plan, short)):
+        trial.update()
+    return trial.result(shortened)
+
+
+def _updates_to_see(plan: CommPlan, profile: Profile) -> int:
+    if plan.averaging is None:
+        return max(_NO_LESS_THAN, profile.dgc_rampup_begin_step + profile.dgc_rampup_steps + 2)
+    period = plan.averaging.period
+    return profile.local_sgd_is_warm_steps + period * (1 if period > _LONG_PERIOD else 2)
+
+
+@dataclass
+class _Run:
+    """The simulated job, and beside it the movement that exact means would make."""
+
+    plan: CommPlan
+    profile: Profile
+    seed: int
+    steps: list[Step] = field(default_factory=list)
+    equal: list[int] = field(default_factory=list)
+    drift: float = 0.0
+    deviations: list[float] = field(default_factory=list)
+    movement_deviation: float = 0.0
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        values = [g for bucket in self.plan.buckets for g in bucket.gradients]
+        others = self.plan.averaging.values if self.plan.averaging else ()
+        shapes = {value.name: value.shape for value in (*values, *others)}
+        self._start = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        self._shared = {g.name: random.standard_normal(g.shape, np.float32) for g in values}
+        self._job = SimulatedJob(self.plan, self.profile, self._start, Sgd, RATE)
+        self._exact = {name: np.zeros(value.shape) for name, value in self._shared.items()}
+        self._runs = 0
+
+    def update(self) -> None:
+        """Micro-batches up to and with an update."""
+        mean = {name: np.zeros(value.shape) for name, value in self._shared.items()}
+        share = 1 / (self.plan.world_size * self.plan.accumulate_steps)
+
+        def backward(rank: int, values: Mapping[str, Array]) -> Local:
+            random = np.random.default_rng([self.seed, self._runs, rank])
+            found = {n: shared + random.standard_normal(shared.shape, np.float32) for n, shared in self._shared.items()}
+            for name, gradient in found.items():
+                mean[name] += share * gradient
+            return Local(found, 1.0, {n: v for n, v in values.items() if n not in found})
+
+        sent = np.zeros(self.plan.world_size)
+        for _ in range(self.plan.accumulate_steps):
+            self._runs += 1
+            step = self._job.step(backward)
+            sent += step.sent
+        self.steps.append(Step(True, step.synchronised, step.averaged, tuple(sent), {}))
+        for name, gradient in mean.items():
+            self._exact[name] -= RATE * gradient
+        if step.gradients:
+            self.deviations.append(_deviation(step.gradients, mean))
+        self._compare(step.synchronised)
+
+    def _compare(self, synchronised: bool) -> None:
+        first, number = self._job.ranks[0], len(self.steps)
+        if all(np.array_equal(first[n], other[n]) for other in self._job.ranks[1:] for n in self._shared):
+            self.equal.append(number)
+        else:
+            moved = self._movement(first)
+            self.drift = max(self.drift, *(_deviation(self._movement(other), moved) for other in self._job.ranks[1:]))
+        if synchronised:
+            self.movement_deviation = _deviation(self._movement(first), self._exact)
+
+    def _movement(self, values: Values) -> dict[str, Array]:
+        return {name: values[name].astype(np.float64) - self._start[name] for name in self._shared}
+
+    def result(self, shortened: dict[str, int]) -> Trial:
+        sent = np.array([step.sent for step in self.steps])
+        return Trial(
+            ranks=self.plan.world_size,
+            updates=len(self.steps),
+            shortened=shortened,
+            synchronised=tuple(number for number, step in enumerate(self.steps, 1) if step.synchronised),
+            equal=tuple(self.equal),
+            drift=self.drift,
+            gradient_deviation=float(np.median(self.deviations)) if self.deviations else None,
+            movement_deviation=self.movement_deviation,
+            sent_bytes_per_step=tuple(float(nbytes) for nbytes in sent.mean(axis=0)),
+            most_sent_bytes=float(sent.max()),
+        )
+
+
+def _deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
+    off = sum(float(np.square(found[name] - value).sum()) for name, value in exact.items())
+    return float(np.sqrt(off / max(sum(float(np.square(value).sum()) for value in exact.values()), 1e-300)))
+
+
+def describe(trial: Trial) -> str:
+    """The result for people."""
+    lines = [
+        f"simulated in numpy: {trial.ranks} ranks, {trial.updates} updates of SGD on random gradients (half of each "
+        "rank's own); nothing was trained or sent"
+    ]
+    if trial.shortened:
+        cut = ", ".join(f"{knob} to {steps}" for knob, steps in trial.shortened.items())
+        lines.append(f"  cut short, to see what follows: {cut} (--simulate_steps runs it as it is)")
+    lines.append(f"  replicas: {_replicas(trial)}")
+    if trial.gradient_deviation is not None:
+        lines.append(
+            f"  averaged gradients: {trial.gradient_deviation:.1e} from the exact mean (relative; median over updates)"
+        )
+    lines += [
+        f"  movement of the parameters: {trial.movement_deviation:.1e} from that of exact means in every update",
+        f"  bytes: the busiest rank sent {max(trial.sent_bytes_per_step) / MEGABYTE:.3f} MB per update, at most "
+        f"{trial.most_sent_bytes / MEGABYTE:.3f} MB in one",
+    ]
+    return "\n".join(lines)
+
+
+def _replicas(trial: Trial) -> str:
+    if not trial.holds:
+        late = sorted(set(trial.synchronised) - set(trial.equal))
+        return f"NOT equal after updates {_numbers(tuple(late))}, where the plan makes them equal"
+    if len(trial.synchronised) == trial.updates:
+        return "bit-equal after every update"
+    return (
+        f"bit-equal after updates {_numbers(trial.synchronised)}, the synchronisation points; between them up to "
+        f"{trial.drift:.1e} apart"
+    )
+
+
+def _numbers(updates: tuple[int, ...]) -> str:
+    return ", ".join(map(str, updates)) if updates else "none"
