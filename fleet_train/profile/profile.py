@@ -57,6 +57,12 @@ class Profile(Settings):
         """Only what was set, name and description included: what rebuilds this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
 
+    def heeds(self, knob: str) -> bool:
+        """Whether a knob has an effect beside the others: not LocalSGD's period while ``use_local_sgd`` is false."""
+        row = KNOBS[knob]
+        on = not row.needs or bool(getattr(self, row.needs))
+        return on and (row.only_with is None or getattr(self, row.only_with.knob) in row.only_with.values)
+
     def digest(self) -> str:
         """Hex of everything that changes training; equal profiles under different names have equal digests."""
         values = {name: value for name, value in self if name not in DESCRIPTIVE}

@@ -47,6 +47,8 @@ class Trial:
     """Payload that each rank sent, the mean over all updates."""
     most_sent_bytes: float
     """Payload of the busiest rank in the dearest update."""
+    on_purpose: str = ""
+    """Why the movement is another one, where the profile wants that."""
 
     @property
     def holds(self) -> bool:
@@ -72,7 +74,11 @@ def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -
             f"and one process takes {MOST_VALUES:,}: simulate up to {fit} ranks (--nodes, --ranks_per_node), or a "
             "smaller model"
         )
-    shortened = {} if updates else {knob: steps for knob, steps in _SHORT.items() if getattr(profile, knob) > steps}
+    shortened = {
+        knob: steps
+        for knob, steps in _SHORT.items()
+        if not updates and profile.heeds(knob) and getattr(profile, knob) > steps
+    }
     short = profile.with_settings("the trial", **shortened) if shortened else profile
     trial = _Run(plan, short, seed)
     for _ in range(updates or _updates_to_see(plan, short)):
@@ -161,12 +167,23 @@ class _Run:
             movement_deviation=self.movement_deviation,
             sent_bytes_per_step=tuple(float(nbytes) for nbytes in sent.mean(axis=0)),
             most_sent_bytes=float(sent.max()),
+            on_purpose=_purpose(self.profile),
         )
 
 
 def _deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
     off = sum(float(np.square(found[name] - value).sum()) for name, value in exact.items())
     return float(np.sqrt(off / max(sum(float(np.square(value).sum()) for value in exact.values()), 1e-300)))
+
+
+def _purpose(profile: Profile) -> str:
+    if profile.outer_optimizer != "none":
+        return f"{profile.outer_optimizer} adds momentum of its own, on purpose"
+    reasons = {
+        "powersgd": "random matrices have no low rank: the worst there is for powersgd; what it leaves out comes later",
+        "dgc": "what dgc has not sent yet comes later; random gradients have no large elements, the worst there is",
+    }
+    return reasons.get(profile.compression, "")
 
 
 def describe(trial: Trial) -> str:
@@ -184,7 +201,8 @@ def describe(trial: Trial) -> str:
             f"  averaged gradients: {trial.gradient_deviation:.1e} from the exact mean (relative; median over updates)"
         )
     lines += [
-        f"  movement of the parameters: {trial.movement_deviation:.1e} from that of exact means in every update",
+        f"  movement of the parameters: {trial.movement_deviation:.1e} from that of exact means in every update"
+        + (f" ({trial.on_purpose})" if trial.on_purpose else ""),
         f"  bytes: the busiest rank sent {max(trial.sent_bytes_per_step) / MEGABYTE:.3f} MB per update, at most "
         f"{trial.most_sent_bytes / MEGABYTE:.3f} MB in one",
     ]

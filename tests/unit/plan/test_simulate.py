@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import CommPlan, Gradient, build_plan
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
+from fleet_train.plan.simulate.trial import Trial, describe, try_out
 from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 
@@ -156,3 +158,64 @@ def test_a_missing_start_value_is_named() -> None:
 def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_take() -> None:
     with pytest.raises(ConversionError, match="not with Adam"):
         job_of({"compression": "dgc"}, optimizer=Adam)
+
+
+def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
+    profile, cluster = Profile(**knobs), Cluster.imagined(2, 2)
+    plan = build_plan([Gradient("w", (200, 100), "float32"), Gradient("b", (100,), "float32")], cluster, profile)
+    return try_out(plan, profile, updates), plan
+
+
+def test_a_trial_of_exact_averages_finds_rounding_only() -> None:
+    for knobs in ({}, {"use_hierarchical_allreduce": True}, {"accumulate_steps": 2}):
+        trial, plan = trial_of(**knobs)
+        assert trial.holds
+        assert trial.synchronised == trial.equal == tuple(range(1, 9))
+        assert trial.gradient_deviation is not None
+        assert trial.gradient_deviation < 1e-6
+        assert trial.movement_deviation < 1e-6
+        assert trial.sent_bytes_per_step == pytest.approx(traffic(plan, Cluster.imagined(2, 2)).sent)
+
+
+def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
+    trial, _ = trial_of(use_local_sgd=True, local_sgd_steps=3)
+    assert trial.shortened == {"local_sgd_is_warm_steps": 2}
+    assert trial.synchronised == trial.equal == (1, 2, 5, 8)
+    assert trial.drift > 0.1
+    assert trial.movement_deviation < 1e-6
+    assert "bit-equal after updates 1, 2, 5, 8" in describe(trial)
+
+
+def test_a_trial_with_given_updates_cuts_nothing_short() -> None:
+    trial, _ = trial_of(3, use_local_sgd=True, local_sgd_steps=3)
+    assert (trial.updates, trial.shortened, trial.synchronised) == (3, {}, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "low", "high"),
+    [
+        ({"compression": "bf16"}, 1e-4, 1e-2),
+        ({"compression": "powersgd"}, 0.1, 1.0),
+        ({"compression": "dgc", "dgc_sparsity": 0.9}, 0.1, 1.0),
+    ],
+)
+def test_a_trial_shows_what_compression_loses(knobs: dict[str, Any], low: float, high: float) -> None:
+    assert low < trial_of(**knobs)[0].movement_deviation < high
+
+
+def test_powersgd_of_full_rank_loses_nothing() -> None:
+    trial, _ = trial_of(compression="powersgd", powersgd_rank=100, powersgd_min_compression=0.0)
+    assert trial.movement_deviation < 1e-6
+
+
+def test_a_trial_that_does_not_fit_says_how_many_ranks_would() -> None:
+    profile, cluster = Profile(), Cluster.imagined(64, 8)
+    plan = build_plan([Gradient("w", (10**6,), "float32")], cluster, profile)
+    with pytest.raises(ConversionError, match="simulate up to 200 ranks"):
+        try_out(plan, profile)
+
+
+def test_broken_replicas_are_told() -> None:
+    trial = replace(trial_of()[0], equal=(1, 2))
+    assert not trial.holds
+    assert "NOT equal after updates 3, 4, 5, 6, 7, 8" in describe(trial)
