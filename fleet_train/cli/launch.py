@@ -12,6 +12,7 @@ import click
 from fleet_train.launch.request import (
     DEFAULT_JOIN_TIMEOUT_SECONDS,
     DEFAULT_STARTED_PORT,
+    FaultPolicy,
     LaunchRequest,
     parse_devices,
     parse_hosts,
@@ -28,6 +29,9 @@ Examples
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
 \b
+  # the same, started again from the last checkpoint when a process or machine dies
+  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
+\b
   # two "nodes" on this one machine, to try it out (one command per terminal)
   python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
   python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.3 train.py
@@ -36,9 +40,12 @@ Examples
   python -m fleet_train launch --dry-run --nproc_per_node=2 train.py
 \b
 Everything after the script belongs to the script. Output of rank 0 appears here, that of every
-process in LOG_DIR/workerlog.N. The exit code is 0, or that of the rank that failed first.
+process in LOG_DIR/workerlog.N. The exit code is 0, that of the rank that failed first,
+or 12 after SIGTERM when the state was saved.
 """
 
+
+_POLICY = FaultPolicy()
 
 # Flags of paddle.distributed.launch that name the same job in another way.
 _STOCK_FLAGS = {
@@ -46,7 +53,9 @@ _STOCK_FLAGS = {
     "--nnodes": "the number of nodes is that of --cluster_node_ips=A,B",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
     "--job_id": "jobs are told apart by --started_port",
-    "--max_restart": "restarting is not available yet",
+    "--max_restart": "it is --max_restarts here, and the default is 0",
+    "--elastic_level": "use --max_restarts=N, and --min_nodes=M to go on without a lost node",
+    "--elastic_timeout": "use --rejoin_timeout=SECONDS",
 }
 
 
@@ -103,6 +112,42 @@ class _LaunchCommand(click.Command):
     help=f"How long to wait for the other nodes. [default: {DEFAULT_JOIN_TIMEOUT_SECONDS:g}]",
 )
 @click.option(
+    "--max_restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="When a rank or node fails, start all ranks again, N times at most. They find FLEET_TRAIN_ATTEMPT=1, 2, ... "
+    "and go on from their last checkpoint; the reference trainer does.",
+)
+@click.option(
+    "--min_nodes",
+    type=int,
+    metavar="M",
+    help="Go on with M or more nodes when a lost one does not come back. [default: all]",
+)
+@click.option(
+    "--rejoin_timeout",
+    type=click.FloatRange(min=0),
+    default=_POLICY.rejoin_timeout_seconds,
+    metavar="SECONDS",
+    help=f"How long to wait for a lost node before that. [default: {_POLICY.rejoin_timeout_seconds:g}]",
+)
+@click.option(
+    "--lost_node_timeout",
+    type=click.FloatRange(min=1),
+    default=_POLICY.lost_node_timeout_seconds,
+    metavar="SECONDS",
+    help=f"A node that says nothing for so long is lost. [default: {_POLICY.lost_node_timeout_seconds:g}]",
+)
+@click.option(
+    "--grace_seconds",
+    type=click.FloatRange(min=0),
+    default=_POLICY.grace_seconds,
+    metavar="SECONDS",
+    help=f"After SIGTERM, how long ranks may take to save their state. [default: {_POLICY.grace_seconds:g}]",
+)
+@click.option(
     "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
@@ -143,6 +188,11 @@ def read_request(
     strategy: str | None,
     log_dir: Path,
     join_timeout: float,
+    max_restarts: int,
+    min_nodes: int | None,
+    rejoin_timeout: float,
+    lost_node_timeout: float,
+    grace_seconds: float,
     use_paddlecloud: bool,
 ) -> LaunchRequest:
     """The request that the flags make. Raises ClusterError for a text that cannot be read."""
@@ -166,4 +216,5 @@ def read_request(
         strategy=strategy,
         log_dir=log_dir,
         join_timeout_seconds=join_timeout,
+        faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds),
     )

@@ -21,7 +21,15 @@ Describe = Callable[[int], str]
 class StoreClient:
     """One member's connection to the store. Calls from several threads take turns; a waiting call occupies it."""
 
-    def __init__(self, sock: socket.socket, endpoint: str, member: int, group: str, describe: Describe) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        member: int,
+        group: str,
+        describe: Describe,
+        answer_seconds: float = _ANSWER_GRACE_SECONDS,
+    ) -> None:
         self.endpoint = endpoint
         self.member = member
         self.group = group
@@ -29,6 +37,7 @@ class StoreClient:
         self._file = sock.makefile("rb")
         self._lock = threading.Lock()
         self._describe = describe
+        self._answer_seconds = answer_seconds
 
     @classmethod
     def connect(
@@ -40,13 +49,19 @@ class StoreClient:
         timeout_seconds: float = 300.0,
         watched: bool = True,
         describe: Describe | None = None,
+        machine: str = "",
+        silence_seconds: float | None = None,
+        answer_seconds: float = _ANSWER_GRACE_SECONDS,
     ) -> StoreClient:
-        """Connect, retrying until the server listens.
+        """Connect, retrying until the server listens. ``endpoint`` is ``host:port``, or ``host:port/scope``.
 
-        A *watched* connection stands for the member: when it breaks without ``leave()``, the member counts as lost.
+        A *watched* connection stands for the member: when it breaks without ``leave()``, the member counts as lost;
+        when it says nothing for ``silence_seconds``, so do all that have named the same ``machine``, in every scope.
+        ``answer_seconds`` is how long the server may take for an answer that needs no waiting.
         Raises JoinTimeout when nobody listens within the bound, ClusterError when the member is connected already.
         """
-        host, port = endpoint.rsplit(":", 1)
+        address, _, scope = endpoint.partition("/")
+        host, port = address.rsplit(":", 1)
         deadline = time.monotonic() + timeout_seconds
         for pause in _pauses():
             try:
@@ -57,15 +72,17 @@ class StoreClient:
             except OSError as error:
                 if time.monotonic() + pause >= deadline:
                     raise JoinTimeout(
-                        f"nobody answers at {endpoint}, where the rendezvous store of this job should be, within "
+                        f"nobody answers at {address}, where the rendezvous store of this job should be, within "
                         f"{timeout_seconds:g} s ({error}); start the job on the first node, and check that the node "
                         "list is the same everywhere and that the port can be reached"
                     ) from error
                 time.sleep(pause)
         keep_alive(sock)
-        client = cls(sock, endpoint, member, group, describe or (lambda i: f"{group} {i}"))
+        client = cls(sock, address, member, group, describe or (lambda i: f"{group} {i}"), answer_seconds)
+        hello = {"scope": scope, "group": group, "member": member, "watched": watched}
+        hello |= {"machine": machine, "silence": silence_seconds}
         try:
-            client._call({"do": "hello", "group": group, "member": member, "watched": watched})
+            client._call({"do": "hello", **hello})
         except BaseException:
             client.close()
             raise
@@ -104,6 +121,10 @@ class StoreClient:
         """Members that were connected and are no longer: member -> ``left`` or how it was lost."""
         return {int(member): how for member, how in self._call({"do": "gone", "group": group or self.group})}
 
+    def beat(self) -> None:
+        """Be heard: resets the server's ``silence_seconds``. Raises WorkerFailed when the server does not answer."""
+        self._call({"do": "beat"})
+
     def leave(self) -> None:
         """Say goodbye: from now on this member counts as finished, not as lost."""
         self._call({"do": "leave"})
@@ -116,7 +137,7 @@ class StoreClient:
     def _call(self, request: Json, patience_seconds: float = 0.0) -> Json:
         with self._lock:
             try:
-                self._sock.settimeout(patience_seconds + _ANSWER_GRACE_SECONDS)
+                self._sock.settimeout(patience_seconds + self._answer_seconds)
                 self._sock.sendall(json.dumps(request, separators=(",", ":")).encode() + b"\n")
                 line = self._file.readline()
             except (OSError, ValueError) as error:

@@ -3,6 +3,8 @@
 One server per job, JSON lines over TCP, no pickle. It offers what a key-value store does not: a *gather* that knows
 which members it still waits for, notices a member whose connection breaks, and tells every waiter who that was.
 It needs no Paddle, so that launchers can host it and outlive the ranks.
+
+A *scope* is a memory of its own within one server: a restarted job meets in a new one, at the same port.
 """
 
 from __future__ import annotations
@@ -106,6 +108,29 @@ class _State:
         return {"error": "timeout", "missing": missing}
 
 
+class _Memory:
+    """All scopes, and who is connected to which. Touched by the event loop's thread only (``members`` is also read)."""
+
+    def __init__(self) -> None:
+        self.scopes: dict[str, _State] = {}
+        self.members: dict[tuple[str, str, int], str] = {}
+        """(scope, group, member) -> the machine that it has named."""
+
+    def scope(self, name: str) -> _State:
+        return self.scopes.setdefault(name, _State())
+
+    def lose(self, machine: str, how: str) -> None:
+        """The machine is silent: its members count as gone in every scope, whatever TCP still believes."""
+        for key in [key for key, named in self.members.items() if named == machine]:
+            self.depart(key, how)
+
+    def depart(self, key: tuple[str, str, int], how: str) -> None:
+        if self.members.pop(key, None) is not None:  # else it was lost already
+            state = self.scope(key[0])
+            state.gone[key[1:]] = how
+            state.review()
+
+
 class StoreServer:
     """Host the store on ``host:port`` (0 picks a free port) from a thread of this process.
 
@@ -115,7 +140,7 @@ class StoreServer:
     def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.port = port
-        self._state = _State()
+        self._memory = _Memory()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
         self._bound = threading.Event()
@@ -144,9 +169,9 @@ class StoreServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout=10)
 
-    def connected_members(self, group: str = "rank") -> int:
-        """How many members of ``group`` are connected now (a racy reading, for lingering at the end)."""
-        return sum(1 for g, _ in list(self._members) if g == group)
+    def connected_members(self, group: str = "rank", scope: str = "") -> set[int]:
+        """The members of ``group`` that are connected now (a racy reading)."""
+        return {member for s, g, member in list(self._memory.members) if (s, g) == (scope, group)}
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -157,7 +182,6 @@ class StoreServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        self._members: set[tuple[str, int]] = set()
         self._stopping = asyncio.Event()
         try:
             server = await asyncio.start_server(self._on_connection, self.host, self.port, limit=FRAME_LIMIT_BYTES)
@@ -178,7 +202,7 @@ class StoreServer:
         self._connections.add(task)
         try:
             keep_alive(writer.get_extra_info("socket"))
-            await _Connection(self._state, self._members, reader, writer).serve()
+            await _Connection(self._memory, reader, writer).serve()
         except asyncio.CancelledError:
             pass
         finally:
@@ -189,27 +213,34 @@ class StoreServer:
 class _Connection:
     """One client's side of the conversation: a request, its answer, the next request."""
 
-    def __init__(
-        self,
-        state: _State,
-        members: set[tuple[str, int]],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self._state = state
-        self._members = members
+    def __init__(self, memory: _Memory, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._memory = memory
         self._reader = reader
         self._writer = writer
+        self._scope = ""
         self._group = ""
         self._member = -1
+        self._machine = ""
         self._watched = False
+        self._silence_seconds: float | None = None
+
+    @property
+    def _state(self) -> _State:
+        return self._memory.scope(self._scope)
+
+    @property
+    def _key(self) -> tuple[str, str, int]:
+        return self._scope, self._group, self._member
 
     async def serve(self) -> None:
         try:
-            while line := await self._reader.readline():
+            while line := await asyncio.wait_for(self._reader.readline(), self._silence_seconds):
                 reply = await self._reply(json.loads(line))
                 self._writer.write(json.dumps(reply, separators=(",", ":")).encode() + b"\n")
                 await self._writer.drain()
+        except asyncio.TimeoutError:  # ours, or TCP's own
+            if self._silence_seconds is not None:
+                self._memory.lose(self._machine, f"not heard of for {self._silence_seconds:g} s")
         except (OSError, ValueError, KeyError, TypeError, asyncio.IncompleteReadError):
             pass  # a broken connection, or a stranger who does not speak this protocol
         finally:
@@ -218,9 +249,7 @@ class _Connection:
 
     def _depart(self, how: str) -> None:
         self._watched = False
-        self._members.discard((self._group, self._member))
-        self._state.gone[(self._group, self._member)] = how
-        self._state.review()
+        self._memory.depart(self._key, how)
 
     async def _reply(self, request: Json) -> Json:
         state = self._state
@@ -243,20 +272,23 @@ class _Connection:
                 return {"value": [[m, how] for (g, m), how in state.gone.items() if g == request["group"]]}
             case "leave":
                 self._depart("left")
+            case "beat":
+                pass
             case _:
                 return {"error": "request"}
         return {"value": None}
 
     def _hello(self, request: Json) -> Json:
-        self._group, self._member = request["group"], request["member"]
+        self._scope, self._group, self._member = request["scope"], request["group"], request["member"]
         self._watched = request["watched"]
-        key = (self._group, self._member)
         if self._watched:
-            if key in self._members:
+            if self._key in self._memory.members:
                 self._watched = False
                 return {"error": "twice"}
-            self._members.add(key)
-            self._state.gone.pop(key, None)
+            self._machine = request["machine"]
+            self._memory.members[self._key] = self._machine
+            self._state.gone.pop((self._group, self._member), None)
+            self._silence_seconds = request["silence"]
         return {"value": None}
 
     async def _gather(self, request: Json) -> Json:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fleet_train.errors import WorkerFailed
+from fleet_train.errors import Preempted, WorkerFailed
 
 _SHELL_SIGNAL_BASE = 128
 
@@ -31,6 +31,11 @@ class RankEnd:
         return self.exit_code == 0
 
     @property
+    def preempted(self) -> bool:
+        """It was asked to stop, has saved its state, and stopped."""
+        return self.exit_code == Preempted.exit_code
+
+    @property
     def without_trace(self) -> bool:
         """Its wrapper was killed, so nobody wrote down how it ended."""
         return self.exit_code is None and self.signal_number is None
@@ -38,7 +43,11 @@ class RankEnd:
     @property
     def followed(self) -> bool:
         """It ended because something else had failed: we stopped it, or it reported that another rank was lost."""
-        return not self.succeeded and (self.asked_to_stop or self.exit_code == WorkerFailed.exit_code)
+        return (
+            not self.succeeded
+            and not self.preempted
+            and (self.asked_to_stop or self.exit_code == WorkerFailed.exit_code)
+        )
 
     @property
     def shell_code(self) -> int:
@@ -55,6 +64,8 @@ class RankEnd:
             return f"{'stopped' if self.asked_to_stop else 'killed'} by {signal_name(self.signal_number)}"
         if self.exit_code == WorkerFailed.exit_code:
             return f"exit code {self.exit_code} (another rank was lost)"
+        if self.preempted:
+            return f"exit code {self.exit_code} (stopped in good order)"
         return "finished" if self.succeeded else f"exit code {self.exit_code}"
 
     def to_json(self) -> dict[str, Any]:
@@ -73,11 +84,11 @@ def signal_name(number: int) -> str:
 
 
 def choose_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """The rank that failed first by itself; None when all succeeded.
+    """The rank that failed first by itself; None when all succeeded or stopped in good order.
 
     Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
     """
-    failed = [end for end in ends if not end.succeeded]
+    failed = [end for end in ends if not end.succeeded and not end.preempted]
     return min(failed, key=lambda end: (end.asked_to_stop, end.followed, end.seconds, end.rank), default=None)
 
 

@@ -1,6 +1,6 @@
-"""The launchers of all nodes meet in the job store: before the first rank starts, while the job runs, at the end.
+"""The launchers of one attempt meet: before its first rank starts, while its ranks run, at its end.
 
-Node 0's launcher hosts the store, so it outlives the ranks. Every launcher is a member of the store's group ``node``.
+Each attempt has a scope of its own in the job store, where its ranks meet too. Launchers are the group ``node``.
 """
 
 from __future__ import annotations
@@ -13,67 +13,61 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.store_client import StoreClient
-from fleet_train.cluster.store_server import StoreServer
 from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.node import Node
 
 GROUP = "node"
+_STOP = "launch/stop"
 _POLL_SECONDS = 0.2
 _SAY_EVERY_SECONDS = 10.0
 _FOLDER_SECONDS = 60.0
-_GOODBYE_SECONDS = 1.5  # three looks of a launcher that is still at work
 
 Facts = dict[str, Any]
 Say = Callable[[str], None]
 
 
 class Meeting:
-    """This launcher's seat in the store. ``start`` is the monotonic time at which all nodes had come."""
+    """This launcher's place in one attempt. ``start`` is the monotonic time at which all nodes had come."""
 
-    def __init__(self, node: Node, client: StoreClient, server: StoreServer | None) -> None:
+    def __init__(self, node: Node, client: StoreClient) -> None:
         self.node = node
         self.start = time.monotonic()
         self._client = client
-        self._server = server
         self._host_left = False
-        self._lingered = False
 
     @classmethod
-    def open(cls, node: Node, timeout_seconds: float) -> Meeting:
-        """Host the store (node 0) and take the seat. Raises JoinTimeout when node 0's launcher does not come."""
-        server = StoreServer(node.addresses[0], node.store_port).start() if node.index == 0 else None
-        try:
-            client = StoreClient.connect(
-                node.store_endpoint, node.index, group=GROUP, timeout_seconds=timeout_seconds, describe=node.describe
-            )
-        except JoinTimeout:
-            raise JoinTimeout(
-                f"the launcher of {node.describe(0)}, which hosts the job store at {node.store_endpoint}, did not come "
-                f"within {timeout_seconds:g} s; start it with the same --cluster_node_ips and --started_port, or check "
-                "that this port is not blocked by a firewall"
-            ) from None
-        except BaseException:
-            if server is not None:
-                server.stop()
-            raise
-        return cls(node, client, server)
+    def open(cls, node: Node, scope: int, timeout_seconds: float, answer_seconds: float = 10.0) -> Meeting:
+        """Take the place. Raises JoinTimeout when node 0's launcher, which hosts the store, does not come."""
+        client = StoreClient.connect(
+            f"{node.store_endpoint}/{scope}",
+            node.index,
+            group=GROUP,
+            timeout_seconds=timeout_seconds,
+            describe=node.describe,
+            machine=node.address,
+            answer_seconds=answer_seconds,
+        )
+        return cls(node, client)
 
     # before the first rank
 
-    def join(self, facts: Facts, timeout_seconds: float, say: Say) -> None:
-        """Return when every node has come with the same facts.
+    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say) -> int:
+        """The attempt's number (the highest that a node proposed), when every node has come with the same facts.
 
         Raises JoinTimeout naming the nodes that are missing, ScheduleMismatch naming what differs.
         """
         deadline = time.monotonic() + timeout_seconds
         try:
             self._await_all(facts, deadline, timeout_seconds, say)
-            self._client.gather("launch", facts, len(self.node.addresses), max(1.0, deadline - time.monotonic()))
+            proposed = self._client.gather(
+                "launch", attempt, len(self.node.addresses), max(1.0, deadline - time.monotonic())
+            )
         except FleetTrainError as error:
             self.fail(str(error), type(error).exit_code)
             raise
         self.start = time.monotonic()
+        return int(max(proposed.values()))
 
     def _await_all(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> None:
         self._client.set(f"launch/facts/{self.node.index}", facts)
@@ -135,15 +129,29 @@ class Meeting:
         lost = [self.node.describe(index) for index, how in sorted(gone.items()) if how != "left"]
         self._host_left = gone.get(0) == "left" and self.node.index != 0
         if lost:
-            message = f"the launcher of {', '.join(lost)} was lost: it was killed, or its machine cannot be reached"
+            silent = next((how for how in gone.values() if how.startswith("not heard")), "")
+            message = f"the launcher of {', '.join(lost)} was lost{silent and f' ({silent})'}"
+            message += ": it was killed, or its machine cannot be reached"
             return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_culprit": True}
         return failure
 
-    def fail(self, message: str, exit_code: int, *, no_culprit: bool = False) -> None:
-        """Tell everybody why the job ends; the first report stands."""
+    def fail(self, message: str, exit_code: int, *, no_culprit: bool = False, final: bool = False) -> None:
+        """Tell everybody why the attempt ends; the first report stands. ``final``: it is not to be tried again."""
         report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_culprit": no_culprit}
         with suppress(FleetTrainError):
-            self._client.fail(report)
+            self._client.fail({**report, "final": final})
+
+    def announce_stop(self, why: str, grace_seconds: float) -> None:
+        """Tell everybody that the job was asked to stop, and how long ranks may take to save their state."""
+        with suppress(FleetTrainError):
+            self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds})
+
+    def stop_announced(self) -> dict[str, Any] | None:
+        """What ``announce_stop`` said on some node; None while nobody has, or when the store does not answer."""
+        with suppress(FleetTrainError):
+            notice: dict[str, Any] | None = self._client.get(_STOP)
+            return notice
+        return None
 
     # at the end
 
@@ -168,37 +176,32 @@ class Meeting:
                 time.sleep(_POLL_SECONDS if missing - silent else 0)
         return ends, [self.node.describe(index) for index in sorted(missing)]
 
-    def linger(self, seconds: float, say: Say | None = None) -> dict[str, Any] | None:
-        """Node 0 keeps the store while other nodes are at work, at most this long and once; the others go at once.
+    def await_others(self, seconds: float, say: Say) -> dict[str, Any] | None:
+        """After this node's ranks have ended well: wait until those of the others have ended, at most so long.
 
-        With ``say`` (after success) a failure elsewhere ends the wait and is returned, also one that came before it.
+        A failure elsewhere ends the wait and is returned, also one that came before it.
         """
         deadline = time.monotonic() + seconds
         word_at = time.monotonic() + 2.0
-        with suppress(FleetTrainError):
-            while True:
-                failure = self._client.failure() if say is not None else None
-                others = self._server is not None and self._server.connected_members(GROUP) > 1
-                if failure is not None:
-                    return failure
-                if self._lingered or not others or time.monotonic() > deadline:
-                    self._lingered = True
-                    return None
-                if say is not None and time.monotonic() > word_at:
-                    say(f"this node's ranks have ended; keeping the job store for the others, {seconds:g} s at most")
-                    word_at = deadline
-                time.sleep(_POLL_SECONDS)
-        return None
+        missing = set(range(len(self.node.addresses))) - {self.node.index}
+        while True:
+            try:
+                failure = self.failure()
+                missing = {index for index in missing if self._client.get(f"launch/ends/{index}") is None}
+            except FleetTrainError:
+                return None  # the host has ended; our ranks have ended well
+            if failure is not None or not missing or time.monotonic() > deadline:
+                return failure
+            if time.monotonic() > word_at:
+                awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
+                say(f"this node's ranks have ended; waiting for those of {awaited}, {seconds:g} s at most")
+                word_at = deadline
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Leave, and end the store where it is hosted here."""
         with suppress(FleetTrainError):
             self._client.leave()
-        if self._server is not None and self._server.connected_members(GROUP):
-            time.sleep(_GOODBYE_SECONDS)  # so that those who are still at work can see that we left in order
         self._client.close()
-        if self._server is not None:
-            self._server.stop()
 
 
 def refuse_differences(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet_train.cluster import network
 from fleet_train.errors import ClusterError
@@ -44,6 +44,10 @@ class Node:
     def ranks(self) -> range:
         """The ranks that run on this node, in the order of their local index."""
         return range(self.index * self.processes, (self.index + 1) * self.processes)
+
+    def among(self, nodes: tuple[int, ...]) -> Node:
+        """This node in a job of these nodes only (positions in ``addresses``), which must contain it."""
+        return replace(self, addresses=tuple(self.addresses[i] for i in nodes), index=nodes.index(self.index))
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from fleet_train.launch.machine import Machine, look_around
 from fleet_train.launch.meeting import Facts, check_told
 from fleet_train.launch.node import Node, check_ports, place
 from fleet_train.launch.report import counted
-from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 from fleet_train.launch.stock import stock_command
 
 if TYPE_CHECKING:
@@ -40,6 +40,16 @@ class Launch:
     strategy: str | None
     environment: LaunchEnvironment
     facts: Facts
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
+
+    def for_nodes(self, nodes: tuple[int, ...]) -> Launch:
+        """The same launch with these nodes of the list only: ranks are counted anew."""
+        return replace(self, node=self.node.among(nodes))
+
+    def environ_of(self, scope: int, number: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one attempt's ranks: their meeting place in the store, and which attempt it is."""
+        told = {"FLEET_TRAIN_STORE": f"{self.node.store_endpoint}/{scope}", "FLEET_TRAIN_ATTEMPT": str(number)}
+        return self.environment.over(environ) | told
 
     def command(self, token: str, private: Path) -> list[str]:
         return stock_command(
@@ -87,6 +97,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         strategy=strategy,
         environment=build_environment(node, machine, wanted, environ),
         facts=facts_of(node, machine, profile, request),
+        faults=checked_faults(request.faults, node),
     )
 
 
@@ -100,12 +111,29 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
             "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
             if profile and request.strategy
             else "none",
+            "--max_restarts": request.faults.max_restarts,
+            "--min_nodes": request.faults.min_nodes or len(node.addresses),
             "the kind of device": "GPU" if node.devices else "CPU",
             "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
             "the fleet_train version": machine.versions["fleet_train"],
             "the Paddle version": machine.versions["paddle"],
         }
     )
+
+
+def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
+    """Raises ClusterError for settings that contradict each other or the node list."""
+    if faults.min_nodes is not None and not 1 <= faults.min_nodes <= len(node.addresses):
+        raise ClusterError(
+            f"--min_nodes={faults.min_nodes}: the job has {counted(len(node.addresses), 'node')} "
+            "(--cluster_node_ips), so give a number from 1 to that"
+        )
+    if faults.min_nodes is not None and faults.max_restarts == 0:
+        raise ClusterError(
+            f"--min_nodes={faults.min_nodes} has no effect without restarts: going on without a node is a restart from "
+            "the last checkpoint; add --max_restarts=3"
+        )
+    return faults
 
 
 def check_program(request: LaunchRequest) -> None:

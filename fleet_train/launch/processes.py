@@ -49,6 +49,20 @@ def start_stock_launcher(command: list[str], environ: Mapping[str, str], private
         )
 
 
+def freeze(stock: subprocess.Popen[bytes]) -> None:
+    """Stop the stock launcher from acting once its ranks run: it would kill ranks that save their state.
+
+    Nothing of it is needed any more: we watch the ranks ourselves, and SIGKILL ends a frozen process too.
+    """
+    _signal(stock.pid, signal.SIGSTOP)
+
+
+def ask_to_stop(wrapper_pids: Iterable[int]) -> None:
+    """Let the ranks have SIGTERM, without a bound on how long they take to end."""
+    for pid in wrapper_pids:
+        _signal(pid, worker.ORDERLY_STOP)
+
+
 def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) -> None:
     """End all ranks and the stock launcher: politely through the wrappers, then by force. Bounded by about 8 s.
 
@@ -59,7 +73,7 @@ def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) 
         _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
     while waiting and time.monotonic() < deadline:
-        waiting = {pid for pid in waiting if _runs(pid)}
+        waiting = {pid for pid in waiting if runs(pid)}
         time.sleep(0.02)
     kill_now(stock)
 
@@ -102,7 +116,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether the process is there and not a zombie that its parent has yet to collect."""
     import psutil
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet_train.errors import ClusterError
@@ -11,6 +11,21 @@ from fleet_train.errors import ClusterError
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_STARTED_PORT = 6170
 DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class FaultPolicy:
+    """What the launchers do when something goes wrong. Times in seconds."""
+
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """Go on with so many nodes when others do not come back. None: all nodes are needed."""
+    rejoin_timeout_seconds: float = 300.0
+    """How long to wait for a lost node, or for the launcher of node 0, before going on or giving up."""
+    lost_node_timeout_seconds: float = 20.0
+    """A node whose launcher has said nothing for so long is lost."""
+    grace_seconds: float = 30.0
+    """How long ranks may take to save their state after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,7 @@ class LaunchRequest:
     strategy: str | None = None
     log_dir: Path = Path("log")
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
 
 
 def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from fleet_train.errors import WorkerFailed
+from fleet_train.launch import processes
 from fleet_train.launch.ends import RankEnd, choose_culprit
 from fleet_train.launch.meeting import Meeting
+from fleet_train.launch.signals import Stopping, signal_name
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 
 _TICK_SECONDS = 0.1
@@ -21,10 +24,14 @@ _ECHO_SECONDS = 2.0
 _CONFESSION_SECONDS = 3.0
 # After the stock launcher's end, for records that are being written.
 _RECORD_SECONDS = 1.0
+# Beyond another node's grace: how long the news of its end may take.
+_NEWS_SECONDS = 5.0
 
 
 class Cause(Enum):
     ALL_ENDED_WELL = "all ranks of this node have ended with 0"
+    PREEMPTED = "all ranks of this node have ended, and some stopped in good order because they were asked to"
+    STOPPED = "this launcher was asked to stop, and its ranks have not stopped in good order"
     RANK_FAILED = "a rank of this node has failed"
     TOLD = "somebody else has reported a failure"
     STORE_LOST = "node 0's launcher has vanished"
@@ -41,7 +48,7 @@ class Verdict:
 
 
 class Supervisor:
-    """One look per tick at: rank 0's output, the end records, the store, and the stock launcher itself."""
+    """One look per tick at: rank 0's output, the end records, signals, the store, and the stock launcher itself."""
 
     def __init__(
         self,
@@ -49,38 +56,72 @@ class Supervisor:
         meeting: Meeting,
         stock: subprocess.Popen[bytes],
         follower: Follower | NoFollower,
+        stopping: Stopping,
+        grace_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files = files
         self.meeting = meeting
         self.stock = stock
         self.follower = follower
+        self.stopping = stopping
+        self.grace_seconds = grace_seconds
         self._clock = clock
         self._next_look_at_store = 0.0
+        self._frozen = False
         self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
         self._told_at: float | None = None
+        self._stop_until: float | None = None
+        self._notice: dict[str, Any] | None = None
 
     def watch(self) -> Verdict:
-        while True:
-            verdict = self.look()
-            if verdict is not None:
-                self.follower.pump()
-                return verdict
-            time.sleep(_TICK_SECONDS)
+        with self.stopping.orderly():
+            while True:
+                verdict = self.look()
+                if verdict is not None:
+                    self.follower.pump()
+                    return verdict
+                time.sleep(_TICK_SECONDS)
 
     def look(self) -> Verdict | None:
         self.follower.pump()
+        if not self._frozen and self.files.all_have_started():
+            processes.freeze(self.stock)
+            self._frozen = True
         ends = self.ends()
-        if len(ends) == self.files.node.processes and all(end.succeeded for end in ends):
-            return Verdict(Cause.ALL_ENDED_WELL)
-        failed = any(not end.succeeded for end in ends)
+        all_ended = len(ends) == self.files.node.processes
+        if all_ended and all(end.succeeded or end.preempted for end in ends):
+            return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
+        failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._clock() >= self._next_look_at_store:
             self._next_look_at_store = self._clock() + _STORE_EVERY_SECONDS
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
+        self._heed_stop(any(end.preempted for end in ends))
+        if self.stopping.asked:
+            assert self._stop_until is not None
+            return Verdict(Cause.STOPPED) if all_ended or self._clock() > self._stop_until else None
+        if self._stop_until is not None and self._clock() > self._stop_until:
+            return Verdict(Cause.STOPPED)
         return self._judge(ends) if failed else None
+
+    def _heed_stop(self, one_has_stopped: bool) -> None:
+        """From the first sign of an orderly stop on, wherever it was asked for, ranks have a bounded time to end."""
+        if self._stop_until is not None:
+            return
+        if self.stopping.asked:
+            self._stop_until = self._clock() + self.grace_seconds
+            self.meeting.announce_stop(
+                f"{self.files.node.describe()} was asked to stop by {signal_name(self.stopping.asked)}",
+                self.grace_seconds,
+            )
+            processes.ask_to_stop(self.files.wrapper_pids())
+        elif one_has_stopped:
+            self._stop_until = self._clock() + self.grace_seconds
+        elif (notice := self._notice) is not None:
+            self._stop_until = self._clock() + float(notice["grace_seconds"]) + _NEWS_SECONDS
 
     def _judge(self, ends: list[RankEnd]) -> Verdict | None:
         culprit = choose_culprit(ends)
@@ -95,6 +136,7 @@ class Supervisor:
             report = self.meeting.failure()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
+        self._notice = self.meeting.stop_announced() if self._stop_until is None else None
         if report is None:
             return None
         self._told_at = self._told_at or self._clock()
@@ -107,6 +149,8 @@ class Supervisor:
         """How ranks have ended so far; when the stock launcher is gone, the rest has ended without a trace."""
         since_start = self._clock() - self.meeting.start
         ends = self.files.ends(self.meeting.start)
+        for local in self.files.without_wrapper():
+            ends.setdefault(local, self.files.end_without_trace(local, since_start))
         if self.stock.poll() is not None:
             self._stock_ended_at = self._stock_ended_at or self._clock()
             if self._clock() > self._stock_ended_at + _RECORD_SECONDS:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.launch import worker
+from fleet_train.launch import processes, worker
 from fleet_train.launch.ends import RankEnd, end_from_record, last_lines
 from fleet_train.launch.node import Node
 
@@ -19,17 +19,23 @@ _TAIL_BYTES = 64 * 1024
 class RankFiles:
     """The logs and end records of this node's ranks, in ``log_dir``."""
 
-    def __init__(self, node: Node, log_dir: Path, token: str) -> None:
+    def __init__(self, node: Node, log_dir: Path, token: str, attempt: int = 0) -> None:
         self.node = node
         self.log_dir = log_dir
         self.token = token
+        self.attempt = attempt
 
     def prepare(self) -> None:
-        """Make the folder; remove what an earlier job has left under the names that this one uses."""
+        """Make the folder; remove what an earlier job has left, keep the logs of this job's earlier attempts."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for local in range(self.node.processes):
-            for name in (worker.log_name(local), worker.record_name(local)):
-                (self.log_dir / name).unlink(missing_ok=True)
+            (self.log_dir / worker.record_name(local)).unlink(missing_ok=True)
+            log = self.log_file(local)
+            if self.attempt == 0:
+                for old in [log, *self.log_dir.glob(f"{log.name}.attempt*")]:
+                    old.unlink(missing_ok=True)
+            elif log.exists():
+                log.replace(log.with_name(f"{log.name}.attempt{self.attempt - 1}"))
 
     def log_file(self, local_rank: int) -> Path:
         return self.log_dir / worker.log_name(local_rank)
@@ -44,6 +50,15 @@ class RankFiles:
                 if record["token"] == self.token:
                     found[local] = record
         return found
+
+    def all_have_started(self) -> bool:
+        return len(self.records()) == self.node.processes
+
+    def without_wrapper(self) -> list[int]:
+        """Local ranks whose wrapper is gone and has not written down an end."""
+        gone = [local for local, record in self.records().items() if not processes.runs(record["wrapper_pid"])]
+        records = self.records()  # read again: an end may have been written in between
+        return [local for local in gone if "ended_monotonic" not in records[local]]
 
     def wrapper_pids(self) -> list[int]:
         return [record["wrapper_pid"] for record in self.records().values() if "ended_monotonic" not in record]

@@ -20,8 +20,9 @@ import time
 from types import FrameType
 from typing import Any
 
-# The stock launcher kills without a word about 3.6 s after its SIGTERM: end before, so that the end is written down.
+# How long a rank that has to end may take to do so. An orderly stop has no bound here: its sender bounds it.
 GRACE_SECONDS = 3.0
+ORDERLY_STOP = signal.SIGUSR1
 # A signal for the whole group reaches the child and us in any order.
 _SIGNAL_RACE_SECONDS = 0.05
 PRIVATE_PREFIX = "fleet_train-launch-"
@@ -54,12 +55,14 @@ class RankProcess:
         self.command = command
         self.log_path = log_path
         self.environ = environ
-        self.asked_to_stop = 0  # the first signal that we were given
+        self.asked_to_stop = 0  # the first signal that the child was given
+        self._must_end = False
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
+        signal.signal(ORDERLY_STOP, self._on_orderly_stop)
         signal.signal(signal.SIGALRM, self._on_grace_over)
         us = os.getpid()
 
@@ -79,7 +82,7 @@ class RankProcess:
                 preexec_fn=in_child,
             )
         if self.asked_to_stop:  # came while the child was being made
-            self._forward(self.asked_to_stop)
+            self.child.send_signal(self.asked_to_stop)
 
     def wait(self) -> int:
         """The child's end as subprocess gives it (negative: the signal); nothing of a failed rank is left behind."""
@@ -94,14 +97,19 @@ class RankProcess:
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
         # Only the first one is passed on: the stock launcher repeats itself, and a script may be saving its state.
-        if not self.asked_to_stop:
-            self.asked_to_stop = number
+        if not self._must_end:
+            self._must_end = True
             self._forward(number)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
+
+    def _on_orderly_stop(self, _: int, __: FrameType | None) -> None:
+        if not self.asked_to_stop:
+            self._forward(signal.SIGTERM)
 
     def _forward(self, number: int) -> None:
+        self.asked_to_stop = self.asked_to_stop or number
         if self.child is not None:
             self.child.send_signal(number)
-            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
 
     def _on_grace_over(self, _: int, __: FrameType | None) -> None:
         self._signal_group(signal.SIGKILL)

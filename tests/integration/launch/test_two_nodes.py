@@ -54,7 +54,7 @@ def test_one_job_over_two_nodes(bench: Bench) -> None:
             "PADDLE_TRAINERS_NUM 4",
             f"PADDLE_TRAINER_ENDPOINTS {endpoints}",
             f"PADDLE_LOCAL_RANK {rank % 2}",
-            f"FLEET_TRAIN_STORE 127.0.0.2:{port + 2}",
+            f"FLEET_TRAIN_STORE 127.0.0.2:{port + 2}/0",
             "OMP_NUM_THREADS 1",
             "token True",
         ]

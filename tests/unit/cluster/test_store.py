@@ -182,3 +182,35 @@ def test_members_that_wait_for_each_other_at_different_points_are_told(server: S
         two.gather("all_reduce 0", None, 2, 30)
     thread.join(timeout=5)
     assert isinstance(results[0], ScheduleMismatch)
+
+
+def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
+    first, second = connect(server, 0), StoreClient.connect(f"{server.endpoint}/1", 0, timeout_seconds=5)
+    first.set("key", "of the first")
+    first.fail({"message": "the first has failed"})
+    assert (second.get("key"), second.failure()) == (None, None)
+    first.close()
+    thread, results = in_thread(lambda: StoreClient.connect(f"{server.endpoint}/1", 1).gather("join", "b", 2, 5))
+    assert second.gather("join", "a", 2, 5) == {0: "a", 1: "b"}
+    thread.join()
+    assert results == [{0: "a", 1: "b"}]
+    assert server.connected_members(scope="1") >= {0}
+
+
+def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreServer) -> None:
+    def seat() -> StoreClient:
+        return connect(server, 1, machine="b", silence_seconds=0.3)
+
+    silent = seat()
+    elsewhere = StoreClient.connect(f"{server.endpoint}/2", 1, machine="b")
+    waiting = StoreClient.connect(f"{server.endpoint}/2", 0, timeout_seconds=5)
+    for _ in range(4):
+        silent.beat()
+        time.sleep(0.15)  # twice as often as it must
+    assert connect(server, 0).gone() == {}
+    with pytest.raises(WorkerFailed, match=r"rank 1 was lost \(not heard of for 0.3 s"):
+        waiting.gather("join", 0, 2, 5)
+    with pytest.raises(WorkerFailed):
+        silent.beat()
+    assert seat().get("nothing") is None
+    elsewhere.close()

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli import launch as cli
-from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
 
 def read(*arguments: str) -> LaunchRequest:
@@ -49,6 +49,11 @@ def test_a_module_and_its_flags() -> None:
     assert (request.is_module, request.command) == (True, ("fleet_train", "train", "--epochs", "3"))
 
 
+def test_what_to_do_about_faults() -> None:
+    flags = "--max_restarts=3 --min_nodes 2 --rejoin-timeout=60 --lost_node_timeout=10 --grace_seconds=45".split()
+    assert read(*flags, "train.py").faults == FaultPolicy(3, 2, 60.0, 10.0, 45.0)
+
+
 def test_defaults() -> None:
     assert read("train.py") == LaunchRequest(command=("train.py",))
     assert (LaunchRequest(("x",)).started_port, LaunchRequest(("x",)).join_timeout_seconds) == (6170, 300.0)
@@ -61,6 +66,9 @@ def test_defaults() -> None:
         (["--cluster_node_ip=a", "train.py"], "--cluster_node_ips"),
         (["--master=a:1", "train.py"], "the nodes are given by --cluster_node_ips"),
         (["--nnodes", "2", "train.py"], "the number of nodes is that of --cluster_node_ips"),
+        (["--max_restart=3", "train.py"], "it is --max_restarts here"),
+        (["--elastic_timeout=3", "train.py"], "--rejoin_timeout"),
+        (["--max_restarts=-1", "train.py"], "max_restarts"),
         (["--join_timeout=-1", "train.py"], "join_timeout"),
         (["--nproc_per_node=two", "train.py"], "nproc_per_node"),
         ([], "SCRIPT"),

@@ -57,6 +57,8 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "the number of processes per node": 2,
         "--started_port": 6170,
         "--strategy": "none",
+        "--max_restarts": 0,
+        "--min_nodes": 2,
         "the kind of device": "CPU",
         "the Python version": "3.11",
         "the fleet_train version": "0.1.0",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.node import Node
+from fleet_train.launch.signals import Stopping
 from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import NoFollower
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 
 
-def end(rank: int, seconds: float, code: int | None = None, signal: int | None = None, asked: bool = False) -> RankEnd:
-    return RankEnd(rank, f"10.0.0.1:{6170 + rank}", 0, code, signal, seconds, asked, "log")
+def end(rank: int, seconds: float, code: int | None = None, killed: int | None = None, asked: bool = False) -> RankEnd:
+    return RankEnd(rank, f"10.0.0.1:{6170 + rank}", 0, code, killed, seconds, asked, "log")
 
 
 @dataclass
@@ -29,6 +31,25 @@ class World:
     report: dict[str, Any] | None = None
     store_is_lost: bool = False
     stock_code: int | None = None
+    notice: dict[str, Any] | None = None
+    announced: list[tuple[str, float]] = field(default_factory=list)
+    gone_wrappers: list[int] = field(default_factory=list)
+    stopping: Stopping = field(default_factory=Stopping)
+
+    def all_have_started(self) -> bool:
+        return False
+
+    def without_wrapper(self) -> list[int]:
+        return self.gone_wrappers
+
+    def wrapper_pids(self) -> list[int]:
+        return []
+
+    def announce_stop(self, why: str, grace_seconds: float) -> None:
+        self.announced.append((why, grace_seconds))
+
+    def stop_announced(self) -> dict[str, Any] | None:
+        return self.notice
 
     def ends(self, _: float) -> dict[int, RankEnd]:
         return dict(self.ended)
@@ -46,7 +67,7 @@ class World:
 
 
 def supervised(world: World) -> Supervisor:
-    return Supervisor(world, world, world, NoFollower(), clock=lambda: world.now)  # type: ignore[arg-type]
+    return Supervisor(world, world, world, NoFollower(), world.stopping, 30.0, clock=lambda: world.now)  # type: ignore[arg-type]
 
 
 def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
@@ -71,7 +92,7 @@ def test_an_echo_waits_for_its_cause_on_this_node() -> None:
     world = World(ended={0: end(0, 1.0, code=11)})
     supervisor = supervised(world)
     assert look_at(world, supervisor, 1.0) is None
-    world.ended[1] = end(1, 1.2, signal=9)
+    world.ended[1] = end(1, 1.2, killed=9)
     assert look_at(world, supervisor, 1.3) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
 
 
@@ -106,7 +127,7 @@ def test_a_vanished_host_of_the_store_ends_the_job() -> None:
 
 
 def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_ended() -> None:
-    world = World(ended={0: end(0, 1.0, signal=15, asked=True)}, stock_code=247)
+    world = World(ended={0: end(0, 1.0, killed=15, asked=True)}, stock_code=247)
     supervisor = supervised(world)
     assert look_at(world, supervisor, 1.0) is None  # an end may be about to be written down
     verdict = look_at(world, supervisor, 2.5)
@@ -114,3 +135,44 @@ def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_
     assert verdict is not None
     assert verdict.culprit is not None
     assert verdict.culprit.how() == "ended without a trace (its wrapper process was killed)"
+
+
+def test_a_rank_whose_wrapper_was_killed_has_failed_at_once() -> None:
+    world = World(gone_wrappers=[1])
+    verdict = look_at(world, supervised(world), 2.0)
+    assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.0))
+
+
+def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:
+    world = World()
+    supervisor = supervised(world)
+    world.stopping.asked = signal.SIGTERM
+    assert look_at(world, supervisor, 1.0) is None
+    assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0)]
+    world.ended[0] = end(0, 2, code=12)
+    assert look_at(world, supervisor, 2.0) is None
+    world.ended[1] = end(1, 9, code=12)
+    assert look_at(world, supervisor, 9.0) == Verdict(Cause.PREEMPTED)
+    assert len(world.announced) == 1
+
+
+def test_ranks_without_an_answer_to_sigterm_were_stopped() -> None:
+    world = World()
+    supervisor = supervised(world)
+    world.stopping.asked = signal.SIGTERM
+    assert look_at(world, supervisor, 1.0) is None
+    world.ended[0] = end(0, 1.1, killed=15, asked=True)
+    assert look_at(world, supervisor, 1.2) is None  # the other one may be saving
+    world.ended[1] = end(1, 1.2, killed=15, asked=True)
+    assert look_at(world, supervisor, 1.3) == Verdict(Cause.STOPPED)
+
+
+def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere() -> None:
+    here, elsewhere, of_a_rank = World(), World(notice={"why": "node 1 ...", "grace_seconds": 10.0}), World()
+    here.stopping.asked = signal.SIGTERM
+    of_a_rank.ended[0] = end(0, 1.0, code=12)
+    for world, patience in ((here, 30.0), (elsewhere, 15.0), (of_a_rank, 30.0)):
+        supervisor = supervised(world)
+        assert look_at(world, supervisor, 1.0) is None
+        assert look_at(world, supervisor, 1.0 + patience) is None
+        assert look_at(world, supervisor, 1.1 + patience) == Verdict(Cause.STOPPED)

@@ -1,0 +1,67 @@
+"""What signals ask of a launcher: an orderly stop while ranks run, an end at once otherwise."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ORDERLY = (signal.SIGTERM, signal.SIGUSR1)
+"""Kubernetes, Slurm and ``kill`` send SIGTERM; Slurm's ``--signal=USR1@seconds`` comes earlier."""
+_HANDLED = (signal.SIGINT, signal.SIGHUP, *ORDERLY)
+
+
+class StopRequested(BaseException):
+    """Ctrl-C, a closed terminal, or a second signal. Not an Exception: nothing may swallow it on its way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Stopping:
+    """``asked``: the orderly signal that came while ranks were watched; 0 when none did."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._watching = False
+
+    @contextmanager
+    def orderly(self) -> Iterator[None]:
+        """Within the block the first orderly signal is only noted, so that the ranks can save their state."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        if number in ORDERLY and self._watching and not self.asked:
+            self.asked = number
+            return
+        for each in _HANDLED:
+            signal.signal(each, signal.SIG_IGN)
+        raise StopRequested(number)
+
+
+@contextmanager
+def stopping_signals() -> Iterator[Stopping]:
+    """Signals go to the Stopping that is given; after the one that raises StopRequested, later ones change nothing."""
+    stopping = Stopping()
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN or number == signal.SIGTERM:  # nohup ignores SIGHUP: let it
+            signal.signal(number, stopping.on_signal)
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``; ``Ctrl-C`` for what users know under that name."""
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    return signal.Signals(number).name

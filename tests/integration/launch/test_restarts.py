@@ -1,0 +1,181 @@
+"""Jobs that go on after a fault. The scripts import no Paddle: what is tested is the launchers."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from tests.integration.launch.conftest import HOSTS, Bench, send
+
+# What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones.
+_ATTEMPTS = """
+import os, signal, sys, time
+attempt, rank = int(os.environ["FLEET_TRAIN_ATTEMPT"]), int(os.environ["PADDLE_TRAINER_ID"])
+words = sys.argv[1].split(",")
+print("attempt", attempt, "rank", rank, "of", os.environ["PADDLE_TRAINERS_NUM"], flush=True)
+how = words[min(attempt, len(words) - 1)]
+if how == "wait":
+    time.sleep(120)
+if how == "done":
+    sys.exit(0)
+if rank == 1:
+    time.sleep(0.3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError(f"bad row {attempt}")
+time.sleep(120)
+"""
+
+
+def start_two(bench: Bench, words: str, *flags: str) -> None:
+    bench.start_two(_ATTEMPTS, words, flags=["--max_restarts=3", *flags])
+
+
+def wait_for_attempt(bench: Bench, attempt: int, logs: Sequence[str] = ("node0", "node1")) -> None:
+    bench.wait_for_output(f"attempt {attempt} rank", *(f"{node}/log/workerlog.0" for node in logs))
+
+
+def test_a_rank_that_is_killed_twice_takes_the_job_to_a_third_attempt(bench: Bench) -> None:
+    start_two(bench, "kill,kill,done")
+    first, second = bench.ended()
+    assert (first.exit_code, second.exit_code) == (0, 0), bench.job.report()
+    for attempt, name in enumerate(("workerlog.0.attempt0", "workerlog.0.attempt1", "workerlog.0")):
+        for rank in (0, 1):
+            assert bench.log(f"node{rank}/log/{name}") == f"attempt {attempt} rank {rank} of 2\n"
+    told = [line for line in first.output.splitlines() if "restart " in line]
+    assert [line.rpartition(";")[2] for line in told] == [" restart 1 of 3 in 1 s", " restart 2 of 3 in 2 s"]
+    rank_1 = f"rank 1 (127.0.0.3:{bench.first_port}) failed first: killed by SIGKILL"
+    assert told[0].startswith(f"fleet_train: attempt 0: {rank_1}")
+    assert rank_1 in second.output  # each node hears of it, in one line
+    assert "failed first  1" not in first.output  # the table is for the end of a job
+    bench.no_orphans_within(1.0)
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: Bench) -> None:
+    start_two(bench, "raise")
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [1, 1], bench.job.report()
+    for one in ended:
+        assert "  | ValueError: bad row 1" in one.output.splitlines()
+        assert one.output.splitlines()[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
+    assert "not restarted: it has failed twice in the same way" in ended[0].output
+    assert bench.job.leftovers() == []
+
+
+def test_a_launcher_that_was_killed_joins_again(bench: Bench) -> None:
+    flags = ["--max_restarts=3"]
+    _, second = bench.start_two(_ATTEMPTS, "wait,done", flags=flags)
+    wait_for_attempt(bench, 0)
+    send(second, signal.SIGKILL)
+    second.process.wait()
+    bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
+    bench.start(_ATTEMPTS, "wait,done", flags=flags, node=1)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [0, -signal.SIGKILL, 0], bench.job.report()
+    assert bench.log("node1/log/workerlog.0") == "attempt 1 rank 1 of 2\n"
+    assert "attempt 0: the launcher of node 1 (127.0.0.3) was lost" in ended[0].output
+    bench.no_orphans_within(1.0)
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_a_new_launcher_of_node_0_takes_the_job_up_where_the_others_know_it_to_be(bench: Bench) -> None:
+    flags = ["--max_restarts=3", "--rejoin_timeout=60"]
+    first, _ = bench.start_two(_ATTEMPTS, "wait,done", flags=flags)
+    wait_for_attempt(bench, 0)
+    send(first, signal.SIGKILL)
+    first.process.wait()
+    bench.wait_for_output("node 0 (127.0.0.2), whose launcher hosts the job store, cannot be reached", "node1.log")
+    again = bench.start(_ATTEMPTS, "wait,done", flags=flags, node=0)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [-signal.SIGKILL, 0, 0], bench.job.report()
+    assert "attempt 1 rank 0 of 2" in again.output
+    bench.no_orphans_within(1.0)
+
+
+def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Bench) -> None:
+    first, second = bench.start_two(_ATTEMPTS, "wait", flags=["--max_restarts=3", "--rejoin_timeout=1"])
+    wait_for_attempt(bench, 0)
+    send(first, signal.SIGKILL)
+    assert second.process.wait(timeout=30) == 11
+    last = second.output.splitlines()[-1]
+    assert "the launcher of node 0 (127.0.0.2), which hosts the job store" in last
+    assert "Traceback" not in second.output
+    bench.no_orphans_within(5.0)
+
+
+def test_the_job_goes_on_with_the_nodes_that_are_left(bench: Bench) -> None:
+    start_two(bench, "wait,done", "--min_nodes=1", "--rejoin_timeout=1", "--nproc_per_node=2")
+    wait_for_attempt(bench, 0)
+    send(bench.job.started[1], signal.SIGKILL)
+    bench.job.started[1].process.wait()
+    assert bench.job.started[0].process.wait(timeout=60) == 0, bench.job.report()
+    assert bench.log("node0/log/workerlog.1") == "attempt 1 rank 1 of 2\n"
+    assert "node 1 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); going on without" in (
+        bench.job.started[0].output
+    )
+    bench.no_orphans_within(5.0)
+
+
+def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) -> None:
+    first, second = bench.start_two(_ATTEMPTS, "kill", flags=["--max_restarts=3"])
+    bench.wait_for_output("restart 1 of 3", "node0.log")
+    time.sleep(1.5)  # the stock launchers of the second attempt are starting
+    for launcher in (first, second):
+        send(launcher, signal.SIGKILL)
+    bench.no_orphans_within(10.0)
+
+
+# The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the gates.
+_SAVES = """
+import os, pathlib, signal, sys, time
+stop, seconds = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+def on_sigterm(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    stop.touch()
+signal.signal(signal.SIGTERM, on_sigterm)
+print("began", flush=True)
+while not stop.exists():
+    time.sleep(0.01)
+time.sleep(seconds)
+print("saved", flush=True)
+sys.exit(12)
+"""
+
+
+def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> None:
+    stop = bench.folder / "stop"
+    _, second = bench.start_two(_SAVES, str(stop), "4.5", flags=["--max_restarts=3"])  # longer than a failed rank gets
+    bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    send(second, signal.SIGTERM)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [12, 12], bench.job.report()
+    for node, one in enumerate(ended):
+        assert bench.log(f"node{node}/log/workerlog.0") == "began\nsaved\n"
+        assert one.output.splitlines()[-1] == (
+            "fleet_train: node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state and stopped: "
+            "start it again to go on"
+        )
+    bench.no_orphans_within(1.0)
+
+
+def test_the_grace_has_an_end(bench: Bench) -> None:
+    stop = bench.folder / "stop"
+    launcher = bench.start(_SAVES, str(stop), "100", flags=["--grace_seconds=1"])
+    bench.wait_for_output("began", "node0/log/workerlog.0")
+    began = time.monotonic()
+    send(launcher, signal.SIGUSR1)
+    assert launcher.process.wait(timeout=20) == 128 + signal.SIGUSR1
+    assert time.monotonic() - began < 12.0
+    assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
+    assert bench.job.leftovers() == []
+
+
+def test_a_launcher_that_comes_to_a_job_at_work_without_restarts_is_refused(bench: Bench) -> None:
+    _, second = bench.start_two(_ATTEMPTS, "wait")
+    wait_for_attempt(bench, 0)
+    late = bench.start(_ATTEMPTS, "wait", flags=[f"--log_dir={bench.folder / 'late'}"], node=1)
+    assert late.process.wait(timeout=20) == 5
+    assert f"{HOSTS[1]}" in late.output
+    assert second.process.poll() is None
