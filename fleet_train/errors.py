@@ -10,7 +10,8 @@ FleetTrainError                  1  something of ours, not more specific
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
-└── Preempted                   12  stopped in good order because it was asked to (SIGTERM); start it again to go on
+├── Preempted                   12  stopped in good order because it was asked to (SIGTERM); start it again to go on
+└── NotFinite                   13  the loss or the weights have become NaN or infinite
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
 """
@@ -82,3 +83,9 @@ class Preempted(FleetTrainError):
     """Training was asked to stop (SIGTERM, SIGUSR1, ``fleet.request_stop``) and has saved what it had."""
 
     exit_code = 12
+
+
+class NotFinite(FleetTrainError):
+    """The loss or the weights have become NaN or infinite; the message names step, rank and samples."""
+
+    exit_code = 13

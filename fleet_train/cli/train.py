@@ -8,11 +8,20 @@ from typing import Any, TypeVar
 import click
 
 from fleet_train.data import AUGMENTATIONS, DATASETS
-from fleet_train.train.config import DEFAULT_LEARNING_RATES, MODELS, OPTIMIZERS, TrainConfig
+from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
+from fleet_train.train.model_names import MODELS
 from fleet_train.train.schedules import SCHEDULES
 
 _DEFAULT = TrainConfig()
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in DEFAULT_LEARNING_RATES.items())
+
+
+def _epochs(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(float(part) for part in value.split(",") if value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list such as 30,60,80", context, parameter) from None
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,12 +31,12 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     """An option whose default is the config's field of the same name."""
     name = flag.removeprefix("--")
     settings.setdefault("default", getattr(_DEFAULT, name, None))
-    settings.setdefault("show_default", settings["default"] is not None)
+    settings.setdefault("show_default", settings["default"] not in (None, ""))
     return click.option(flag, help=help_text, **settings)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@_option("--model", "Network.", type=click.Choice(MODELS))
+@_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "scikit-learn's handwritten digits, or generated data.", type=click.Choice(sorted(DATASETS)))
 @_option("--augment", "Random change of training images (shift: by a pixel).", type=click.Choice(list(AUGMENTATIONS)))
 @_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
@@ -37,14 +46,29 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--scale_lr", "Multiply the learning rate by the number of ranks.", is_flag=True)
 @_option("--optimizer", "Optimizer (momentum: 0.9).", type=click.Choice(OPTIMIZERS))
 @_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=float)
+@_option("--no_decay_norm_bias", "No weight decay for biases and scales of norms.", is_flag=True)
+@_option("--clip_norm", "Largest global norm of the averaged gradients; 0 = no clipping.", type=float)
+@_option("--label_smoothing", "Share of the target that is spread over all classes.", type=float)
+@_option("--ema_decay", "Decay of the weights' moving average, which is then evaluated; 0 = none.", type=float)
 @_option("--lr_schedule", "Learning rate over the run, down from the peak.", type=click.Choice(SCHEDULES))
+@_option(
+    "--lr_milestones",
+    "Epochs, 30,60,80, at which the step schedule drops. Default: 1/2, 3/4.",
+    default="",
+    callback=_epochs,
+)
+@_option("--lr_decay", "What the step schedule multiplies the rate by at a milestone.", type=float)
+@_option("--lr_power", "Power of the polynomial schedule.", type=float)
 @_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=float)
 @_option("--seed", "Start of all random streams; the same seed gives the same run.", type=int)
 @_option("--output_dir", "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).")
 @_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=int)
+@_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=int)
 @_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=int)
 @_option("--evaluate_every", "Epochs between two evaluations.", type=int)
 @_option("--log_every", "Steps between two metric records.", type=int)
+@_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
+@_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
 @_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
 @_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=int)

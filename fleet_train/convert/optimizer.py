@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import paddle
@@ -25,6 +26,7 @@ from fleet_train.plan import CommPlan, Gradient, build_plan, first_difference
 from fleet_train.profile import Profile
 
 ParamsGrads = list[tuple[Any, Any]]
+UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 
 
 class DistributedOptimizer:
@@ -54,9 +56,18 @@ class DistributedOptimizer:
         self._job = job
         self._on_converted = on_converted
         self._loss: Any = None
+        self._wraps: list[UpdateWrap] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def around_update(self, wrap: UpdateWrap) -> None:
+        """Let ``wrap(update, averaged pairs)`` make the operators of an update; it calls ``update(pairs)``.
+
+        They run in the steps in which there is an update, behind the exchange: what they decide is the same on every
+        rank that has averaged gradients. Call it before ``minimize``; a later wrap goes around an earlier one.
+        """
+        self._wraps.append(wrap)
 
     def minimize(
         self,
@@ -86,7 +97,7 @@ class DistributedOptimizer:
     @property
     def _is_untouched(self) -> bool:
         """One process and a profile that asks nothing of the program: Paddle's own path, operator by operator."""
-        return self._job.world_size == 1 and leaves_one_process_alone(self._profile)
+        return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps
 
     def backward(
         self,
@@ -129,7 +140,10 @@ class DistributedOptimizer:
         return operators
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
-        return self._passes.update(merged, pairs, self._inner.apply_gradients)
+        update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients
+        for wrap in self._wraps:
+            update = partial(wrap, update)
+        return self._passes.update(merged, pairs, update)
 
     def _finish_step(self, exchange: GradientExchange, values: HeldValues, chain: Any) -> None:
         if exchange.averager is None and not self._profile.divergence_check_steps:

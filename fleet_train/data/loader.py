@@ -39,6 +39,10 @@ class BatchLoader:
         """Dataset indices of this rank's batch at one of the steps left."""
         return self.sampler.batch(step)
 
+    def consumed_after(self, steps: int) -> int:
+        """`consumed_samples` of a resume after that many of the steps left."""
+        return self.sampler.consumed_after(steps)
+
     def close(self) -> None:
         """Nothing to give back: the thread ends with its epoch."""
 

@@ -9,18 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fleet_train.train.average import WeightAverage
+    from fleet_train.train.checkpoint import Checkpoints
     from fleet_train.train.evaluate import Evaluation, ProgramEvaluator
-    from fleet_train.train.loop import Outcome, Trainer
+    from fleet_train.train.finite import SkipNotFinite
+    from fleet_train.train.loop import Trainer
+    from fleet_train.train.outcome import Outcome
     from fleet_train.train.settings import TrainerSettings
 
-__all__ = ["Evaluation", "Outcome", "ProgramEvaluator", "Trainer", "TrainerSettings"]
+__all__ = [
+    "Checkpoints",
+    "Evaluation",
+    "Outcome",
+    "ProgramEvaluator",
+    "SkipNotFinite",
+    "Trainer",
+    "TrainerSettings",
+    "WeightAverage",
+]
 
 _HOMES = {
+    "Checkpoints": "checkpoint",
     "Evaluation": "evaluate",
-    "Outcome": "loop",
+    "Outcome": "outcome",
     "ProgramEvaluator": "evaluate",
+    "SkipNotFinite": "finite",
     "Trainer": "loop",
     "TrainerSettings": "settings",
+    "WeightAverage": "average",
 }
 
 

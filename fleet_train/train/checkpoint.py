@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class TrainState:
     versions: dict[str, str]
     consumed_samples: int = 0
     """Samples of the epoch under way that all ranks together have trained on; 0 between epochs."""
+    epoch_losses: list[list[float]] = field(default_factory=list)
+    """By rank: sum and number of the losses that were fetched in the epoch under way."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import FleetTrainError
-from fleet_train.train.schedules import SCHEDULES
+from fleet_train.train.model_names import MODELS
+from fleet_train.train.schedules import SCHEDULES, Schedule
 from fleet_train.train.settings import TrainerSettings, at_least
 
-MODELS = ("mlp", "cnn")
+ON_NAN = ("stop", "skip")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 # A sensible first try on the digits for each optimizer, used when no rate is given.
 DEFAULT_LEARNING_RATES = {"sgd": 0.2, "momentum": 0.1, "adam": 0.002, "adamw": 0.002}
@@ -36,18 +37,38 @@ class TrainConfig:
     """Multiply the rate by the world size (linear scaling: the global batch grows by that factor)."""
     optimizer: str = "momentum"
     weight_decay: float = 0.0
+    no_decay_norm_bias: bool = False
+    """Leave parameters with at most one dimension (biases, scales of norms) out of the weight decay."""
+    clip_norm: float = 0.0
+    """Largest global norm of the averaged gradients; larger ones are scaled down to it. 0 = no clipping."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+    ema_decay: float = 0.0
+    """Decay per update of the weights' moving average, which is then evaluated. 0 = no average."""
     lr_schedule: str = "cosine"
+    lr_milestones: tuple[float, ...] = ()
+    """Epochs at which the step schedule drops. () = at a half and at three quarters of what follows the warm-up."""
+    lr_decay: float = 0.1
+    """What the step schedule multiplies the rate by at each milestone."""
+    lr_power: float = 2.0
+    """Power of the polynomial schedule."""
     warmup_epochs: float = 0.0
     seed: int = 0
     output_dir: str = "runs/train"
     checkpoint_every: int = 0
     """Epochs between two checkpoints. 0 = only at the end."""
+    checkpoint_every_steps: int = 0
+    """Steps between two checkpoints within epochs. 0 = none."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     log_every: int = 10
     """Steps between two metric records."""
+    on_nan: str = "stop"
+    """What a loss or gradient that is NaN or infinite does: stop, or skip the update on every rank."""
+    deterministic: bool = False
+    """Ask Paddle for kernels that give the same bits in every run; slower on GPUs."""
     resume: bool = False
     overwrite: bool = False
     """Start anew in an output_dir that holds checkpoints, which are deleted."""
@@ -57,11 +78,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _one_of("--model", self.model, MODELS)
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("--on_nan", self.on_nan, ON_NAN)
         _one_of("--lr_schedule", self.lr_schedule, SCHEDULES)
         for name in ("batch_size", "keep_checkpoints"):
             at_least(name, getattr(self, name), 1)
-        for name in ("weight_decay", "warmup_epochs"):
+        for name in ("weight_decay", "warmup_epochs", "clip_norm"):
             at_least(name, getattr(self, name), 0)
+        for name in ("label_smoothing", "ema_decay"):
+            _share(name, getattr(self, name))
+        self.schedule(steps_per_epoch=1)  # checks its own settings
         self.trainer_settings()  # checks what the loop is asked for
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
@@ -77,6 +102,17 @@ class TrainConfig:
         given = self.learning_rate if self.learning_rate is not None else DEFAULT_LEARNING_RATES[self.optimizer]
         return given * world_size if self.scale_lr else given
 
+    def schedule(self, steps_per_epoch: int) -> Schedule:
+        """The learning rate's course over the whole run, in steps."""
+        return Schedule(
+            self.lr_schedule,
+            total_steps=self.epochs * steps_per_epoch,
+            warmup_steps=round(self.warmup_epochs * steps_per_epoch),
+            milestones=tuple(round(epoch * steps_per_epoch) for epoch in self.lr_milestones),
+            decay=self.lr_decay,
+            power=self.lr_power,
+        )
+
     def trainer_settings(self) -> TrainerSettings:
         """The loop's part of it: what has the same name there."""
         return TrainerSettings(**{field.name: getattr(self, field.name) for field in fields(TrainerSettings)})
@@ -88,3 +124,8 @@ class TrainConfig:
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise FleetTrainError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise FleetTrainError(f"--{name} {value}: must be at least 0 and below 1")

@@ -14,12 +14,12 @@ from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluate import ProgramEvaluator
-from fleet_train.train.loop import Trainer, first_step
+from fleet_train.train.loop import Trainer
 from fleet_train.train.metrics import open_sinks
+from fleet_train.train.position import resumed
 from fleet_train.train.programs import Programs, build_programs
 from fleet_train.train.progress import make_progress
-from fleet_train.train.schedules import Schedule
-from fleet_train.train.seeds import seed_process
+from fleet_train.train.seeds import seed_process, use_deterministic_kernels
 from fleet_train.train.starting import start_or_resume
 from fleet_train.train.summary import headline, publish_summary, say_results, summarize
 
@@ -34,10 +34,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     found = start_or_resume(config, checkpoints)
 
     seed_process(config.seed, fleet.worker_index())
+    if config.deterministic:
+        progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
     train_data, test_data = load_splits(config.data)
     loader = _make_loader(config, train_data)
     programs, exe = _make_programs(config, train_data, len(loader))
-    sinks = open_sinks(config.output_path, fleet.is_first_worker(), first_step(found, len(loader)))
+    first_step = 0 if found is None else resumed(found.state, len(loader)).position.step
+    sinks = open_sinks(config.output_path, fleet.is_first_worker(), first_step)
     try:
         trainer = Trainer(
             exe,
@@ -47,6 +50,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
             scheduler=programs.scheduler,
             evaluator=ProgramEvaluator(programs.evaluation, programs.evaluation_sums, test_data, config.batch_size),
             checkpoints=checkpoints,
+            average=programs.average,
+            skipping=programs.skipping,
             sinks=sinks,
             progress=progress,
             description=config.as_json(),
@@ -55,7 +60,6 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
-        checkpoints.finish()
     finally:
         sinks.close()
     summary = summarize(config, outcome, time.perf_counter() - began)
@@ -85,13 +89,8 @@ def _make_loader(config: TrainConfig, data: Dataset) -> BatchLoader:
 
 def _make_programs(config: TrainConfig, data: Dataset, steps_per_epoch: int) -> tuple[Programs, Any]:
     """The converted programs and an executor on which the startup program has run."""
-    schedule = Schedule(
-        config.lr_schedule,
-        total_steps=config.epochs * steps_per_epoch,
-        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
-    )
     strategy = None if config.strategy is None else DistributedStrategy.from_profile(config.strategy)
-    programs = build_programs(config, data, schedule, fleet.worker_num(), strategy)
+    programs = build_programs(config, data, config.schedule(steps_per_epoch), fleet.worker_num(), strategy)
     paddle.seed(config.seed)
     exe = paddle.static.Executor(fleet.place())
     exe.run(programs.startup)

@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 
 from fleet_train import fleet
+from fleet_train.data import agree_steps
 from fleet_train.data.datasets import Arrays
-from fleet_train.errors import FleetTrainError
-from fleet_train.train.checkpoint import Checkpoints, Found, TrainState
+from fleet_train.errors import Preempted
+from fleet_train.train import finite
+from fleet_train.train.average import WeightAverage
+from fleet_train.train.checkpoint import Checkpoints, Found
 from fleet_train.train.evaluate import Evaluator
 from fleet_train.train.meter import StepMeter
 from fleet_train.train.metrics import MetricSink, NullSink
+from fleet_train.train.outcome import Outcome
+from fleet_train.train.position import EpochLoss, Position, resumed
 from fleet_train.train.progress import Progress, SilentProgress
+from fleet_train.train.saving import Saver
 from fleet_train.train.seeds import stream_seed
 from fleet_train.train.settings import TrainerSettings
-from fleet_train.train.versions import versions
+from fleet_train.train.statistics import describe_statistics, share_statistics
+from fleet_train.train.stopping import listening
 
 
 class Loader(Protocol):
-    """This rank's batches. Every rank has the same number of them, each of the same size on all ranks."""
+    """This rank's batches; `fleet_train.data.BatchLoader` is one. In a step all ranks have batches of the same size."""
 
     def __len__(self) -> int:
-        """Steps of the epoch."""
+        """Steps left in the epoch that was opened last; before the first one, of a whole epoch."""
 
-    def epoch(self, epoch: int) -> AbstractContextManager[Any]:
-        """A context in which the feeds (name -> array, samples first) of that epoch can be iterated over."""
+    def epoch(self, epoch: int, consumed_samples: int = 0) -> AbstractContextManager[Any]:
+        """Opens an epoch after `consumed_samples` of all ranks together: feeds (name -> array, samples first)."""
 
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """Dataset indices of this rank's batch at one of the steps left."""
 
-@dataclass
-class Outcome:
-    """What `fit` came to, equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
-
-    steps: int = 0
-    epochs: int = 0
-    train_loss: float = math.nan
-    """Mean of the fetched losses of the last epoch, over all ranks."""
-    test_loss: float = math.nan
-    test_accuracy: float = math.nan
-    samples: int = 0
-    train_seconds: float = 0.0
-    checkpoint: Path | None = None
-
-    @property
-    def samples_per_second(self) -> float:
-        """Over all ranks, of the training steps of this call; evaluation and checkpoints are not in the time."""
-        return self.samples / self.train_seconds if self.train_seconds else 0.0
+    def consumed_after(self, steps: int) -> int:
+        """`consumed_samples` after that many of the steps left."""
 
 
 class Trainer:
@@ -64,9 +56,12 @@ class Trainer:
         loss: value of the training program with one element; fetched as the profile's `fetch_frequency` says.
         loader: this rank's batches, as feeds of the training program.
         settings: how long, how often.
-        scheduler: the learning-rate schedule (`paddle.optimizer.lr`), stepped after every step; None = constant.
+        scheduler: the learning-rate schedule (`paddle.optimizer.lr`), stepped after every update; None = constant. A
+            resume calls `scheduler.step(updates)`.
         evaluator: called every `evaluate_every` epochs; None = no evaluation.
         checkpoints: where they go; None = nothing is saved.
+        average: the weights' moving average, if the program has one: it is evaluated in their place.
+        skipping: what skips updates that are not finite; None = a loss that is not finite ends the training.
         sinks: where the numbers go (on the reporting rank).
         progress: what a person sees (on the reporting rank).
         description: JSON values that a checkpoint keeps to tell runs apart, such as the model's name.
@@ -82,6 +77,8 @@ class Trainer:
         scheduler: Any = None,
         evaluator: Evaluator | None = None,
         checkpoints: Checkpoints | None = None,
+        average: WeightAverage | None = None,
+        skipping: finite.SkipNotFinite | None = None,
         sinks: MetricSink | None = None,
         progress: Progress | None = None,
         description: Mapping[str, Any] | None = None,
@@ -92,72 +89,91 @@ class Trainer:
         self._settings = settings
         self._scheduler = scheduler
         self._evaluator = evaluator
-        self._checkpoints = checkpoints
+        self._average = average
         self._sinks = sinks or NullSink()
         self._progress = progress or SilentProgress()
-        self._description = dict(description or {})
         self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num())
-        self.step = 0
-        self.epoch = 0
+        self._steps_per_epoch = agreed_steps(len(loader))
+        self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, dict(description or {}))
+        self._watch = finite.LossWatch(skipping)
+        self._losses = EpochLoss()
+        self._reported = 0
+        """Steps of the epoch under way up to the last record."""
+        self.position = Position()
         self.outcome = Outcome()
 
     def fit(self) -> Outcome:
-        """Train from the current epoch on, evaluate and save as configured; the last epoch always does both."""
+        """Train from the current position on, evaluate and save as configured; the last epoch always does both.
+
+        Raises Preempted after a checkpoint when a stop was asked for, NotFinite for a loss that is NaN or infinite.
+        """
         last_epoch = self._last_epoch()
-        if self.epoch >= last_epoch:
-            self._progress.say(f"nothing left to train: {self.epoch} of {self._settings.epochs} epochs are done")
+        self._say_how()
+        if self.position.epoch >= last_epoch:
+            done, epochs = self.position.epoch, self._settings.epochs
+            self._progress.say(f"nothing left to train: {done} of {epochs} epochs are done")
             self._evaluate()
-        while self.epoch < last_epoch:
-            self._train_epoch()
-            if self.epoch == last_epoch or self.epoch % self._settings.evaluate_every == 0:
-                self._evaluate()
-            if self.epoch == last_epoch or self._checkpoint_is_due():
-                self._save()
-            self._progress.end(self._epoch_line())
-        self.outcome.epochs, self.outcome.steps = self.epoch, self.step
+        with listening(fleet.request_stop):
+            while self.position.epoch < last_epoch:
+                self._train_epoch()
+                is_last = self.position.epoch == last_epoch
+                if is_last or self.position.epoch % self._settings.evaluate_every == 0:
+                    self._evaluate()
+                if is_last or self._saver.is_due_after(self.position):
+                    self._save()
+                self._progress.end(self.outcome.line())
+        self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
+        self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
         return self.outcome
 
     def _train_epoch(self) -> None:
-        steps = len(self._loader)
-        self._progress.begin(self.epoch, self._settings.epochs, steps, done=0)
-        self._meter.restart()
-        losses: list[float] = []
+        """The steps of one epoch, or what a checkpoint in the middle of it has left."""
+        at = self.position
         began = time.perf_counter()
-        with self._loader.epoch(self.epoch) as batches:
-            for batch in self._meter.timed(batches):
-                loss = self._train_step(batch, last=self.step + 1 == (self.epoch + 1) * steps)
-                samples = len(next(iter(batch.values())))
-                self._meter.count(samples)
-                self.outcome.samples += samples * fleet.worker_num()
-                losses += [] if loss is None else [loss]
-                self._report_step(loss)
-                self._progress.step(loss)
+        with self._loader.epoch(at.epoch, at.consumed_samples) as batches:
+            steps = agreed_steps(len(self._loader))
+            at.step = (at.epoch + 1) * self._steps_per_epoch - steps
+            self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
+            self._meter.restart()
+            self._reported = self._steps_per_epoch - steps
+            for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
+                loss = self._train_step(index, batch, is_last=index + 1 == steps)
+                at.consumed_samples = self._loader.consumed_after(index + 1)
+                self._account(loss, batch)
+                if index + 1 < steps and self._saver.is_due_within(at):
+                    self._save()
+                self._stop_if_asked()
         self.outcome.train_seconds += time.perf_counter() - began
-        self.outcome.train_loss = _mean_over_ranks(losses)
-        self.epoch += 1
+        self.outcome.train_loss = self._losses.mean()
+        self._losses = EpochLoss()
+        at.epoch, at.consumed_samples = at.epoch + 1, 0
 
-    def _train_step(self, batch: Arrays, last: bool) -> float | None:
-        """One optimizer update; the loss where the profile's fetch_frequency asks for it, and at an epoch's end."""
-        fetches = [self._loss] if last or fleet.should_fetch(self.step) else []
-        paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), self.step))
-        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=fetches)
-        self.step += 1
-        if self._scheduler is not None:
+    def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
+        """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
+        at = self.position
+        is_looked_at = is_last or fleet.should_fetch(at.step) or self._saver.is_due_within(Position(step=at.step + 1))
+        paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.step))
+        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
+        at.step += 1
+        if self._scheduler is not None and at.step % fleet.profile().accumulate_steps == 0:
             self._scheduler.step()
-        return self._finite(fetched[0].item()) if fetches else None
+        if not is_looked_at:
+            return None
+        loss = float(fetched[0].item())
+        self._watch.look(loss, at.step, self._loader.indices(index), batch)
+        return loss
 
-    def _finite(self, loss: float) -> float:
-        if not math.isfinite(loss):
-            rate = "" if self._scheduler is None else f" (now {self._scheduler.get_lr():g})"
-            raise FleetTrainError(
-                f"the loss of rank {fleet.worker_index()} is {loss} at step {self.step}; the last checkpoint is "
-                f"untouched. Try a lower learning rate{rate} or a warm-up"
-            )
-        return float(loss)
-
-    def _report_step(self, loss: float | None) -> None:
-        if loss is None or self._meter.steps < self._settings.log_every:
+    def _account(self, loss: float | None, batch: Arrays) -> None:
+        """What is counted, written and shown of a step."""
+        samples = len(next(iter(batch.values())))
+        self._meter.count(samples)
+        self.outcome.samples += samples * fleet.worker_num()
+        self._losses.add(loss)
+        self._progress.step(loss)
+        inside = self.position.step - self.position.epoch * self._steps_per_epoch
+        if loss is None or inside // self._settings.log_every == self._reported // self._settings.log_every:
             return
+        self._reported = inside
         speed = self._meter.read()
         self._meter.restart()
         scalars = {
@@ -168,71 +184,64 @@ class Trainer:
         }
         if self._scheduler is not None:
             scalars["train/learning_rate"] = float(self._scheduler.get_lr())
-        self._sinks.write(self.step, {"epoch": self.epoch, **scalars})
+        self._sinks.write(self.position.step, {"epoch": self.position.epoch, **scalars})
 
     def _evaluate(self) -> None:
         if self._evaluator is None:
             return
         fleet.synchronize_parameters()  # LocalSGD lets the ranks drift between averagings
-        result = self._evaluator(self._exe)
-        self.outcome.test_loss, self.outcome.test_accuracy = result.loss, result.accuracy
+        share_statistics(fleet.main_program)
+        with self._average.in_place() if self._average is not None else nullcontext():
+            result = self._evaluator(self._exe)
+        self.outcome.evaluation = result
+        self.outcome.skipped_updates = self._watch.skipped()
         scalars = {f"test/{name}": value for name, value in result.values.items()}
-        self._sinks.write(self.step, {"epoch": self.epoch, **scalars, "train/epoch_loss": self.outcome.train_loss})
+        self._sinks.write(
+            self.position.step,
+            {"epoch": self.position.epoch, **scalars, "train/epoch_loss": self.outcome.train_loss},
+        )
 
     def _save(self) -> None:
-        if self._checkpoints is not None:
-            saved = self._checkpoints.save(self._exe, self.state(), score=self.outcome.test_accuracy)
-            self.outcome.checkpoint = saved or self.outcome.checkpoint
+        saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)
+        self.outcome.checkpoint = saved or self.outcome.checkpoint
+
+    def _stop_if_asked(self) -> None:
+        """Every rank gets the same answer after the same step."""
+        why = fleet.stop_requested()
+        if why is not None:
+            self._save()
+            self._saver.finish()
+            raise Preempted(f"stopped after step {self.position.step}: {why}; {self._saver.how_to_go_on()}")
+
+    def _say_how(self) -> None:
+        said = describe_statistics(fleet.main_program)
+        if said is not None:
+            self._progress.say(said)
 
     def _last_epoch(self) -> int:
         """The epoch (counted from 1) at which this call stops."""
         limit = self._settings.stop_after_epochs
-        return self._settings.epochs if limit is None else min(self._settings.epochs, self.epoch + limit)
-
-    def _checkpoint_is_due(self) -> bool:
-        every = self._settings.checkpoint_every
-        return every > 0 and self.epoch % every == 0
-
-    def _epoch_line(self) -> str:
-        outcome = self.outcome
-        accuracy = "" if math.isnan(outcome.test_accuracy) else f"  test accuracy {outcome.test_accuracy:.4f}"
-        return f"train loss {outcome.train_loss:.4f}{accuracy}  {outcome.samples_per_second:.0f} samples/s"
-
-    def state(self) -> TrainState:
-        """What a checkpoint holds beside the tensors."""
-        profile = fleet.profile()
-        return TrainState(
-            epoch=self.epoch,
-            step=self.step,
-            steps_per_epoch=len(self._loader),
-            world_size=fleet.worker_num(),
-            scheduler={} if self._scheduler is None else self._scheduler.state_dict(),
-            config=self._description,
-            profile={"name": profile.name, "digest": profile.digest()},
-            versions=versions(),
-        )
+        return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
 
     def resume(self, found: Found) -> None:
         """Go on from a checkpoint: tensors into the scope, the position and the learning rate to where they were."""
-        assert self._checkpoints is not None, "a trainer without checkpoints has none to resume from"
-        self._checkpoints.load(self._exe, found)
-        self.epoch, self.step = found.state.epoch, first_step(found, len(self._loader))
+        self._saver.load(found)
+        again = resumed(found.state, self._steps_per_epoch)
+        self.position, self._losses = again.position, again.losses
         self.outcome.checkpoint = found.folder
         if self._scheduler is not None:
             self._scheduler.set_state_dict(found.state.scheduler)
             # Computed anew from the step: the same value for the same run, and right if epochs or ranks have changed.
-            self._scheduler.step(self.step)
-        self._progress.say(f"resumed from {found.folder} (epoch {self.epoch}, step {self.step})")
+            self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+        at = self.position
+        inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
+        self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
         if found.state.profile["digest"] != fleet.profile().digest():
             was, now = found.state.profile["name"], fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
 
 
-def first_step(found: Found | None, steps_per_epoch: int) -> int:
-    """The step at which a call begins. On another number of ranks an epoch has another number of steps."""
-    return 0 if found is None else found.state.epoch * steps_per_epoch
-
-
-def _mean_over_ranks(losses: list[float]) -> float:
-    total, count = fleet.all_reduce(np.array([sum(losses), len(losses)], dtype=np.float64), op="sum")
-    return float(total / count) if count else math.nan
+def agreed_steps(steps: int) -> int:
+    """The steps that every rank can make, given what this rank has; no rank ever waits for one that has finished."""
+    counts = fleet.gather(steps)
+    return agree_steps(counts, "truncate") if any(counts) else 0

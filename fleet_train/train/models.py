@@ -1,8 +1,4 @@
-"""The built-in networks, as paddle.nn layers used in static mode.
-
-Neither has batch norm: without synchronised statistics every rank would keep its own running mean, and an evaluation
-that is shared out over ranks would mix them.
-"""
+"""Networks by name, as paddle.nn layers used in static mode: two small ones, and those of paddle.vision.models."""
 
 from __future__ import annotations
 
@@ -10,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import paddle
 from paddle import nn
 
-from fleet_train.errors import DataError
+from fleet_train.errors import DataError, FleetTrainError
+from fleet_train.train.model_names import VISION_MODELS
 
 Shape = tuple[int, ...]
 
@@ -52,9 +50,27 @@ def cnn(sample_shape: Shape, num_classes: int) -> Any:
     )
 
 
-_BUILDERS: dict[str, Callable[[Shape, int], Any]] = {"mlp": mlp, "cnn": cnn}
+def vision_model(name: str, sample_shape: Shape, num_classes: int) -> Any:
+    """A network of paddle.vision.models: [batch, 3, height, width] -> logits [batch, num_classes]."""
+    if len(sample_shape) != 3 or sample_shape[0] != 3:
+        raise DataError(
+            f"--model {name} needs colour images [3, height, width], this data has {list(sample_shape)}; use "
+            "--data_dir with images, or --model mlp or cnn"
+        )
+    builder = getattr(paddle.vision.models, VISION_MODELS[name], None)
+    if builder is None:
+        raise FleetTrainError(
+            f"--model {name}: Paddle {paddle.__version__} has no paddle.vision.models.{VISION_MODELS[name]}; use "
+            "another --model"
+        )
+    return builder(num_classes=num_classes)
+
+
+_SMALL: dict[str, Callable[[Shape, int], Any]] = {"mlp": mlp, "cnn": cnn}
 
 
 def build_model(name: str, sample_shape: Shape, num_classes: int) -> Any:
     """A new network; building it twice under unique_name.guard gives the same parameter names."""
-    return _BUILDERS[name](sample_shape, num_classes)
+    if name in _SMALL:
+        return _SMALL[name](sample_shape, num_classes)
+    return vision_model(name, sample_shape, num_classes)

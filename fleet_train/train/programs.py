@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,11 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.data import Dataset
+from fleet_train.train.average import WeightAverage
 from fleet_train.train.config import TrainConfig
+from fleet_train.train.finite import SkipNotFinite, keep_statistics_finite, refuse_to_skip_with
 from fleet_train.train.models import build_model
+from fleet_train.train.optimizers import make_optimizer
 from fleet_train.train.schedules import Schedule
 
 
@@ -24,7 +26,9 @@ class Programs:
     scheduler: Any
     evaluation: Any
     evaluation_sums: dict[str, Any]
-    """Of one batch: sum of the losses (float32), number of correct predictions (int64)."""
+    """Of one batch: sum of the losses (float32), number of correct predictions (int64) and of those in the top 5."""
+    average: WeightAverage | None
+    skipping: SkipNotFinite | None
     features: Any
     probabilities: Any
     """Input and output of the evaluation program, for exporting."""
@@ -42,12 +46,18 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         return features, model(features), labels
 
     training, startup = paddle.static.Program(), paddle.static.Program()
-    scheduler = paddle.optimizer.lr.LambdaDecay(config.peak_learning_rate(world_size), schedule)
+    # The schedule counts steps, the scheduler updates: with gradient merge an update takes several steps.
+    scheduler = paddle.optimizer.lr.LambdaDecay(
+        config.peak_learning_rate(world_size), lambda update: schedule(update * fleet.profile().accumulate_steps)
+    )
     with paddle.static.program_guard(training, startup), paddle.utils.unique_name.guard():
         _, logits, labels = logits_and_labels(training=True)
-        loss = paddle.nn.functional.cross_entropy(logits, labels)
-        optimizer = fleet.distributed_optimizer(make_optimizer(config, scheduler), strategy=strategy)
+        loss = paddle.nn.functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        optimizer = fleet.distributed_optimizer(make_optimizer(config, scheduler, training), strategy=strategy)
+        average, skipping = _around_update(config, optimizer)
         optimizer.minimize(loss, startup)
+    if skipping is not None:
+        keep_statistics_finite(training)
 
     # Program.clone(for_test=True) does not work in PIR. A second program under a fresh name guard has the same
     # parameter names and so reads the same tensors of the scope; its own startup program is never run.
@@ -55,20 +65,28 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
     with paddle.static.program_guard(evaluation, paddle.static.Program()), paddle.utils.unique_name.guard():
         features, logits, labels = logits_and_labels(training=False)
         probabilities = paddle.nn.functional.softmax(logits)
-        sums = {
-            "loss": paddle.nn.functional.cross_entropy(logits, labels, reduction="sum"),
-            "accuracy": paddle.sum((paddle.argmax(logits, axis=-1) == labels).astype("int64")),
-        }
-    return Programs(startup, loss, scheduler, evaluation, sums, features, probabilities)
+        sums = _evaluation_sums(logits, labels)
+    return Programs(startup, loss, scheduler, evaluation, sums, average, skipping, features, probabilities)
 
 
-def make_optimizer(config: TrainConfig, learning_rate: Any) -> Any:
-    """The named Paddle optimizer, not yet wrapped."""
-    decay = config.weight_decay or None
-    builders: dict[str, Callable[[], Any]] = {
-        "sgd": lambda: paddle.optimizer.SGD(learning_rate, weight_decay=decay),
-        "momentum": lambda: paddle.optimizer.Momentum(learning_rate, momentum=0.9, weight_decay=decay),
-        "adam": lambda: paddle.optimizer.Adam(learning_rate, weight_decay=decay),
-        "adamw": lambda: paddle.optimizer.AdamW(learning_rate, weight_decay=config.weight_decay),
+def _around_update(config: TrainConfig, optimizer: Any) -> tuple[WeightAverage | None, SkipNotFinite | None]:
+    average = WeightAverage(config.ema_decay) if config.ema_decay else None
+    if average is not None:
+        optimizer.around_update(average.follow)
+    if config.on_nan == "stop":
+        return average, None
+    refuse_to_skip_with(fleet.profile())
+    skipping = SkipNotFinite()
+    optimizer.around_update(skipping.guard)  # last, so that nothing else sees such gradients
+    return average, skipping
+
+
+def _evaluation_sums(logits: Any, labels: Any) -> dict[str, Any]:
+    sums = {
+        "loss": paddle.nn.functional.cross_entropy(logits, labels, reduction="sum"),
+        "accuracy": paddle.sum((paddle.argmax(logits, axis=-1) == labels).astype("int64")),
     }
-    return builders[config.optimizer]()
+    if logits.shape[-1] > 5:  # with fewer classes every prediction is among the first five
+        _, best = paddle.topk(logits, 5, axis=-1)
+        sums["top5_accuracy"] = paddle.sum((best == labels.unsqueeze(-1)).astype("int64"))
+    return sums

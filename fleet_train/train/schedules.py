@@ -6,36 +6,60 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-def _constant(progress: float) -> float:
-    del progress
-    return 1.0
-
-
-def _step_decay(progress: float) -> float:
-    return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
-
-
-# Share of the run behind us (0 to 1, after the warm-up) -> factor on the peak rate.
-_SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": _constant,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1.0 - progress,
-    "step": _step_decay,
-}
-SCHEDULES = tuple(_SHAPES)
+from fleet_train.errors import FleetTrainError
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`schedule(step)` is the factor on the peak learning rate before that step (0 = the first)."""
+    """`schedule(step)` is the factor on the peak learning rate before that step (0 = the first).
+
+    A linear warm-up, then one of `SCHEDULES` over the rest of the run.
+    """
 
     shape: str
     total_steps: int
     warmup_steps: int = 0
+    milestones: tuple[int, ...] = ()
+    """Of `step`: the steps from which on the rate is lower. None = a half and three quarters of the rest of the run."""
+    decay: float = 0.1
+    """Of `step`: the factor at each milestone."""
+    power: float = 2.0
+    """Of `polynomial`."""
+
+    def __post_init__(self) -> None:
+        if self.milestones and self.shape != "step":
+            raise FleetTrainError(f"--lr_milestones belong to --lr_schedule step, not to {self.shape}")
+        if list(self.milestones) != sorted(set(self.milestones)) or any(step <= 0 for step in self.milestones):
+            raise FleetTrainError(f"milestones {list(self.milestones)}: they must rise and be above 0")
+        if not 0 < self.decay < 1:
+            raise FleetTrainError(f"--lr_decay {self.decay}: must be above 0 and below 1")
+        if not self.power > 0:
+            raise FleetTrainError(f"--lr_power {self.power}: must be above 0")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
+        return _SHAPES[self.shape](self, step)
+
+    def progress(self, step: int) -> float:
+        """Share of the run behind us after the warm-up, 0 to 1."""
         rest = max(1, self.total_steps - self.warmup_steps)
-        return _SHAPES[self.shape](min(1.0, (step - self.warmup_steps) / rest))
+        return min(1.0, (step - self.warmup_steps) / rest)
+
+
+def _step(schedule: Schedule, step: int) -> float:
+    if schedule.milestones:
+        passed = sum(step >= milestone for milestone in schedule.milestones)
+    else:
+        passed = sum(schedule.progress(step) >= share for share in (0.5, 0.75))
+    return schedule.decay**passed
+
+
+_SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+    "constant": lambda schedule, step: 1.0,  # noqa: ARG005
+    "cosine": lambda schedule, step: 0.5 * (1.0 + math.cos(math.pi * schedule.progress(step))),
+    "linear": lambda schedule, step: 1.0 - schedule.progress(step),
+    "polynomial": lambda schedule, step: (1.0 - schedule.progress(step)) ** schedule.power,
+    "step": _step,
+}
+SCHEDULES = tuple(_SHAPES)

@@ -19,6 +19,8 @@ class TrainerSettings:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 0
     """Epochs between two checkpoints. 0 = only at the end."""
+    checkpoint_every_steps: int = 0
+    """Steps between two checkpoints within epochs. 0 = none."""
     log_every: int = 10
     """Steps between two metric records."""
     stop_after_epochs: int | None = None
@@ -27,7 +29,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every", "log_every"):
             at_least(name, getattr(self, name), 1)
-        for name in ("seed", "checkpoint_every"):
+        for name in ("seed", "checkpoint_every", "checkpoint_every_steps"):
             at_least(name, getattr(self, name), 0)
         if self.stop_after_epochs is not None:
             at_least("stop_after_epochs", self.stop_after_epochs, 1)

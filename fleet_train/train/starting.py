@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
+from fleet_train.cluster.environment import attempt
 from fleet_train.errors import CheckpointError
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints, Found
@@ -14,9 +16,12 @@ _FIXED_FOR_A_RUN = ("model", "data", "augment", "optimizer", "seed")
 
 
 def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:
-    """The checkpoint to go on from, or None for a fresh start; refuses to mix two runs in one folder."""
+    """The checkpoint to go on from, or None for a fresh start; refuses to mix two runs in one folder.
+
+    A job that the launcher has started again goes on as with --resume, whatever its command says.
+    """
     ask_first_worker(lambda: config.output_path.mkdir(parents=True, exist_ok=True))
-    if config.resume:
+    if config.resume or attempt(os.environ) > 0:
         found = checkpoints.newest()
         if found is not None:
             _check_same_run(config, found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fleet_train import fleet
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.loop import Outcome
+from fleet_train.train.outcome import Outcome
 from fleet_train.train.progress import Progress
 from fleet_train.train.versions import versions
 
@@ -36,8 +36,7 @@ def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str
         "steps": outcome.steps,
         "epochs": outcome.epochs,
         "train_loss": _or_none(outcome.train_loss),
-        "test_loss": _or_none(outcome.test_loss),
-        "test_accuracy": _or_none(outcome.test_accuracy),
+        **_evaluated(outcome),
         "samples_per_second": round(outcome.samples_per_second, 1),
         "seconds": round(seconds, 2),
         "train_seconds": round(outcome.train_seconds, 2),
@@ -50,6 +49,7 @@ def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str
         "batch_size_per_rank": config.batch_size,
         "global_batch_size": config.batch_size * ranks,
         "seed": config.seed,
+        "skipped_updates": outcome.skipped_updates,
         "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
         "versions": versions(),
     }
@@ -68,6 +68,14 @@ def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]
         f"{summary['samples_per_second']:.0f} samples/s, {summary['seconds']:.1f} s"
     )
     progress.say(f"checkpoint {summary['checkpoint']}, summary {config.output_path / 'summary.json'}")
+
+
+def _evaluated(outcome: Outcome) -> dict[str, float | None]:
+    """test_loss, test_accuracy, and test_top5_accuracy where there are more than five classes."""
+    values = {} if outcome.evaluation is None else outcome.evaluation.values
+    return {
+        f"test_{name}": _or_none(value) for name, value in {"loss": math.nan, "accuracy": math.nan, **values}.items()
+    }
 
 
 def _or_none(value: float) -> float | None:

@@ -18,7 +18,7 @@ def test_page_lists_the_scalars_that_are_written(tmp_path: Path) -> None:
     subprocess.run([sys.executable, *arguments, str(tmp_path)], cwd=ROOT, env=clean_environ(), check=True)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tags = {tag for record in records for tag in record} - {"step", "time", "epoch"}
-    assert len(tags) == 8
+    assert len(tags) == 9
     assert sorted(tag for tag in tags if f"`{tag}`" not in PAGE.read_text()) == []
 
 

@@ -61,14 +61,21 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert records(found, "test/accuracy") == records(expected, "test/accuracy")
 
 
-def test_two_epochs_and_two_more_equal_four_in_one_go_on_one_process(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(tmp_path / "a", 1, whole)
-    train(tmp_path / "b", 1, parts, "--stop_after_epochs", "2")
-    resumed = train(tmp_path / "c", 1, parts, "--resume")
-    assert "resumed from" in resumed.ranks[0].output
-    assert (summary(parts)["world_size"], summary(parts)["num_nodes"]) == (1, 1)
-    assert_same_run(parts, whole)
+def test_going_on_in_the_middle_of_an_epoch_is_the_same_run_on_one_process(tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    recipe = ("--ema_decay", "0.95", "--clip_norm", "1", "--label_smoothing", "0.1", "--on_nan", "skip")
+    train(tmp_path / "a", 1, whole, *recipe, "--checkpoint_every_steps", "70", "--keep_checkpoints", "9")
+    kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert kept == ["step-00000070", "step-00000140", "step-00000180"]
+    shutil.copytree(whole, again)
+    for later in kept[1:]:
+        shutil.rmtree(again / "checkpoints" / later)
+    resumed = train(tmp_path / "b", 1, again, *recipe, "--resume")
+    assert "(epoch 1, 800 samples into the next, step 70)" in resumed.ranks[0].output
+    assert (summary(again)["world_size"], summary(again)["num_nodes"]) == (1, 1)
+    assert_same_run(again, whole)
+    assert records(again, "train/epoch_loss") == records(whole, "train/epoch_loss")
+    assert "weight_average_updates" in tensors(whole)
 
 
 def test_two_epochs_and_two_more_equal_four_in_one_go_on_two_nodes(

@@ -32,6 +32,16 @@ def test_warm_up_rises_and_the_shape_spans_the_rest() -> None:
     assert factors("linear", 7, warmup=3) == [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
+def test_milestones_are_steps_and_not_moved_by_the_warm_up() -> None:
+    schedule = Schedule("step", 10, warmup_steps=2, milestones=(4, 7), decay=0.5)
+    assert [round(schedule(step), 4) for step in range(10)] == [0.3333, 0.6667, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+
+
+def test_polynomial_takes_its_power() -> None:
+    assert [Schedule("polynomial", 4)(step) for step in range(5)] == [1.0, 0.5625, 0.25, 0.0625, 0.0]
+    assert [Schedule("polynomial", 4, power=1.0)(step) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
 @pytest.mark.parametrize("shape", SCHEDULES)
 def test_steps_after_the_end_keep_the_last_factor(shape: str) -> None:
     assert Schedule(shape, 4)(100) == Schedule(shape, 4)(4)

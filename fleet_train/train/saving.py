@@ -1,0 +1,81 @@
+"""When a checkpoint is due, and what it holds beside the tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.errors import CheckpointError
+from fleet_train.train import finite
+from fleet_train.train.agree import ask_first_worker
+from fleet_train.train.checkpoint import Checkpoints, Found, TrainState
+from fleet_train.train.evaluate import Evaluation
+from fleet_train.train.position import EpochLoss, Position
+from fleet_train.train.settings import TrainerSettings
+from fleet_train.train.versions import versions
+
+
+@dataclass(frozen=True)
+class Saver:
+    """The checkpoints of one `Trainer`. With `checkpoints` None nothing is ever due or saved."""
+
+    exe: Any
+    settings: TrainerSettings
+    checkpoints: Checkpoints | None
+    scheduler: Any
+    steps_per_epoch: int
+    description: dict[str, Any]
+
+    def is_due_after(self, at: Position) -> bool:
+        """At the end of an epoch, `at` being the beginning of the next."""
+        every = self.settings.checkpoint_every
+        return (every > 0 and at.epoch % every == 0) or self.is_due_within(at)
+
+    def is_due_within(self, at: Position) -> bool:
+        """After a step."""
+        every = self.settings.checkpoint_every_steps
+        return self.checkpoints is not None and every > 0 and at.step % every == 0
+
+    def save(self, at: Position, losses: EpochLoss, evaluation: Evaluation | None) -> Path | None:
+        """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN."""
+        if self.checkpoints is None:
+            return None
+        ask_first_worker(lambda: finite.refuse_state(fleet.main_program, at.step))
+        return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
+
+    def finish(self) -> Path | None:
+        """Wait for a checkpoint that is being written; the folder of the last one that this call has saved."""
+        return None if self.checkpoints is None else self.checkpoints.finish()
+
+    def load(self, found: Found) -> None:
+        if self.checkpoints is None:
+            raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
+        self.checkpoints.load(self.exe, found)
+
+    def how_to_go_on(self) -> str:
+        return "nothing was saved" if self.checkpoints is None else "resume from the checkpoint of that step"
+
+    def _state(self, at: Position, losses: EpochLoss) -> TrainState:
+        profile = fleet.profile()
+        return TrainState(
+            epoch=at.epoch,
+            step=at.step,
+            steps_per_epoch=self.steps_per_epoch,
+            world_size=fleet.worker_num(),
+            scheduler={} if self.scheduler is None else self.scheduler.state_dict(),
+            config=self.description,
+            profile={"name": profile.name, "digest": profile.digest()},
+            versions=versions(),
+            consumed_samples=at.consumed_samples,
+            epoch_losses=fleet.gather([losses.total, losses.count]),
+        )
+
+
+def _score(evaluation: Evaluation | None) -> float | None:
+    """Accuracy, or where there is none the negative loss: higher is better."""
+    if evaluation is None:
+        return None
+    return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy

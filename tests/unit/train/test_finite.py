@@ -1,0 +1,133 @@
+"""NaN and infinity: what is skipped, what stays, what is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleet_train import DistributedStrategy, fleet
+from fleet_train.errors import NotFinite, ProfileError
+from fleet_train.profile import Profile
+from fleet_train.train.average import WeightAverage
+from fleet_train.train.finite import (
+    LossWatch,
+    SkipNotFinite,
+    keep_statistics_finite,
+    refuse_state,
+    refuse_to_skip_with,
+)
+from tests.unit.passes.training import FEATURES, Trained, batches
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def with_batch_norm(features: Any) -> Any:
+    return nn.Linear(24, 5)(nn.functional.relu(nn.BatchNorm1D(24)(nn.Linear(FEATURES, 24)(features))))
+
+
+class Skipping(Trained):
+    def __init__(self, accumulate_steps: int = 1) -> None:
+        self.skipping = SkipNotFinite()
+        strategy = DistributedStrategy()
+        strategy.accumulate_steps = accumulate_steps
+
+        def minimize(optimizer: Any, loss: Any) -> None:
+            distributed = fleet.distributed_optimizer(optimizer, strategy)
+            distributed.around_update(WeightAverage(0.9).follow)
+            distributed.around_update(self.skipping.guard)
+            distributed.minimize(loss)
+            keep_statistics_finite(paddle.static.default_main_program())
+
+        super().__init__(lambda: paddle.optimizer.Momentum(0.1, 0.9), minimize, with_batch_norm)
+
+    def skipped(self) -> int:
+        with paddle.static.scope_guard(self.scope):
+            return self.skipping.count()
+
+
+def broken(batch: tuple[np.ndarray, np.ndarray], value: float) -> tuple[np.ndarray, np.ndarray]:
+    features = batch[0].copy()
+    features[3, 2] = value
+    return features, batch[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_skipped_update_leaves_no_trace_but_its_count(value: float) -> None:
+    disturbed, undisturbed = Skipping(), Skipping()
+    undisturbed.start_from(disturbed.state())
+    one, bad, two, three = batches(4, 8, seed=0)
+    for batch in (one, broken(bad, value), two, three):
+        disturbed.step(batch)
+    for batch in (one, two, three):
+        undisturbed.step(batch)
+    assert (disturbed.skipped(), undisturbed.skipped()) == (1, 0)
+    found, expected = disturbed.state(), undisturbed.state()
+    differing = [name for name in expected if found[name].tobytes() != expected[name].tobytes()]
+    assert differing == ["skipped_updates"], "weights, velocities, average and batch-norm statistics are as they were"
+
+
+def test_one_bad_micro_batch_skips_the_update_of_all_of_them() -> None:
+    trained = Skipping(accumulate_steps=2)
+    one, bad, two, three = batches(4, 8, seed=1)
+    before = trained.parameters()
+    trained.step(broken(bad, np.nan))
+    trained.step(one)
+    after = trained.parameters()
+    weights = [name for name in before if "batch_norm" not in name]
+    assert all(np.array_equal(before[name], after[name]) for name in weights)
+    trained.step(two)
+    trained.step(three)
+    assert trained.skipped() == 1
+    assert all(np.isfinite(value).all() for value in trained.state().values())
+    assert not np.array_equal(before["linear_0.w_0"], trained.parameters()["linear_0.w_0"])
+
+
+def test_loss_that_is_not_finite_ends_with_rank_step_and_samples() -> None:
+    watch = LossWatch(None)
+    batch = {"features": np.ones((4, 2), np.float32), "labels": np.zeros(4, np.int64)}
+    watch.look(0.5, 10, np.array([7, 1, 40, 3]), batch)
+    batch["features"][2, 1] = np.nan
+    expected = (
+        r"the loss of rank 0 is nan at step 15; its batch: samples 7, 1, 40, 3; 'features' itself is not finite in "
+        r"samples 40 \(steps 11 to 14 were not looked at, see fetch_frequency\); nothing of it is saved"
+    )
+    with pytest.raises(NotFinite, match=expected):
+        watch.look(float("nan"), 15, np.array([7, 1, 40, 3]), batch)
+
+
+def test_when_updates_are_skipped_the_rank_says_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = {"features": np.ones((2, 2), np.float32)}
+    LossWatch(SkipNotFinite()).look(float("inf"), 3, np.array([5, 6]), batch)
+    said = capsys.readouterr().err
+    assert "the loss of rank 0 is inf at step 3; its batch: samples 5, 6; this update is skipped" in said
+
+
+def test_weights_that_are_not_finite_are_not_saved() -> None:
+    trained = Trained(lambda: paddle.optimizer.SGD(0.1))
+    trained.step(broken(batches(1, 8, seed=0)[0], np.inf))
+    with (
+        paddle.static.scope_guard(trained.scope),
+        pytest.raises(NotFinite, match=r"holds NaN or infinity after step 1"),
+    ):
+        refuse_state(trained.main, 1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "why"),
+    [
+        (Profile(compression="dgc"), "one NaN stays in it for ever"),
+        (Profile(compression="powersgd"), "one NaN stays in it for ever"),
+        (Profile(use_local_sgd=True, local_sgd_schedule="adaptive"), "computed from the loss"),
+    ],
+)
+def test_profiles_that_remember_gradients_cannot_skip(profile: Profile, why: str) -> None:
+    with pytest.raises(ProfileError, match=why):
+        refuse_to_skip_with(profile)
+
+
+def test_other_profiles_can() -> None:
+    refuse_to_skip_with(Profile(compression="bf16", use_local_sgd=True))
