@@ -7,8 +7,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from fleet_train.data.corrupt import CorruptImages
 from fleet_train.data.datasets import Arrays, Dataset
 from fleet_train.data.draws import Draws
+from fleet_train.data.image_folder import ImageFolder
+from fleet_train.data.image_settings import IMAGE_AUGMENTATIONS
 from fleet_train.errors import DataError
 
 Augmentation = Callable[[Dataset, Draws], Arrays]
@@ -36,11 +39,39 @@ def shift(dataset: Dataset, draws: Draws) -> Arrays:
     return {**arrays, "features": np.ascontiguousarray(windows[np.arange(count), :, down, right])}
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"none": keep, "shift": shift}
+class ImageAugmentation:
+    """Images decoded with one of IMAGE_AUGMENTATIONS; remembers which could not be read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._corrupt: CorruptImages | None = None
+
+    def __call__(self, dataset: Dataset, draws: Draws) -> Arrays:
+        if not isinstance(dataset, ImageFolder):
+            raise DataError(f"--augment {self.name} needs images in files (--data_dir); {dataset.name} is none")
+        if self._corrupt is None:
+            self._corrupt = dataset.corrupt_images()
+        return dataset.augmented(draws, self.name, self._corrupt)
 
 
-def augmentation(name: str) -> Augmentation:
-    """The named augmentation; DataError with the known names otherwise."""
+AUGMENTATIONS = ("auto", "none", "shift", *(name for name in IMAGE_AUGMENTATIONS if name != "none"))
+
+
+def augmentation(name: str, dataset: Dataset) -> Augmentation:
+    """The named augmentation for that dataset; `auto` is crop_flip for image folders and none for other data."""
     if name not in AUGMENTATIONS:
         raise DataError(f"unknown augmentation {name!r}; known: {', '.join(AUGMENTATIONS)}")
-    return AUGMENTATIONS[name]
+    if isinstance(dataset, ImageFolder):
+        return ImageAugmentation(image_augmentation_name(name))
+    if name == "shift":
+        return shift
+    return keep if name in ("auto", "none") else ImageAugmentation(name)
+
+
+def image_augmentation_name(name: str) -> str:
+    """What `name` means for an image folder: one of IMAGE_AUGMENTATIONS."""
+    if name == "auto":
+        return "crop_flip"
+    if name not in IMAGE_AUGMENTATIONS:
+        raise DataError(f"--augment {name} is for data in memory; images know {', '.join(IMAGE_AUGMENTATIONS)}")
+    return name

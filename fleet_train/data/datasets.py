@@ -114,13 +114,51 @@ def synthetic(
     return Splits(part("train", num_samples), part("test", max(1, num_samples // 4)))
 
 
+@dataclass(frozen=True)
+class SyntheticImages:
+    """Noise of any shape and number, for measuring: a few images in memory, which samples take in turn."""
+
+    name: str
+    num_samples: int
+    sample_shape: tuple[int, ...]
+    num_classes: int
+    pool: NDArray[np.float32]
+
+    def arrays(self, indices: Indices) -> Arrays:
+        return {"features": self.pool[indices % len(self.pool)], "labels": indices * 7919 % self.num_classes}
+
+
+_SHAPED = "synthetic:"
+_POOL_SIZE = 32
+
+
+def shaped_synthetic(name: str) -> Splits:
+    """`synthetic:<channels>x<height>x<width>x<classes>[x<samples>]`; 10240 training samples unless said."""
+    parts = name.removeprefix(_SHAPED).split("x")
+    if len(parts) not in (4, 5) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise DataError(
+            f"--data {name}: give {_SHAPED}<channels>x<height>x<width>x<classes>[x<samples>], such as "
+            f"{_SHAPED}3x224x224x1000"
+        )
+    channels, height, width, classes, samples = (*map(int, parts), 10240)[:5]
+    shape = (channels, height, width)
+    pool = np.random.default_rng(0).standard_normal((_POOL_SIZE, *shape), dtype=np.float32)
+    return Splits(
+        SyntheticImages(f"{name}/train", samples, shape, classes, pool),
+        SyntheticImages(f"{name}/test", max(1, samples // 10), shape, classes, pool),
+    )
+
+
 DATASETS: dict[str, Callable[[], Splits]] = {"digits": digits, "synthetic": synthetic}
 
 
 def load_splits(name: str) -> Splits:
-    """The named dataset's training and test part; DataError with the known names otherwise."""
+    """The named dataset's training and test part, `synthetic:3x224x224x1000` among them; DataError otherwise."""
+    if name.startswith(_SHAPED):
+        return shaped_synthetic(name)
     if name not in DATASETS:
-        raise DataError(f"unknown data {name!r}; known: {', '.join(sorted(DATASETS))}")
+        known = [*sorted(DATASETS), f"{_SHAPED}<channels>x<height>x<width>x<classes>"]
+        raise DataError(f"unknown data {name!r}; known: {', '.join(known)}")
     return DATASETS[name]()
 
 

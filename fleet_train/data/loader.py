@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from fleet_train.data.augment import Augmentation, keep
 from fleet_train.data.datasets import Arrays, Dataset, Indices
 from fleet_train.data.draws import Draws
 from fleet_train.data.prefetch import Prefetcher
 from fleet_train.data.sampler import BatchSampler
+
+Finish = Callable[[Arrays], Arrays]
+"""A last step for each batch in the prefetch thread: the copy to the device."""
+
+
+class Loader(Protocol):
+    """One rank's batches as feeds: dicts of arrays, samples first. Every rank has equally many."""
+
+    @property
+    def dataset(self) -> Dataset: ...
+
+    @property
+    def sampler(self) -> BatchSampler: ...
+
+    def __len__(self) -> int:
+        """Steps left in the epoch that was opened last."""
+
+    def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
+        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
+
+    def indices(self, step: int) -> Indices:
+        """Dataset indices of this rank's batch at one of the steps left."""
+
+    def close(self) -> None:
+        """Give back processes and memory; a later epoch starts anew."""
 
 
 class BatchLoader:
@@ -20,11 +46,14 @@ class BatchLoader:
         sampler: BatchSampler,
         augment: Augmentation = keep,
         prefetch_depth: int = 2,
+        *,
+        finish: Finish | None = None,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
         self._augment = augment
         self._prefetch_depth = prefetch_depth
+        self._finish = finish
 
     def __len__(self) -> int:
         """Steps left in the epoch that was opened last."""
@@ -48,4 +77,5 @@ class BatchLoader:
 
     def _read(self) -> Iterator[Arrays]:
         for step in range(len(self)):
-            yield self._augment(self.dataset, Draws(self.sampler.seed, self.sampler.epoch, self.indices(step)))
+            feed = self._augment(self.dataset, Draws(self.sampler.seed, self.sampler.epoch, self.indices(step)))
+            yield feed if self._finish is None else self._finish(feed)

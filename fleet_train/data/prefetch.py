@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -52,6 +52,8 @@ class Prefetcher(Generic[Item]):
         self._finished = True
         self._closing.set()
         self._thread.join()
+        with self._queue.mutex:
+            self._queue.queue.clear()
 
     def __enter__(self) -> Prefetcher[Item]:
         return self
@@ -63,12 +65,18 @@ class Prefetcher(Generic[Item]):
 
     def _fill(self, source: Iterable[Item]) -> None:
         try:
-            for item in source:
-                if not self._put(item):
-                    return
+            self._copy(source)
             self._put(_End())
         except BaseException as error:
             self._put(_End(error))
+
+    def _copy(self, source: Iterable[Item]) -> None:
+        for item in source:
+            if not self._put(item):
+                break
+            del item  # the consumer's reference is the last one: what it holds is free when the consumer is done
+        if isinstance(source, Generator):
+            source.close()  # here and now, on the thread on which it ran
 
     def _put(self, item: Item | _End) -> bool:
         """False when the consumer has gone: a plain put() would wait for ever on a full queue."""

@@ -84,7 +84,7 @@ def _make_loader(config: TrainConfig, data: Dataset) -> BatchLoader:
     )
     if len(sampler) == 0:
         raise DataError(f"{data.name} has {data.num_samples} samples, too few for one step on every rank")
-    return BatchLoader(data, sampler, augmentation(config.augment))
+    return BatchLoader(data, sampler, augmentation(config.augment, data))
 
 
 def _make_programs(config: TrainConfig, data: Dataset, steps_per_epoch: int) -> tuple[Programs, Any]:

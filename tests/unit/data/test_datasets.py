@@ -61,7 +61,7 @@ def test_synthetic_sizes_are_as_asked() -> None:
 
 
 def test_unknown_data_lists_the_known_names() -> None:
-    with pytest.raises(DataError, match="unknown data 'imagenet'; known: digits, synthetic"):
+    with pytest.raises(DataError, match="unknown data 'imagenet'; known: digits, synthetic, synthetic:<ch"):
         load_splits("imagenet")
 
 
@@ -95,7 +95,7 @@ def test_shift_moves_each_image_by_at_most_one_pixel_and_fills_with_zeros() -> N
     image = np.zeros((1, 1, 5, 5), np.float32)
     image[0, 0, 2, 2] = 1.0
     points = ArrayDataset("points", np.repeat(image, 200, axis=0), np.zeros(200, np.int64), num_classes=1)
-    shifted = augmentation("shift")(points, Draws(0, 0, np.arange(200)))["features"]
+    shifted = augmentation("shift", points)(points, Draws(0, 0, np.arange(200)))["features"]
     assert shifted.shape == (200, 1, 5, 5)
     places = {(int(y), int(x)) for y, x in zip(*np.nonzero(shifted[:, 0])[1:], strict=True)}
     assert places == {(y, x) for y in (1, 2, 3) for x in (1, 2, 3)}
@@ -107,7 +107,7 @@ def test_a_sample_is_augmented_alike_on_every_rank_and_anew_in_each_epoch() -> N
 
     def images(rank: int, world_size: int, epoch: int) -> dict[int, bytes]:
         sampler = ShardedBatchSampler(8, 4, rank, world_size, seed=1)
-        loader = BatchLoader(data, sampler, augmentation("shift"))
+        loader = BatchLoader(data, sampler, augmentation("shift", data))
         with loader.epoch(epoch) as feeds:
             pairs = [(loader.indices(step), feed["features"]) for step, feed in enumerate(feeds)]
         return {int(i): image.tobytes() for indices, batch in pairs for i, image in zip(indices, batch, strict=True)}
@@ -135,9 +135,9 @@ def test_draws_are_uniform_and_depend_on_seed_epoch_and_sample() -> None:
 def test_shift_refuses_what_is_no_image() -> None:
     rows = ArrayDataset("rows", np.zeros((2, 3), np.float32), np.zeros(2, np.int64), num_classes=1)
     with pytest.raises(DataError, match="--augment none"):
-        augmentation("shift")(rows, Draws(0, 0, np.arange(2)))
+        augmentation("shift", rows)(rows, Draws(0, 0, np.arange(2)))
 
 
 def test_unknown_augmentation_lists_the_known_names() -> None:
-    with pytest.raises(DataError, match="unknown augmentation 'flip'; known: none, shift"):
-        augmentation("flip")
+    with pytest.raises(DataError, match="unknown augmentation 'flip'; known: auto, none, shift"):
+        augmentation("flip", synthetic(8).train)

@@ -1,0 +1,55 @@
+"""Images that cannot be read: replaced by the next one that can, counted, and too many of them are an error."""
+
+from __future__ import annotations
+
+from fleet_train.errors import DataError
+
+_NAMES_SHOWN = 10
+
+
+class CorruptImages:
+    """The unreadable files that this rank has met so far.
+
+    Args:
+        num_samples: of the dataset.
+        max_corrupt: how many may be unreadable; below 1 a share of the dataset, from 1 on a number. 0 = none.
+    """
+
+    def __init__(self, num_samples: int, max_corrupt: float, where: str) -> None:
+        if max_corrupt < 0 or (max_corrupt >= 1 and max_corrupt != int(max_corrupt)):
+            raise DataError(
+                f"--max_corrupt {max_corrupt:g}: give a share of the images (0.01 = 1 of 100) or a whole number"
+            )
+        self._num_samples = num_samples
+        self._where = where
+        self.allowed = int(max_corrupt) if max_corrupt >= 1 else int(max_corrupt * num_samples)
+        self._reasons: dict[int, tuple[str, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the unreadable files, in the order of the dataset."""
+        return [self._reasons[index][0] for index in sorted(self._reasons)]
+
+    def replacement(self, index: int, name: str, reason: str) -> int:
+        """Count the file and answer which sample stands in for it: the next one of the dataset, on every rank alike."""
+        self._reasons[index] = (name, reason)
+        if len(self._reasons) > self.allowed:
+            raise DataError(self._message())
+        return self.skip((index + 1) % self._num_samples)
+
+    def skip(self, index: int) -> int:
+        """The first sample from that one on that is not known to be unreadable."""
+        while index in self._reasons:
+            index = (index + 1) % self._num_samples
+        return index
+
+    def _message(self) -> str:
+        shown = [f"{name} ({reason})" for name, reason in (self._reasons[i] for i in sorted(self._reasons))]
+        more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
+        return (
+            f"{len(shown)} image(s) of {self._where} cannot be read, --max_corrupt allows {self.allowed} of "
+            f"{self._num_samples}: {', '.join(shown[:_NAMES_SHOWN])}{more}. Repair or delete them, or allow more"
+        )

@@ -1,0 +1,153 @@
+"""From the trainer's flags to data and loaders: what is read, by whom, with which machinery."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet_train.data.augment import augmentation, image_augmentation_name
+from fleet_train.data.datasets import Dataset, Splits, load_splits
+from fleet_train.data.image_folder import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
+from fleet_train.data.image_settings import ImageSettings
+from fleet_train.data.loader import BatchLoader, Finish, Loader
+from fleet_train.data.sampler import LAST_BATCHES, BatchSampler, EvaluationSampler, ShardedBatchSampler
+from fleet_train.data.uneven import UNEVEN_POLICIES, OwnDataSampler
+from fleet_train.data.worker_loader import WorkerLoader
+from fleet_train.errors import DataError
+
+LOADERS = ("auto", "thread", "workers")
+SHARDINGS = ("sample", "folder")
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this process stands among those that read: in the job, and on its machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def of(cls, rank: int, endpoints: Sequence[str]) -> Seat:
+        """From `fleet.worker_index()` and `fleet.worker_endpoints()` ("host:port" by rank)."""
+        hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints]
+        neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        return cls(rank, len(hosts), neighbours.index(rank), len(neighbours))
+
+
+ALONE = Seat()
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How one rank's batches are made. Sizes are per rank."""
+
+    batch_size: int = 32
+    seed: int = 0
+    augment: str = "auto"
+    """One of AUGMENTATIONS, for training batches."""
+    loader: str = "auto"
+    """auto = worker processes for image folders, a thread for data in memory."""
+    workers: int | None = None
+    """Processes per rank. 0 = decode in a thread of the trainer. None = the cores of this rank, at most 8."""
+    prefetch_depth: int = 2
+    """Batches that lie ready while a step runs."""
+    shard_by: str = "sample"
+    """sample = all machines see the same files and share them; folder = every machine reads all of its own."""
+    uneven: str = "truncate"
+    """With shard_by folder: what to do when machines have different amounts."""
+    last_batch: str = "merge"
+    """What becomes of a last batch of one sample per rank."""
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("loader", self.loader, LOADERS),
+            ("shard_by", self.shard_by, SHARDINGS),
+            ("uneven", self.uneven, UNEVEN_POLICIES),
+            ("last_batch", self.last_batch, LAST_BATCHES),
+        ):
+            if value not in known:
+                raise DataError(f"--{flag} {value!r} is unknown; use one of {', '.join(known)}")
+        if self.workers is not None and self.workers < 0:
+            raise DataError(f"--workers {self.workers}: give 0 (no processes) or more")
+
+
+def open_splits(
+    data: str = "digits",
+    data_dir: str | Path | None = None,
+    *,
+    images: ImageSettings | None = None,
+    max_corrupt: float = DEFAULT_MAX_CORRUPT,
+) -> Splits:
+    """Training and evaluation data: the image folder `data_dir` where one is given, else the data named `data`."""
+    if data_dir is None:
+        return load_splits(data)
+    return image_splits(Path(data_dir), images, max_corrupt)
+
+
+def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, finish: Finish | None = None) -> Loader:
+    """This rank's training batches. Call `settle` on all ranks before the first epoch, and `close` at the end.
+
+    finish: `device_copy(fleet.place())`.
+    """
+    sampler: BatchSampler
+    if settings.shard_by == "folder":
+        sampler = OwnDataSampler(
+            dataset.num_samples,
+            settings.batch_size,
+            seat.local_rank,
+            seat.local_size,
+            total_ranks=seat.world_size,
+            seed=settings.seed,
+            policy=settings.uneven,
+        )
+    else:
+        sampler = ShardedBatchSampler(
+            dataset.num_samples,
+            settings.batch_size,
+            seat.rank,
+            seat.world_size,
+            seed=settings.seed,
+            last_batch=settings.last_batch,
+        )
+    return _loader(dataset, sampler, settings, seat, finish, training=True)
+
+
+def make_evaluation_loader(
+    dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, finish: Finish | None = None
+) -> Loader:
+    """This rank's share of an evaluation, unchanged by augmentations: over all ranks each sample once."""
+    rank, world_size = (
+        (seat.local_rank, seat.local_size) if settings.shard_by == "folder" else (seat.rank, seat.world_size)
+    )
+    sampler = EvaluationSampler(dataset.num_samples, settings.batch_size, rank, world_size)
+    return _loader(dataset, sampler, settings, seat, finish, training=False)
+
+
+def default_workers(local_size: int) -> int:
+    """Worker processes per rank: the cores that each rank of this machine has, 1 to 8."""
+    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _loader(
+    dataset: Dataset, sampler: BatchSampler, settings: LoaderSettings, seat: Seat, finish: Finish | None, training: bool
+) -> Loader:
+    augment = settings.augment if training else "none"
+    workers = default_workers(seat.local_size) if settings.workers is None else settings.workers
+    if settings.loader in ("workers", "dali") and not isinstance(dataset, ImageFolder):
+        raise DataError(f"--loader {settings.loader} decodes image files (--data_dir); {dataset.name} is in memory")
+    if settings.loader == "thread" or workers == 0 or not isinstance(dataset, ImageFolder):
+        return BatchLoader(dataset, sampler, augmentation(augment, dataset), settings.prefetch_depth, finish=finish)
+    return WorkerLoader(
+        dataset,
+        sampler,
+        image_augmentation_name(augment),
+        workers,
+        settings.prefetch_depth,
+        finish=finish,
+        keep_workers=training,
+    )

@@ -1,0 +1,201 @@
+"""Image folders and lists: which files, which labels, what a decoded image is, and what becomes of broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fleet_train.data import Draws, ImageFolder, ImageSettings, image_splits
+from fleet_train.data.corrupt import CorruptImages
+from fleet_train.errors import DataError
+from tests.support.images import write_image, write_image_folder
+
+SMALL = ImageSettings(image_size=16)
+
+
+def test_folders_are_classes_in_sorted_order(tmp_path: Path) -> None:
+    write_image(tmp_path / "train" / "b" / "2.jpg")
+    write_image(tmp_path / "train" / "a" / "deeper" / "1.PNG")
+    write_image(tmp_path / "val" / "b" / "3.jpeg")
+    (tmp_path / "train" / "a" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".cache").mkdir()
+    train, val = image_splits(tmp_path, SMALL)
+    assert isinstance(train, ImageFolder)
+    assert isinstance(val, ImageFolder)
+    assert train.class_names == val.class_names == ("a", "b")
+    assert train.paths == ("train/a/deeper/1.PNG", "train/b/2.jpg")
+    assert (train.labels.tolist(), val.labels.tolist()) == ([0, 1], [1])
+    assert (train.num_samples, train.num_classes, train.sample_shape) == (2, 2, (3, 16, 16))
+
+
+def test_lists_name_files_and_labels(tmp_path: Path) -> None:
+    write_image(tmp_path / "pictures" / "a cat.jpg")
+    (tmp_path / "train.txt").write_text("pictures/a cat.jpg 3\n\npictures/dog.jpg 0\n")
+    (tmp_path / "val.txt").write_text("pictures/a cat.jpg 1\n")
+    train, val = image_splits(tmp_path, SMALL)
+    assert isinstance(train, ImageFolder)
+    assert train.paths == ("pictures/a cat.jpg", "pictures/dog.jpg")
+    assert (train.labels.tolist(), val.num_samples, train.num_classes) == ([3, 0], 1, 4)
+
+
+def test_classes_file_numbers_the_classes_also_those_without_images(tmp_path: Path) -> None:
+    write_image(tmp_path / "train" / "b" / "1.jpg")
+    write_image(tmp_path / "val" / "c" / "2.jpg")
+    (tmp_path / "classes.txt").write_text("c\na\nb\n")
+    train, val = image_splits(tmp_path, SMALL)
+    assert (train.num_classes, train.arrays(np.array([0]))["labels"].tolist()) == (3, [2])
+    assert val.arrays(np.array([0]))["labels"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no folder train and no folder val in it; needed are train/<class>"),
+        ({"train/a/1.jpg": None}, "no folder val in it"),
+        ({"train/a/x.txt": "", "val/a/1.jpg": None}, "train has no images; known are .jpg"),
+        ({"train/a/1.jpg": None, "val/b/1.jpg": None}, "val/b: there is no such class among the 1 of train/"),
+        ({"train.txt": "a.jpg 0\n"}, "val.txt cannot be read"),
+        ({"train.txt": "a.jpg zero\n", "val.txt": "a.jpg 0\n"}, "train.txt:1: 'a.jpg zero' is not"),
+        (
+            {"train.txt": "a.jpg 2\n", "val.txt": "a.jpg 0\n", "classes.txt": "x\ny\n"},
+            "a label is 2, classes.txt names 2",
+        ),
+        ({"train/a/1.jpg": None, "val/a/1.jpg": None, "classes.txt": "a\na\n"}, "'a' is named twice"),
+    ],
+)
+def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[str, str | None], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            write_image(tmp_path / name)
+        else:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        image_splits(tmp_path, SMALL)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--data_dir .*/nowhere: there is no such folder on this machine"):
+        image_splits(tmp_path / "nowhere")
+
+
+def one_image(tmp_path: Path, name: str, settings: ImageSettings) -> ImageFolder:
+    return ImageFolder("one", tmp_path, (name,), np.array([0]), ("only",), settings)
+
+
+def test_decoded_image_is_normalised_per_channel_with_channels_first(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 30), (255, 0, 51)).save(tmp_path / "flat.png")
+    data = one_image(tmp_path, "flat.png", ImageSettings(image_size=8, mean=(0.5, 0.5, 0.1), std=(0.5, 0.25, 0.1)))
+    features = data.arrays(np.array([0]))["features"]
+    assert (features.shape, features.dtype) == ((1, 3, 8, 8), np.float32)
+    np.testing.assert_allclose(features[0].mean(axis=(1, 2)), [1.0, -2.0, 1.0], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (200, 300)])
+def test_evaluation_image_is_resized_and_its_middle_cut_out(tmp_path: Path, size: tuple[int, int]) -> None:
+    write_image(tmp_path / "image.png", *size)
+    plain = ImageSettings(image_size=56, mean=(0, 0, 0), std=(1, 1, 1))
+    ours = one_image(tmp_path, "image.png", plain).arrays(np.array([0]))["features"][0]
+    image = Image.open(tmp_path / "image.png")
+    scale = 64 / min(size)
+    resized = image.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.BILINEAR)
+    left, top = (resized.width - 56) // 2, (resized.height - 56) // 2
+    expected = np.asarray(resized.crop((left, top, left + 56, top + 56))).transpose(2, 0, 1) / 255
+    assert abs(ours - expected).max() < 0.02  # one pixel of the gradient: the middle may lie between two pixels
+
+
+def test_large_jpeg_decoded_at_a_fraction_is_the_same_picture(tmp_path: Path) -> None:
+    write_image(tmp_path / "large.jpg", 1600, 1200)
+    Image.open(tmp_path / "large.jpg").save(tmp_path / "large.png")
+    settings = ImageSettings(image_size=64, mean=(0, 0, 0), std=(1, 1, 1))
+    fast, exact = (
+        one_image(tmp_path, f"large.{kind}", settings).arrays(np.array([0]))["features"] for kind in ("jpg", "png")
+    )
+    assert abs(fast - exact).max() < 0.02
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_every_colour_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
+    suffix = "jpg" if mode == "CMYK" else "png"
+    Image.new("RGB", (20, 20), (255, 255, 255)).convert(mode).save(tmp_path / f"white.{suffix}")
+    data = one_image(tmp_path, f"white.{suffix}", ImageSettings(image_size=8, mean=(0, 0, 0), std=(1, 1, 1)))
+    assert data.arrays(np.array([0]))["features"].min() > 0.99
+
+
+def test_mirrored_half_of_the_training_images(tmp_path: Path) -> None:
+    write_image(tmp_path / "image.png", 64, 64)  # red grows from left to right
+    data = one_image(tmp_path, "image.png", ImageSettings(image_size=16))
+    mirrored = 0
+    for epoch in range(40):
+        red = data.augmented(Draws(0, epoch, np.array([0])), "crop_flip", data.corrupt_images())["features"][0, 0]
+        mirrored += int(red[:, 0].mean() > red[:, -1].mean())
+    assert 10 <= mirrored <= 30
+
+
+def test_augmented_images_depend_on_seed_and_epoch_and_colours_on_the_name(tmp_path: Path) -> None:
+    train, _ = image_splits(write_image_folder(tmp_path), SMALL)
+    assert isinstance(train, ImageFolder)
+
+    def look(seed: int, epoch: int, augment: str) -> bytes:
+        draws = Draws(seed, epoch, np.arange(4))
+        return train.augmented(draws, augment, train.corrupt_images())["features"].tobytes()
+
+    assert look(0, 0, "crop_flip") == look(0, 0, "crop_flip")
+    assert len({look(*case) for case in [(0, 0, "crop_flip"), (1, 0, "crop_flip"), (0, 1, "crop_flip")]}) == 3
+    assert look(0, 0, "crop_flip") != look(0, 0, "crop_flip_color")
+    assert look(0, 0, "none") == look(3, 4, "none")
+
+
+def break_images(root: Path) -> None:
+    """Images 1 and 2 of class 0: one is cut off, one is text."""
+    whole = (root / "train/class0/1.jpg").read_bytes()
+    (root / "train/class0/1.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "train/class0/2.jpg").write_text("no image at all")
+
+
+def test_unreadable_images_are_replaced_by_the_next_readable_and_counted(tmp_path: Path) -> None:
+    break_images(write_image_folder(tmp_path))
+    train, _ = image_splits(tmp_path, SMALL, max_corrupt=2)
+    assert isinstance(train, ImageFolder)
+    corrupt = train.corrupt_images()
+    draws = Draws(0, 0, np.arange(12))
+    arrays = train.augmented(draws, "crop_flip", corrupt)
+    assert len(corrupt) == 2
+    assert corrupt.names == ["train/class0/1.jpg", "train/class0/2.jpg"]
+    third = train.augmented(Draws(0, 0, np.array([3])), "crop_flip", corrupt)["features"][0]
+    assert (arrays["features"][1] == third).all()
+    assert (arrays["features"][2] == third).all()
+    assert arrays["labels"].tolist() == [0] * 6 + [1] * 6
+
+
+def test_more_unreadable_images_than_allowed_are_an_error_with_their_names(tmp_path: Path) -> None:
+    break_images(write_image_folder(tmp_path))
+    train, _ = image_splits(tmp_path, SMALL, max_corrupt=0.1)
+    message = (
+        r"2 image\(s\) of .*train cannot be read, --max_corrupt allows 1 of 12: train/class0/1.jpg \(OSError: .*\), "
+    )
+    with pytest.raises(DataError, match=message + r"train/class0/2.jpg \(UnidentifiedImageError"):
+        train.arrays(np.arange(12))
+
+
+def test_limit_of_unreadable_images_is_a_share_below_one_and_a_number_from_one_on() -> None:
+    assert [CorruptImages(1000, limit, "x").allowed for limit in (0, 0.001, 0.25, 1, 30)] == [0, 1, 250, 1, 30]
+    for limit in (-1, 1.5):
+        with pytest.raises(DataError, match=f"--max_corrupt {limit}"):
+            CorruptImages(10, limit, "x")
+
+
+def test_fingerprint_tells_other_files_and_other_labels(tmp_path: Path) -> None:
+    train, _ = image_splits(write_image_folder(tmp_path), SMALL)
+    assert isinstance(train, ImageFolder)
+    same, _ = image_splits(tmp_path, SMALL)
+    assert isinstance(same, ImageFolder)
+    assert same.fingerprint() == train.fingerprint()
+    (tmp_path / "train/class0/0.jpg").unlink()
+    fewer, _ = image_splits(tmp_path, SMALL)
+    assert isinstance(fewer, ImageFolder)
+    assert fewer.fingerprint() != train.fingerprint()
+    assert fewer.classes_digest() == train.classes_digest()

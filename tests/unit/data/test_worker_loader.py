@@ -1,0 +1,216 @@
+"""Worker processes: the same batches as without them, and a clear end whatever happens to whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from fleet_train.data import (
+    BatchLoader,
+    ImageFolder,
+    ImageSettings,
+    ShardedBatchSampler,
+    WorkerLoader,
+    augmentation,
+    image_splits,
+)
+from fleet_train.data.shared_memory import SlotPool
+from fleet_train.errors import DataError
+from tests.support.images import write_image_folder
+from tests.support.processes import clean_environ
+
+NUM_SAMPLES = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_image_folder(tmp_path_factory.mktemp("images"), per_class=15)
+
+
+def images(folder: Path, max_corrupt: float = 0) -> ImageFolder:
+    train, _ = image_splits(folder, ImageSettings(image_size=16), max_corrupt)
+    assert isinstance(train, ImageFolder)
+    return train
+
+
+@pytest.fixture
+def loaders() -> Iterator[list[WorkerLoader]]:
+    opened: list[WorkerLoader] = []
+    yield opened
+    for loader in opened:
+        loader.close()
+
+
+def epochs(loader: WorkerLoader, *numbers: int) -> list[tuple[bytes, list[int]]]:
+    """(images, labels) of each batch."""
+    seen = []
+    for number in numbers:
+        with loader.epoch(number) as feeds:
+            seen += [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+    return seen
+
+
+def test_batches_are_the_same_with_any_number_of_workers(folder: Path, loaders: list[WorkerLoader]) -> None:
+    sampler = ShardedBatchSampler(NUM_SAMPLES, 4, 1, 2, seed=3)
+    for workers, depth in ((1, 1), (2, 2), (3, 4)):
+        loaders.append(WorkerLoader(images(folder), sampler, "crop_flip_color", workers, depth))
+    first, *others = [epochs(loader, 0, 1) for loader in loaders]
+    assert len(first) == 8
+    assert [batch for batch, _ in first[:4]] != [batch for batch, _ in first[4:]]
+    assert all(other == first for other in others)
+
+
+def test_worker_batches_are_those_of_this_process(folder: Path, loaders: list[WorkerLoader]) -> None:
+    data, sampler = images(folder), ShardedBatchSampler(NUM_SAMPLES, 8, seed=3)
+    loaders.append(WorkerLoader(data, sampler, "crop_flip", 2))
+    inline = BatchLoader(data, sampler, augmentation("crop_flip", data))
+    with inline.epoch(2) as feeds:
+        expected = [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+    assert epochs(loaders[0], 2) == expected
+
+
+def test_the_rest_of_an_epoch_is_what_the_whole_one_ends_with(folder: Path, loaders: list[WorkerLoader]) -> None:
+    loaders.append(WorkerLoader(images(folder), ShardedBatchSampler(NUM_SAMPLES, 4, seed=3), "crop_flip", 2))
+    whole = epochs(loaders[0], 1)
+    with loaders[0].epoch(1, consumed_samples=12) as feeds:
+        assert len(loaders[0]) == 5
+        rest = [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+    assert rest == whole[3:]
+
+
+def test_batches_that_are_kept_are_not_overwritten(folder: Path, loaders: list[WorkerLoader]) -> None:
+    data = images(folder)
+    loaders.append(WorkerLoader(data, ShardedBatchSampler(NUM_SAMPLES, 4, shuffle=False), "none", 2))
+    with loaders[0].epoch(0) as feeds:
+        kept = [feed["features"][:2] for feed in feeds]  # views: they hold the memory of their batch
+    again = [data.arrays(np.arange(start, start + 2))["features"] for start in range(0, NUM_SAMPLES, 4)]
+    assert all((one == other).all() for one, other in zip(kept, again, strict=True))
+
+
+def test_memory_comes_back_when_the_last_array_goes() -> None:
+    slots = SlotPool()
+    slot = slots.take(64)
+    view = slots.lend(slot, (4, 4))[1:2]
+    other = slots.take(64)
+    assert other is not slot
+    del view
+    assert slots.take(64) is slot
+    assert slots.take(128).num_bytes == 128
+    slots.close()
+
+
+def test_an_epoch_left_early_ends_at_once_and_the_next_one_is_whole(folder: Path, loaders: list[WorkerLoader]) -> None:
+    loaders.append(WorkerLoader(images(folder), ShardedBatchSampler(NUM_SAMPLES, 2, seed=3), "crop_flip", 2))
+    with loaders[0].epoch(0) as feeds:
+        next(feeds)
+    assert len(epochs(loaders[0], 1)) == 15
+
+
+def test_unreadable_images_are_replaced_like_without_workers(tmp_path: Path, loaders: list[WorkerLoader]) -> None:
+    write_image_folder(tmp_path)
+    for number in (1, 2, 5):
+        (tmp_path / f"train/class0/{number}.jpg").write_bytes(b"broken")
+    data = images(tmp_path, max_corrupt=3)
+    loaders.append(WorkerLoader(data, ShardedBatchSampler(12, 12, shuffle=False), "crop_flip", 2))
+    for epoch in range(2):
+        with loaders[0].epoch(epoch) as feeds:
+            [feed] = list(feeds)
+        assert feed["labels"].tolist() == [0] * 5 + [1] * 7  # 5 is replaced by the first of the next class
+        assert (feed["features"][1] == feed["features"][3]).all()
+    assert loaders[0].corrupt.names == [f"train/class0/{number}.jpg" for number in (1, 2, 5)]
+
+
+def test_too_many_unreadable_images_are_an_error_with_names(tmp_path: Path, loaders: list[WorkerLoader]) -> None:
+    write_image_folder(tmp_path)
+    (tmp_path / "train/class0/4.jpg").write_bytes(b"broken")
+    loaders.append(WorkerLoader(images(tmp_path), ShardedBatchSampler(12, 4), "crop_flip", 2))
+    with pytest.raises(DataError, match=r"1 image\(s\) .* allows 0 of 12: train/class0/4.jpg \(UnidentifiedImageError"):
+        epochs(loaders[0], 0)
+
+
+def pids(loader: WorkerLoader) -> list[int]:
+    assert loader._pool is not None
+    return loader._pool.pids
+
+
+def test_a_killed_worker_is_named_with_its_files(folder: Path, loaders: list[WorkerLoader]) -> None:
+    loaders.append(WorkerLoader(images(folder), ShardedBatchSampler(NUM_SAMPLES, 2), "crop_flip", 2, 1))
+    with loaders[0].epoch(0) as feeds:
+        next(feeds)
+        victim = pids(loaders[0])[1]
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(DataError, match=rf"data worker 1 of 2 \(process {victim}\) was killed by SIGKILL while"):
+            list(feeds)
+    assert len(epochs(loaders[0], 1)) == 15  # with new workers
+
+
+def test_a_stuck_worker_is_named_with_its_files(folder: Path, loaders: list[WorkerLoader]) -> None:
+    sampler = ShardedBatchSampler(NUM_SAMPLES, 2, shuffle=False)
+    loaders.append(WorkerLoader(images(folder), sampler, "crop_flip", 1, 1, task_seconds=1.5))
+    with loaders[0].epoch(0) as feeds:
+        next(feeds)
+        os.kill(pids(loaders[0])[0], signal.SIGSTOP)
+        with pytest.raises(DataError, match=r"data worker 0 .* has not answered for \d+ s while reading .*jpg"):
+            list(feeds)
+
+
+def test_workers_are_gone_after_close_and_between_epochs_if_asked(folder: Path, loaders: list[WorkerLoader]) -> None:
+    data, sampler = images(folder), ShardedBatchSampler(NUM_SAMPLES, 8)
+    loaders += [WorkerLoader(data, sampler, "none", 2, keep_workers=keep) for keep in (True, False)]
+    for loader in loaders:
+        epochs(loader, 0)
+    kept = pids(loaders[0])
+    assert loaders[1]._pool is None
+    loaders[0].close()
+    assert not any(psutil.pid_exists(pid) for pid in kept)
+
+
+TRAINING = """
+    import os, sys, time
+    from pathlib import Path
+    from fleet_train.data import ImageSettings, ShardedBatchSampler, WorkerLoader, image_splits
+
+    print("script", flush=True)  # printed twice if a worker imported this script
+    train, _ = image_splits(Path(sys.argv[1]), ImageSettings(image_size=16))
+    loader = WorkerLoader(train, ShardedBatchSampler(train.num_samples, 2), "crop_flip", 2)
+    with loader.epoch(0) as feeds:
+        next(feeds)
+        print("workers", *loader._pool.pids, flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_worker_outlives_a_training_that_is_killed_or_interrupted(folder: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(TRAINING), str(folder)]
+    with subprocess.Popen(
+        command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "script\n"
+        workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()[1:]]
+        assert len(workers) == 2
+        os.killpg(process.pid, number)
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        output, errors = process.communicate(timeout=10)
+    assert alive == []
+    assert output == ""
+    interrupted = 1 if number == signal.SIGINT else 0
+    assert errors.count("KeyboardInterrupt") == errors.count("Traceback") == interrupted  # of no worker
+    assert process.returncode == -number
+
+
+def test_workers_start_without_paddle() -> None:
+    code = "import sys, fleet_train.data.decode_worker; print(sorted(m for m in sys.modules if 'paddle' in m))"
+    done = subprocess.run([sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
