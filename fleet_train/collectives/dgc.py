@@ -42,6 +42,9 @@ class DgcMethod:
     velocity follows their average, so that the change to compression loses nothing.
     """
 
+    kind = "dgc"
+    own_state: tuple[str, ...] = (".velocity", ".pending")
+
     def __init__(self, bucket: Bucket, group: Any, reducer: Reducer, world_size: int, settings: DgcSettings) -> None:
         self._bucket = bucket
         self._group = group
@@ -87,7 +90,7 @@ class DgcMethod:
 
     def load_state(self, state: dict[str, Any]) -> None:
         with dynamic_mode(), paddle.no_grad():
-            self._step = int(state["step"].item())
+            self._step = int(state["step"].item()) if "step" in state else 0
             self._velocities = _with_suffix(state, ".velocity")
             self._pending = _with_suffix(state, ".pending")
 

@@ -59,6 +59,11 @@ class GradientExchange:
         """Whether the current run averages gradients: not between updates, and not in LocalSGD's local steps."""
         return self._updates and (self.averager is None or self.averager.schedule.is_synchronous(self.step))
 
+    @property
+    def methods(self) -> list[tuple[Bucket, BucketMethod]]:
+        """The buckets with what carries them out; to be looked at between steps."""
+        return list(zip(self._plan.buckets, self._methods, strict=True))
+
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
         if self.averager is not None:

@@ -13,10 +13,15 @@ from fleet_train.plan import Bucket
 
 
 class BucketMethod(Protocol):
-    """Both calls see eager tensors in dynamic mode; one bucket's calls never overlap.
+    """``prepare`` and ``communicate`` see eager tensors in dynamic mode; one bucket's calls never overlap.
 
     ``prepare`` runs on the computing thread while the backward pass goes on, ``communicate`` on the communicator's.
     """
+
+    kind: str
+    """Under which name its state is saved."""
+    own_state: tuple[str, ...]
+    """Ends of the names in ``state`` that differ between ranks; everything else is equal on all of them."""
 
     def prepare(self, gradients: Sequence[Any]) -> Any:
         """Take the local gradients (the bucket's shapes and dtype). What is returned is handed to ``communicate``."""
@@ -25,14 +30,20 @@ class BucketMethod(Protocol):
         """The averaged gradients, in the bucket's order, shapes and dtype; every rank gets the same bits."""
 
     def state(self) -> dict[str, Any]:
-        """Eager tensors that must be saved for a bit-exact resume (error feedback, warm starts), by a stable name."""
+        """Eager tensors that must be saved for a bit-exact resume (error feedback, warm starts).
+
+        Names are ``step`` and ``<parameter>.<what>``; every rank has the same ones.
+        """
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave: eager tensors of the same names, shapes and dtypes."""
+        """Take back what ``state`` gave. What is missing starts as new; what does not fit these settings is dropped."""
 
 
 class DenseMethod:
     """Copy the gradients into one buffer, average it, cut it up again."""
+
+    kind = "dense"
+    own_state: tuple[str, ...] = ()
 
     def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int) -> None:
         self._bucket = bucket

@@ -37,6 +37,9 @@ class PowerSgdMethod:
     rank; ranks on equal hardware therefore decompress to the same bits.
     """
 
+    kind = "powersgd"
+    own_state: tuple[str, ...] = (".error",)
+
     def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int, settings: PowerSgdSettings) -> None:
         self._bucket = bucket
         self._reducer = reducer
@@ -84,14 +87,19 @@ class PowerSgdMethod:
 
     def load_state(self, state: dict[str, Any]) -> None:
         with dynamic_mode(), paddle.no_grad():
-            self._step = int(state["step"].item())
-            suffix = ".error"
-            self._errors = {k.removesuffix(suffix): v.clone() for k, v in state.items() if k.endswith(suffix)}
-            self._factors = [
-                paddle.stack([state[f"{matrix.name}.factor"] for matrix in family])
+            self._step = int(state["step"].item()) if "step" in state else 0
+            self._errors = {
+                matrix.name: state[f"{matrix.name}.error"].clone()
                 for family in self._families
-                if f"{family[0].name}.factor" in state
+                for matrix in family
+                if _has(state, f"{matrix.name}.error", [matrix.rows, matrix.columns])
+            }
+            factors = [
+                [state[f"{matrix.name}.factor"] for matrix in family]
+                for family in self._families
+                if all(_has(state, f"{matrix.name}.factor", [matrix.rank, matrix.columns]) for matrix in family)
             ]
+            self._factors = [paddle.stack(f) for f in factors] if len(factors) == len(self._families) else []
 
     def _with_error(self, matrix: Matrix, gradient: Any) -> Any:
         """Gradient + error, [rows, columns] float32; kept in the error's own memory, which saves a copy."""
@@ -174,6 +182,10 @@ class PowerSgdMethod:
             for family in self._families
         ]
         return [paddle.to_tensor(f / np.linalg.norm(f, axis=2, keepdims=True)) for f in families]
+
+
+def _has(state: dict[str, Any], name: str, shape: list[int]) -> bool:
+    return name in state and list(state[name].shape) == shape
 
 
 def _orthonormal(left: Any) -> Any:

@@ -28,10 +28,12 @@ from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
 from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.join import join  # noqa: E402
-from fleet_train.convert import persistables, saving  # noqa: E402
+from fleet_train.convert import saving  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
-from fleet_train.convert.local_state import synchronise  # noqa: E402
+from fleet_train.convert.exporting import export_inference_model  # noqa: E402
+from fleet_train.convert.local_state import make_equal  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
+from fleet_train.convert.program_state import ProgramState  # noqa: E402
 from fleet_train.convert.role_maker import cluster_of  # noqa: E402
 from fleet_train.convert.saving import Captured  # noqa: E402
 from fleet_train.convert.strategy import DistributedStrategy  # noqa: E402
@@ -273,30 +275,34 @@ def communication() -> Communication:
 
 
 def synchronize_parameters(main_program: Any = None) -> None:
-    """Make parameters and batch-norm statistics equal on all ranks now; LocalSGD lets them drift between averagings.
+    """Make parameters and batch-norm statistics equal on all ranks now, as means over the ranks.
 
-    Call it on all ranks before an evaluation. It is done by itself before every save. Without LocalSGD it does nothing.
+    LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised takes its statistics from
+    each rank's own batches. Call it on all ranks before an evaluation. It is done by itself before every save.
     """
     program = main_program or __getattr__("main_program")
     exchange = _exchange_of(program)
     if exchange is not None:
-        synchronise(exchange, program, paddle.static.global_scope(), _current().job.place, with_optimizer=False)
+        state = ProgramState(program, paddle.static.global_scope())
+        make_equal(_current().job, state, exchange, with_optimizer=False)
 
 
-def capture_persistables(main_program: Any = None) -> Captured:
+def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
     """What ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a thread.
 
-    All ranks call it after the same step. With LocalSGD, parameters and optimizer state are averaged first.
+    All ranks call it after the same step. ``memory``: an earlier capture that is written; its memory is used again.
     """
-    program = main_program or __getattr__("main_program")
-    return saving.capture(_current().job, program, paddle.static.global_scope(), _exchange_of(program))
+    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
+    return saving.capture(_current().job, program, scope, _exchange_of(program), memory)
 
 
 def save_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
-    """Save parameters, statistics, optimizer state and LocalSGD's position: rank 0 writes, all return when it is done.
+    """Save all that a resumed run needs of the program: rank 0 writes, all return when it is done.
 
-    With LocalSGD, parameters and optimizer state are averaged first. Writes ``persistables.safetensors`` and
-    ``persistables.json`` into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
+    Parameters, statistics, optimizer state, what the profile's passes, LocalSGD and compression keep, also where each
+    rank has its own. With LocalSGD, parameters and optimizer state are averaged first. Writes
+    ``persistables.safetensors``, ``persistables.json`` and, for what differs between ranks, ``ranks.safetensors`` into
+    ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
     """
     del exe  # Fleet's signature; the state is read from the scope
     program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
@@ -307,7 +313,7 @@ def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: A
     """Load what ``save_persistables`` wrote. Rank 0 reads, the others get its values over the network.
 
     The startup program must have run. Raises CheckpointError on every rank, naming the first offending tensor, for
-    state that is missing, cut off, altered, or of another model.
+    state that is missing, cut off, altered, or of another model. The number of ranks may be another one.
     """
     del exe
     program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
@@ -323,7 +329,7 @@ def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[
     saving.on_first_worker(
         _current().job,
         f"export to {dirname}",
-        lambda: persistables.export_inference_model(exe, Path(dirname), feeds, targets, program),
+        lambda: export_inference_model(exe, Path(dirname), feeds, targets, program),
     )
 
 

@@ -1,4 +1,4 @@
-"""LocalSGD's state between steps: made equal before it is read, saved beside the tensors, taken back."""
+"""What communication keeps between steps: made equal before it is read, saved beside the tensors, taken back."""
 
 from __future__ import annotations
 
@@ -9,74 +9,70 @@ import paddle
 
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import broadcast
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
-from fleet_train.convert.persistables import POSITION_PREFIX, Arrays
+from fleet_train.convert.program_state import PARAMETER, ProgramState
+from fleet_train.convert.tensor_file import Arrays
 
-_NUMBERS, _ANCHOR, _VELOCITY = (POSITION_PREFIX + name for name in ("numbers", "anchor", "outer_velocity"))
+PREFIX = "fleet_train/"
+"""Names of what is saved beside the program's own tensors; a program that does not need it ignores it."""
+_STEP, _NUMBERS, _ANCHOR, _VELOCITY = (
+    PREFIX + name for name in ("step", "local_sgd/numbers", "local_sgd/anchor", "local_sgd/outer_velocity")
+)
 
 
-def synchronise(exchange: GradientExchange, program: Any, scope: Any, place: Any, with_optimizer: bool) -> None:
-    """Average what drifts between averagings, in the scope; all ranks call it. Without LocalSGD nothing is done.
+def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
+    """Average what differs between ranks though one of it is wanted; all ranks call it.
 
-    With ``with_optimizer`` also the optimizer's state, so that one rank's file speaks for all of them.
+    That is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with
+    ``with_optimizer`` the optimizer's state: so that one rank's file speaks for all of them.
     """
-    if exchange.averager is None:
+    averager = exchange.averager
+    if averager is None or averager.schedule.is_synchronous(exchange.step):
+        _average_statistics(job, state)
         return
-    variables = {
-        name: variable
-        for name, variable in program.state_dict("all" if with_optimizer else "param", scope).items()
-        if np.asarray(variable).dtype in (np.float32, np.float64)
-    }
+    names = [name for name in state.drifting if with_optimizer or state.kinds[name] == PARAMETER]
     with dynamic_mode():
-        tensors = {name: paddle.to_tensor(np.asarray(variable), place=place) for name, variable in variables.items()}
-        exchange.synchronise(Held(list(tensors.values()), [], []))
-        for name, tensor in tensors.items():
-            variables[name].set(tensor.numpy(), place)
+        tensors = [paddle.to_tensor(array, place=job.place) for array in state.read(names).values()]
+        exchange.synchronise(Held(tensors, [], []))
+        state.write(dict(zip(names, (tensor.numpy() for tensor in tensors), strict=True)), job.place)
+
+
+def _average_statistics(job: Job, state: ProgramState) -> None:
+    arrays = state.read(state.statistics)
+    if not arrays:
+        return
+    flat = np.concatenate([array.reshape(-1) for array in arrays.values()])
+    mean = job.reduce(flat, "sum") / flat.dtype.type(job.world_size)
+    for array in arrays.values():
+        array.reshape(-1)[:], mean = mean[: array.size], mean[array.size :]
+    state.write(arrays, job.place)
 
 
 def position_of(exchange: GradientExchange) -> Arrays:
-    """Where LocalSGD stands, as arrays to save; empty without LocalSGD."""
+    """Where the exchange and LocalSGD stand, as arrays to save; equal on every rank."""
+    arrays: Arrays = {_STEP: np.array([exchange.step])}
     averager = exchange.averager
-    if averager is None:
-        return {}
-    arrays: Arrays = {_NUMBERS: np.array([float(exchange.step), *averager.schedule.numbers()])}
-    for name, tensor in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
-        if tensor is not None:
-            arrays[name] = np.asarray(tensor.numpy())
+    if averager is not None:
+        arrays[_NUMBERS] = np.array(averager.schedule.numbers())
+        for name, tensor in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
+            if tensor is not None:
+                arrays[name] = np.array(tensor.numpy())
     return arrays
 
 
 def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
-    """Go on from a saved position. State saved without LocalSGD starts it anew from the loaded parameters."""
+    """Go on from a saved position. State saved without LocalSGD starts its periods anew, from the loaded parameters."""
+    if _STEP in arrays:
+        exchange.step = int(arrays[_STEP][0])
     averager = exchange.averager
     if averager is None:
         return
     averager.anchor = averager.outer.velocity = None
-    if _NUMBERS not in arrays:
-        return
-    step, *numbers = (float(number) for number in arrays[_NUMBERS])
-    exchange.step = int(step)
-    averager.schedule.take(numbers)
+    if _NUMBERS in arrays:
+        averager.schedule.take([float(number) for number in arrays[_NUMBERS]])
     with dynamic_mode():
         if _ANCHOR in arrays:
             averager.anchor = paddle.to_tensor(arrays[_ANCHOR], place=place)
         if _VELOCITY in arrays:
             averager.outer.velocity = paddle.to_tensor(arrays[_VELOCITY], place=place)
-
-
-def share_arrays(job: Job, arrays: Arrays) -> Arrays:
-    """Rank 0's arrays on every rank; what the others bring is not looked at."""
-    if job.world_size == 1:
-        return arrays
-    described = [[name, list(array.shape), array.dtype.str] for name, array in sorted(arrays.items())]
-    described = job.gather(f"arrays {job.count('arrays')}", described)[0]
-    shared = {}
-    with dynamic_mode():
-        for name, shape, dtype in described:
-            mine = arrays[name] if job.cluster.rank == 0 else np.zeros(shape, dtype)
-            raw = np.frombuffer(np.ascontiguousarray(mine).tobytes(), np.uint8).copy()
-            content = broadcast(job, paddle.to_tensor(raw, place=job.place), f"loading '{name}'").numpy()
-            shared[name] = np.frombuffer(content.tobytes(), dtype).reshape(shape)
-    return shared

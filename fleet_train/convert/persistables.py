@@ -1,120 +1,97 @@
-"""A program's persistable state on disk: safetensors for the tensors, JSON beside it. No pickle, ever."""
+"""A program's state on disk: tensors as safetensors, what they are as JSON. No pickle, ever.
+
+persistables.safetensors   one of each tensor: what a single card needs, and what every rank has alike
+ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only where there is such state
+persistables.json          of each tensor its kind, dtype, shape and SHA-256; written last
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import paddle
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as dump_tensors
-
 import fleet_train
 from fleet_train.collectives.paddle_check import installed_version
+from fleet_train.convert import tensor_file
+from fleet_train.convert.tensor_file import Arrays, Content
 from fleet_train.errors import CheckpointError
 
 TENSORS = "persistables.safetensors"
+RANKS = "ranks.safetensors"
 DESCRIPTION = "persistables.json"
-FORMAT = 1
-POSITION_PREFIX = "fleet_train/"
-"""Names of what is saved beside the program's own tensors; a program that does not need it ignores it."""
-
-Arrays = dict[str, np.ndarray[Any, Any]]
+FORMAT = 2
 
 
-def read_scope(program: Any, scope: Any) -> tuple[Arrays, dict[str, str]]:
-    """All persistable values of ``program`` and their dtypes' names; bfloat16 as its bits in uint16."""
-    arrays: Arrays = {}
-    dtypes: dict[str, str] = {}
-    for name, tensor in program.state_dict("all", scope).items():
-        arrays[name] = np.ascontiguousarray(np.asarray(tensor))
-        dtypes[name] = (
-            str(tensor._dtype() if hasattr(tensor, "_dtype") else arrays[name].dtype).rsplit(".", 1)[-1].lower()
-        )
-    if not arrays:
-        raise CheckpointError("the program has no persistable values in this scope: run the startup program first")
-    return arrays, dtypes
+@dataclass(frozen=True)
+class State:
+    """What is saved. Names that begin with ``fleet_train/`` are no tensors of the program."""
+
+    arrays: Arrays
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
+    ranks: list[Arrays] = field(default_factory=list)
+    """What differs between the ranks, by rank; all have the same names. Empty where nothing does."""
 
 
-def write_folder(folder: Path, arrays: Arrays, dtypes: dict[str, str]) -> None:
-    """Write state so that a crash leaves the old files or the new ones: beside, fsynced, renamed, description last."""
+def write_folder(folder: Path, state: State) -> None:
+    """Write beside, sync, rename; the description comes last and fits no other tensors. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dump_tensors(arrays)
+    files = {TENSORS: state.arrays, RANKS: _with_ranks(state.ranks)}
+    written = {name: tensor_file.write(_beside(folder, name), arrays) for name, arrays in files.items() if arrays}
     description = {
         "format": FORMAT,
-        "sha256": hashlib.sha256(tensors).hexdigest(),
-        "dtypes": dtypes,
-        "shapes": {name: list(array.shape) for name, array in arrays.items()},
         "fleet_train": fleet_train.__version__,
         "paddle": installed_version(),
+        "ranks": len(state.ranks),
+        "kinds": state.kinds,
+        "files": {
+            name: {tensor: content.as_json() for tensor, content in tensors.items()}
+            for name, tensors in written.items()
+        },
     }
-    _publish(folder / TENSORS, tensors)
-    _publish(folder / DESCRIPTION, json.dumps(description, indent=1, sort_keys=True).encode())
-
-
-def _publish(path: Path, content: bytes) -> None:
-    beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as file:
-        file.write(content)
+    with _beside(folder, DESCRIPTION).open("wb") as file:
+        file.write(json.dumps(description, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    for name in (*written, DESCRIPTION):
+        os.replace(_beside(folder, name), folder / name)
 
 
-def read_folder(folder: Path) -> Arrays:
-    """The arrays that ``write_folder`` wrote. Raises CheckpointError for what is missing, cut off or altered."""
+def _beside(folder: Path, name: str) -> Path:
+    return folder / f"{name}.part"
+
+
+def _with_ranks(ranks: list[Arrays]) -> Arrays:
+    return {f"rank {rank}/{name}": array for rank, arrays in enumerate(ranks) for name, array in arrays.items()}
+
+
+def read_folder(folder: Path) -> State:
+    """The state that ``write_folder`` wrote. CheckpointError names what is missing, and the first tensor that is cut
+    off or altered.
+    """
     try:
         description = json.loads((folder / DESCRIPTION).read_text())
-        content = (folder / TENSORS).read_bytes()
+        if description["format"] != FORMAT:
+            raise CheckpointError(
+                f"{folder / DESCRIPTION}: format {description['format']}, this version reads {FORMAT}"
+            )
+        files = {name: _contents(entries) for name, entries in description["files"].items()}
+        arrays, mixed = (
+            tensor_file.read(folder / name, files[name]) if name in files else {} for name in (TENSORS, RANKS)
+        )
+        ranks: list[Arrays] = [{} for _ in range(description["ranks"])]
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no saved state: {Path(str(error.filename)).name} is missing") from None
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION} is damaged: {error}") from None
-    if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder / DESCRIPTION}: format {description.get('format')!r}, this version reads {FORMAT}"
-        )
-    if hashlib.sha256(content).hexdigest() != description["sha256"]:
-        raise CheckpointError(
-            f"{folder / TENSORS} is cut off or altered: its content hash is not the one it was saved with"
-        )
-    try:
-        arrays: Arrays = load_tensors(content)
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / TENSORS} is damaged: {error}") from None
-    return arrays
+    for name, array in mixed.items():
+        rank, _, own = name.removeprefix("rank ").partition("/")
+        ranks[int(rank)][own] = array
+    return State(arrays, description["kinds"], ranks)
 
 
-def refuse_other_model(arrays: Arrays, program: Any, scope: Any, source: Path) -> None:
-    """Raise CheckpointError naming the first tensor that is missing, left over, or of another shape or dtype."""
-    ours, _ = read_scope(program, scope)
-    for name in sorted(ours):
-        if name not in arrays:
-            raise CheckpointError(f"{source} has no tensor '{name}', which this program needs: is it of another model?")
-        found, needed = arrays[name], ours[name]
-        if found.shape != needed.shape or found.dtype != needed.dtype:
-            raise CheckpointError(
-                f"{source}: '{name}' is {list(found.shape)} {found.dtype}, this program needs "
-                f"{list(needed.shape)} {needed.dtype}"
-            )
-    unknown = sorted(name for name in set(arrays) - set(ours) if not name.startswith(POSITION_PREFIX))
-    if unknown:
-        raise CheckpointError(f"{source} has a tensor '{unknown[0]}' that this program does not have")
-
-
-def write_scope(arrays: Arrays, program: Any, scope: Any, place: Any) -> None:
-    """Put arrays (as ``read_scope`` gives them) back into the scope."""
-    state = program.state_dict("all", scope)
-    for name, variable in state.items():
-        variable.set(arrays[name], place)
-
-
-def export_inference_model(exe: Any, dirname: Path, feeds: list[Any], targets: list[Any], program: Any) -> None:
-    """Write the pruned forward program and its parameters as ``model.json`` and ``model.pdiparams`` in ``dirname``."""
-    dirname.mkdir(parents=True, exist_ok=True)
-    paddle.static.save_inference_model(str(dirname / "model"), feeds, targets, exe, program=program)
+def _contents(entries: dict[str, Any]) -> dict[str, Content]:
+    return {name: Content(**entry) for name, entry in entries.items()}

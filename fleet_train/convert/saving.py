@@ -7,35 +7,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_train.collectives import method_state
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
+from fleet_train.collectives.transfer import share
 from fleet_train.convert import persistables
-from fleet_train.convert.local_state import position_of, share_arrays, synchronise, take_position
+from fleet_train.convert.apply_profile import say
+from fleet_train.convert.fitting import Described, fit
+from fleet_train.convert.local_state import PREFIX, make_equal, position_of, take_position
+from fleet_train.convert.persistables import State
+from fleet_train.convert.program_state import PASS, ProgramState
+from fleet_train.convert.rank_state import gather_own, read_methods, spread_own
 from fleet_train.errors import CheckpointError, FleetTrainError
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A program's state at one step, in memory. Training may go on while it is written."""
+    """A program's state at one step, in rank 0's memory. Training may go on while it is written."""
 
-    arrays: persistables.Arrays
-    """Copies, by name; empty on every rank but 0."""
-    dtypes: dict[str, str]
+    state: State
+    """Copies; empty on every rank but 0."""
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError."""
-        persistables.write_folder(folder, self.arrays, self.dtypes)
+        persistables.write_folder(folder, self.state)
 
 
-def capture(job: Job, program: Any, scope: Any, exchange: GradientExchange | None) -> Captured:
-    """Copy the state as it is now; all ranks call it. With LocalSGD it is averaged over the ranks first."""
+def capture(
+    job: Job, program: Any, scope: Any, exchange: GradientExchange | None, memory: Captured | None = None
+) -> Captured:
+    """Copy the state as it is now; all ranks call it.
+
+    What drifts under LocalSGD is averaged first; what each rank has of its own goes to rank 0.
+    ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves their making.
+    """
+    state = ProgramState(program, scope)
+    beside, ranks = {}, []
     if exchange is not None:
-        synchronise(exchange, program, scope, job.place, with_optimizer=True)
+        make_equal(job, state, exchange, with_optimizer=True)
+        alike, own = read_methods(exchange)
+        beside = {**position_of(exchange), **alike}
+        ranks = gather_own(job, state, own)
     if job.cluster.rank != 0:
-        return Captured({}, {})
-    arrays, dtypes = persistables.read_scope(program, scope)
-    position = position_of(exchange) if exchange is not None else {}
-    return Captured({**arrays, **position}, dtypes)
+        return Captured(State({}))
+    apart = ranks[0].keys() if ranks else ()
+    names = [name for name in state.variables if name not in apart]
+    arrays = state.read(names, into=memory.state.arrays if memory else None)
+    return Captured(State({**arrays, **beside}, state.kinds, ranks))
 
 
 def save(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, folder: Path) -> None:
@@ -45,28 +63,46 @@ def save(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
 
 
 def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, folder: Path) -> None:
-    """Put saved state into the scope of every rank. Raises CheckpointError on every rank."""
-    loaded: persistables.Arrays = {}
+    """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
+    state = ProgramState(program, scope)
+    saved = State({})
 
-    def read() -> None:
-        loaded.update(persistables.read_folder(folder))
-        persistables.refuse_other_model(loaded, program, scope, folder)
+    def read() -> dict[str, Any]:
+        nonlocal saved
+        saved = persistables.read_folder(folder)
+        fitting = fit(_describe(saved), state.describe(), str(folder))
+        say(fitting.notes, rank=0)
+        return {"names": fitting.names, "ranks": len(saved.ranks)}
 
-    on_first_worker(job, f"load from {folder}", read)
-    arrays = share_arrays(job, loaded)
-    persistables.write_scope(arrays, program, scope, job.place)
+    answer = on_first_worker(job, f"load from {folder}", read)
+    arrays = share(job, saved.arrays)
+    arrays |= spread_own(job, saved.ranks, answer["ranks"])
+    state.write({name: arrays[name] for name in answer["names"]}, job.place)
     if exchange is not None:
         take_position(exchange, arrays, job.place)
+        memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+        method_state.write(exchange.methods, memories, job.place)
 
 
-def on_first_worker(job: Job, what: str, action: Callable[[], None]) -> None:
-    """Do ``action`` on rank 0; every rank returns when it is done, or raises CheckpointError with rank 0's reason."""
-    problem = None
+def _describe(saved: State) -> Described:
+    """What is saved of the program's tensors, those of the ranks included."""
+    own = saved.ranks[0] if saved.ranks else {}
+    return {
+        name: (saved.kinds.get(name, PASS), list(array.shape), array.dtype.name)
+        for name, array in {**saved.arrays, **own}.items()
+        if not name.startswith(PREFIX)
+    }
+
+
+def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
+    """Do ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason."""
+    answer: dict[str, Any] = {}
     if job.cluster.rank == 0:
         try:
-            action()
+            answer = {"value": action()}
         except (OSError, FleetTrainError) as error:
-            problem = f"{what}: {error}"
-    problem = job.gather(f"{what} {job.count(what)}", problem)[0]
-    if problem:
-        raise CheckpointError(problem)
+            answer = {"problem": f"{what}: {error}"}
+    answer = job.gather(f"{what} {job.count(what)}", answer)[0]
+    if "problem" in answer:
+        raise CheckpointError(answer["problem"])
+    return answer["value"]

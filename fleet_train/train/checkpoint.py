@@ -36,7 +36,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that rank 0 has verified."""
+    """A checkpoint of rank 0, whole but for its tensors: `Checkpoints.load` checks these."""
 
     folder: Path
     state: TrainState
@@ -68,17 +68,18 @@ class Checkpoints:
         self._background = background
         self._say = say or (lambda message: print(message, file=sys.stderr, flush=True))
         self._attempt: _Attempt | None = None
+        self._captured: Any = None
 
     def exist(self) -> bool:
         """Whether rank 0 has a published checkpoint."""
         return bool(ask_first_worker(lambda: bool(snapshots.complete(self.folder))))
 
     def newest(self) -> Found | None:
-        """The newest published checkpoint, its files verified; CheckpointError on every rank if they are not whole."""
+        """The newest published checkpoint; CheckpointError on every rank if what is not a tensor was altered."""
         return self._find(lambda: next(reversed(snapshots.complete(self.folder)), None))
 
     def best(self) -> Found | None:
-        """The published checkpoint with the highest score (of equal ones the newest), verified like `newest`."""
+        """The published checkpoint with the highest score, of equal ones the newest; checked like `newest`."""
         return self._find(lambda: snapshots.best(self.folder))
 
     def save(self, exe: Any, state: TrainState, score: float | None = None) -> Path | None:
@@ -90,7 +91,7 @@ class Checkpoints:
         del exe  # the state is read from the scope
         if self._attempt is not None:
             self._attempt.wait(self._say)
-        captured = fleet.capture_persistables()
+        self._captured = captured = fleet.capture_persistables(memory=self._captured)
 
         def write() -> Path:
             draft = snapshots.begin(self.folder, state.step)
@@ -124,7 +125,10 @@ class Checkpoints:
         return None if answer is None else Path(answer)
 
     def load(self, exe: Any, found: Found) -> None:
-        """Put the tensors into the scope, after the startup program has run; the facade checks names and shapes."""
+        """Put the tensors into the scope, after the startup program has run.
+
+        CheckpointError on every rank names the first tensor that is cut off, altered, missing or of another shape.
+        """
         fleet.load_persistables(exe, str(found.folder))
 
     def _find(self, which: Callable[[], Path | None]) -> Found | None:

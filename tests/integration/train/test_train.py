@@ -133,5 +133,6 @@ def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
         file.seek(-1, 2)
         file.write(b"\xff")
     for said in refused("altered", "--resume"):
-        assert "persistables.safetensors was altered" in said
+        assert "persistables.safetensors: tensor '" in said
+        assert "was altered after it was written (SHA-256 differs)" in said
     assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()

@@ -1,0 +1,116 @@
+"""A program's persistable values in a scope: what kind each is, copies of them, and putting values back."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from paddle.base.data_feeder import convert_dtype
+
+from fleet_train.convert.tensor_file import Array, Arrays
+from fleet_train.errors import CheckpointError
+
+PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
+"""Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass of the profile added."""
+
+_SUMS = re.compile(r".+@gradient_merge")
+_COUNT = re.compile(r"gradient_merge_count_\d+")
+_LOSS_SCALE = re.compile(r"loss_scaling(_good_steps|_bad_steps)?_\d+")
+# Equal on every rank by what they are. A mean over ranks could change their last bit.
+_NOT_AVERAGED = re.compile(r"learning_rate_\d+|.+_pow_acc_\d+")
+# Running mean and variance are the second and third operand.
+_WITH_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
+
+
+class ProgramState:
+    """The variables of ``program`` in ``scope``, by name in sorted order: the same on every rank."""
+
+    def __init__(self, program: Any, scope: Any) -> None:
+        found = program.state_dict("all", scope)
+        if not found:
+            raise CheckpointError("the program has no persistable values in this scope: run the startup program first")
+        self.variables: dict[str, Any] = {name: found[name] for name in sorted(found)}
+        parameters = program.state_dict("param", scope)
+        self.kinds = {name: _kind(name, name in parameters) for name in self.variables}
+        self._program = program
+
+    def read(self, names: Iterable[str], into: Mapping[str, Array] | None = None) -> Arrays:
+        """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and taken."""
+        copies = {}
+        for name in names:
+            value, kept = borrowed(self.variables[name]), (into or {}).get(name)
+            if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+                kept = np.empty(value.shape, value.dtype)
+            np.copyto(kept, value)
+            copies[name] = kept
+        return copies
+
+    def write(self, arrays: Mapping[str, Array], place: Any) -> None:
+        """Put arrays into the variables of these names."""
+        for name, array in arrays.items():
+            self.variables[name].set(array, place)
+
+    def describe(self) -> dict[str, tuple[str, list[int], str]]:
+        """Kind, shape and numpy dtype of each."""
+        return {
+            name: (self.kinds[name], list(variable.shape()), _numpy_dtype(variable))
+            for name, variable in self.variables.items()
+        }
+
+    @property
+    def drifting(self) -> list[str]:
+        """What LocalSGD's local steps make different on each rank, and a mean makes equal."""
+        floats = ("float32", "float64")
+        return [
+            name
+            for name, variable in self.variables.items()
+            if _numpy_dtype(variable) in floats and self.kinds[name] != PASS and not _NOT_AVERAGED.fullmatch(name)
+        ]
+
+    @property
+    def statistics(self) -> list[str]:
+        """Batch-norm statistics that each rank takes of its own batches."""
+        names = {
+            str(source.get_defining_op().attrs().get("parameter_name"))
+            for operator in self._program.global_block().ops
+            if operator.name() in _WITH_STATISTICS and not _is_frozen(operator.attrs())
+            for source in operator.operands_source()[1:3]
+        }
+        return sorted(names & self.variables.keys())
+
+    @property
+    def sums_under_way(self) -> list[str]:
+        """Gradient merge's sums, in the middle of an update; each rank has its own. Between updates they are zero."""
+        counts = [variable for name, variable in self.variables.items() if _COUNT.fullmatch(name)]
+        if not any(borrowed(count).any() for count in counts):
+            return []
+        return [name for name in self.variables if _SUMS.fullmatch(name)]
+
+
+def _kind(name: str, is_parameter: bool) -> str:
+    if any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE)):
+        return PASS
+    return PARAMETER if is_parameter else OPTIMIZER
+
+
+def _is_frozen(attributes: Mapping[str, Any]) -> bool:
+    return bool(attributes.get("use_global_stats") or attributes.get("is_test"))
+
+
+def borrowed(variable: Any) -> Array:
+    """A variable's values, to be looked at before the program runs again: on a CPU its own memory, without a copy."""
+    if not variable._place().is_cpu_place():
+        return np.array(variable)
+    dtype = np.dtype(_numpy_dtype(variable))
+    size = int(np.prod(variable.shape(), dtype=np.int64)) * dtype.itemsize
+    memory = (ctypes.c_ubyte * size).from_address(variable._ptr())
+    values: Array = np.ctypeslib.as_array(memory).view(dtype)
+    return values.reshape(list(variable.shape()))
+
+
+def _numpy_dtype(variable: Any) -> str:
+    name = str(convert_dtype(variable._dtype()))
+    return "uint16" if name == "bfloat16" else name
