@@ -50,7 +50,7 @@ class DistributedOptimizer:
                     "it takes an optimizer of paddle.optimizer"
                 )
         refuse_on_this_device(profile, job.place)
-        self._inner, self._dgc = take_over_momentum(inner, profile)
+        self._inner, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(pass_settings(profile), job)
         self._profile = profile
         self._job = job

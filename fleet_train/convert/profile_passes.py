@@ -41,8 +41,8 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
         )
 
 
-def take_over_momentum(optimizer: Any, profile: Profile) -> tuple[Any, DgcSettings | None]:
-    """The optimizer that stands behind DGC, and DGC's settings; without DGC, the optimizer as it is and None.
+def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
+    """The optimizer that stands behind DGC, and DGC's settings; without DGC or peers, the optimizer itself and None.
 
     DGC accumulates momentum on each rank before it selects, so SGD must be behind it. Weight decay then acts outside
     the momentum. Raises ProfileError for optimizers other than SGD and Momentum, and for a gradient clip.
@@ -54,6 +54,8 @@ def take_over_momentum(optimizer: Any, profile: Profile) -> tuple[Any, DgcSettin
         raise ProfileError(f"compression: dgc carries momentum itself and works with SGD and Momentum, not with {kind}")
     if optimizer._grad_clip is not None:
         raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
+    if world_size == 1:
+        return optimizer, None
     momentum = float(getattr(optimizer, "_momentum", 0.0))
     settings = dgc_settings(profile, momentum, bool(getattr(optimizer, "_use_nesterov", False)))
     if kind == "SGD":

@@ -18,6 +18,7 @@ from fleet_train.convert.local_state import PREFIX, make_equal, position_of, tak
 from fleet_train.convert.persistables import State
 from fleet_train.convert.program_state import PASS, ProgramState
 from fleet_train.convert.rank_state import gather_own, read_methods, spread_own
+from fleet_train.convert.velocities import to_dgc, to_momentum
 from fleet_train.errors import CheckpointError, FleetTrainError
 
 
@@ -69,8 +70,10 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
 
     def read() -> dict[str, Any]:
         nonlocal saved
-        saved = persistables.read_folder(folder)
-        fitting = fit(_describe(saved), state.describe(), str(folder))
+        ours = state.describe()
+        with_dgc = exchange is not None and any(method.kind == "dgc" for _, method in exchange.methods)
+        saved = (to_dgc if with_dgc else to_momentum)(persistables.read_folder(folder), ours)
+        fitting = fit(_describe(saved), ours, str(folder))
         say(fitting.notes, rank=0)
         return {"names": fitting.names, "ranks": len(saved.ranks)}
 

@@ -1,0 +1,147 @@
+"""Saving and loading in a job of one process: what the file is good for, and what one process leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file
+
+from fleet_train import fleet
+from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.program_state import ProgramState
+from fleet_train.errors import CheckpointError
+from fleet_train.profile import Profile
+
+
+class Network:
+    """A network with batch norm in programs and a scope of its own; ``minimize`` appends what trains it."""
+
+    def __init__(self, minimize: Callable[[Any], Any] | None, width: int = 6) -> None:
+        self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+        self.exe = paddle.static.Executor()
+        with paddle.static.program_guard(self.main, self.startup), paddle.utils.unique_name.guard():
+            hidden = paddle.nn.Linear(4, width)(paddle.static.data("x", [None, 4], "float32"))
+            norm = paddle.nn.BatchNorm1D(width)
+            if minimize is None:
+                norm.eval()
+            self.output = paddle.nn.Linear(width, 3)(norm(hidden))
+            self.loss = paddle.mean(self.output**2)
+            if minimize is not None:
+                minimize(self.loss)
+        with paddle.static.scope_guard(self.scope):
+            self.exe.run(self.startup)
+
+    def run(self, seed: int, fetch: Any = None) -> Any:
+        features = np.random.default_rng(seed).standard_normal((5, 4)).astype("float32")
+        with paddle.static.scope_guard(self.scope):
+            return self.exe.run(self.main, feed={"x": features}, fetch_list=[self.loss if fetch is None else fetch])[0]
+
+    def state(self) -> dict[str, np.ndarray]:
+        state = ProgramState(self.main, self.scope)
+        return state.read(state.variables)
+
+    def save(self, folder: Path) -> None:
+        with paddle.static.scope_guard(self.scope):
+            fleet.save_persistables(self.exe, folder, self.main)
+
+    def load(self, folder: Path) -> None:
+        with paddle.static.scope_guard(self.scope):
+            fleet.load_persistables(self.exe, folder, self.main)
+
+
+def with_profile(**settings: Any) -> Callable[[Any], Any]:
+    def minimize(loss: Any) -> None:
+        fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(**settings)).minimize(loss)
+
+    return minimize
+
+
+def with_loss_scale(loss: Any) -> None:
+    optimizer = paddle.optimizer.Momentum(0.1)
+    scaler = LossScaler(LossScaling(incr_every_n_steps=2))
+    scaler.apply(optimizer.backward(scaler.scaled(loss)), optimizer.apply_gradients)
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    paddle.enable_static()
+    fleet.init()
+    yield
+    fleet.shutdown()
+    paddle.disable_static()
+
+
+@pytest.mark.parametrize(
+    "minimize", [with_profile(), with_profile(accumulate_steps=3), with_loss_scale], ids=["plain", "merge", "scale"]
+)
+def test_loaded_run_goes_on_bit_by_bit(tmp_path: Path, minimize: Callable[[Any], Any]) -> None:
+    straight, resumed = Network(minimize), Network(minimize)
+    for seed in range(4):
+        straight.run(seed)
+    straight.save(tmp_path)
+    resumed.load(tmp_path)
+    for network in (straight, resumed):
+        for seed in range(4, 7):
+            network.run(seed)
+    expected = straight.state()
+    found = resumed.state()
+    assert [name for name in expected if found[name].tobytes() != expected[name].tobytes()] == []
+
+
+def test_plain_paddle_program_takes_the_tensors_as_they_are(tmp_path: Path) -> None:
+    trained, plain = Network(with_profile(accumulate_steps=2)), Network(None)
+    for seed in range(3):
+        trained.run(seed)
+    trained.save(tmp_path)
+    saved = load_file(tmp_path / "persistables.safetensors")
+    for name, variable in plain.main.state_dict("all", plain.scope).items():
+        variable.set(saved[name], paddle.CPUPlace())
+    evaluated = Network(None)
+    evaluated.load(tmp_path)
+    np.testing.assert_array_equal(plain.run(9, plain.output), evaluated.run(9, evaluated.output))
+    for name, value in plain.state().items():
+        np.testing.assert_array_equal(value, trained.state()[name], strict=True)
+
+
+def test_nothing_is_changed_when_the_first_offending_tensor_is_named(tmp_path: Path) -> None:
+    Network(with_profile()).save(tmp_path)
+    other = Network(with_profile(), width=7)
+    before = other.state()
+    with pytest.raises(
+        CheckpointError, match=r"'batch_norm1d_0\.b_0' is \[6\] float32, this program needs \[7\] float32"
+    ):
+        other.load(tmp_path)
+    file = tmp_path / "persistables.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"persistables\.safetensors is cut off in tensor 'linear_1\.w_0_velocity_0'"
+    ):
+        other.load(tmp_path)
+    assert {name: value.tobytes() for name, value in other.state().items()} == {
+        name: value.tobytes() for name, value in before.items()
+    }
+
+
+def test_description_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
+    network = Network(with_profile())
+    (tmp_path / "persistables.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match="format 1, this version reads 2"):
+        network.load(tmp_path)
+    (tmp_path / "persistables.json").write_text('{"format": 2, "files": {"persistables.safetensors": []}}')
+    with pytest.raises(CheckpointError, match=r"persistables\.json is damaged"):
+        network.load(tmp_path)
+
+
+def test_momentum_stays_with_the_optimizer_where_there_is_nobody_to_send_to() -> None:
+    assert "linear_0.w_0_velocity_0" in Network(with_profile(compression="dgc")).state()
+
+
+def test_statistics_are_those_that_batches_move() -> None:
+    training, frozen = Network(with_profile()), Network(None)
+    assert ProgramState(training.main, training.scope).statistics == ["batch_norm1d_0.w_1", "batch_norm1d_0.w_2"]
+    assert ProgramState(frozen.main, frozen.scope).statistics == []
