@@ -19,17 +19,28 @@ from fleet_train.profile import Profile
 def pass_settings(profile: Profile) -> PassSettings:
     """The settings of the passes that this profile asks for."""
     return PassSettings(
-        precision=MixedPrecision(profile.amp_level, profile.amp_dtype),
-        loss_scaling=LossScaling(profile.amp_init_loss_scaling, profile.amp_dynamic_loss_scaling),
+        precision=MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32),
+        loss_scaling=LossScaling(
+            profile.amp_init_loss_scaling,
+            profile.amp_dynamic_loss_scaling,
+            profile.amp_incr_every_n_steps,
+            profile.amp_decr_every_n_nan_or_inf,
+            profile.amp_incr_ratio,
+            profile.amp_decr_ratio,
+        ),
         merge=GradientMerge(profile.accumulate_steps),
-        recompute=Recompute(profile.recompute_segments),
+        recompute=_recompute(profile),
         sync_batch_norm=profile.sync_batch_norm,
     )
 
 
+def _recompute(profile: Profile) -> Recompute:
+    return Recompute(profile.recompute_segments, tuple(profile.recompute_checkpoints), profile.recompute_every_blocks)
+
+
 def leaves_one_process_alone(profile: Profile) -> bool:
     """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
-    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and profile.recompute_segments < 2
+    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not _recompute(profile).is_on
 
 
 def refuse_on_this_device(profile: Profile, place: Any) -> None:

@@ -160,7 +160,13 @@ _RAMP_UP = (0.75, 0.9375, 0.984375, 0.996)
 
 def powersgd_settings(profile: Profile) -> PowerSgdSettings:
     """What the profile asks of PowerSGD."""
-    return PowerSgdSettings(profile.powersgd_rank, profile.powersgd_start_step, profile.powersgd_min_compression)
+    return PowerSgdSettings(
+        rank=profile.powersgd_rank,
+        start_step=profile.powersgd_start_step,
+        min_compression=profile.powersgd_min_compression,
+        warm_start=profile.powersgd_warm_start,
+        error_feedback=profile.powersgd_error_feedback,
+    )
 
 
 def dgc_settings(profile: Profile, momentum: float = 0.0, use_nesterov: bool = False) -> DgcSettings:
@@ -172,6 +178,9 @@ def dgc_settings(profile: Profile, momentum: float = 0.0, use_nesterov: bool = F
         rampup_begin_step=profile.dgc_rampup_begin_step,
         rampup_step=profile.dgc_rampup_steps,
         sparsity=(*stages, profile.dgc_sparsity),
+        local_grad_clip_norm=profile.dgc_local_grad_clip_norm or None,
+        min_elements=profile.dgc_min_elements,
+        momentum_factor_masking=profile.dgc_momentum_factor_masking,
     )
 
 

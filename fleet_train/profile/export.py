@@ -106,7 +106,7 @@ def _last_column(fate: str) -> str:
 
 
 def _knob_line(knob: Knob) -> str:
-    default = "none" if knob.default == {} else shown(knob.default)
+    default = "none" if knob.default in ({}, []) else shown(knob.default)
     unit = f" ({knob.unit})" if knob.unit else ""
     return f"| `{knob.name}` | {default} | {knob.allowed}{unit} | {knob.meaning} | {knob.reason} |\n"
 

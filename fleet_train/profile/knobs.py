@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -17,6 +17,7 @@ NEEDS = {
     float: "a number",
     str: "text",
     dict: "a section of NAME: value lines",
+    list: "a list of names",
 }
 
 
@@ -48,7 +49,7 @@ class Knob:
     ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
     mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one
     would do nothing, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old
-    ``FLAGS_*`` spelling is read as.
+    ``FLAGS_*`` spelling is read as. ``refused``: (value, reason) of what others allow here and this does not.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Knob:
     becomes: str = ""
     choices: tuple[str, ...] = ()
     only_with: OnlyWith | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def allowed(self) -> str:
@@ -92,6 +94,7 @@ def knob(
     le: float | None = None,
     needs: str = "",
     only_with: OnlyWith | None = None,
+    refused: dict[str, str] | None = None,
     factory: Any = None,
 ) -> Any:
     """Declare a profile field together with its row of the knob table; this is the only place to write either."""
@@ -100,6 +103,8 @@ def knob(
         extra["needs"] = needs
     if only_with:
         extra["only_with"] = {**asdict(only_with), "values": list(only_with.values)}
+    if refused:
+        extra["refused"] = refused
     start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
     return Field(**start, ge=ge, gt=gt, le=le, description=meaning, json_schema_extra=extra)
 
@@ -111,7 +116,7 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         mark: getattr(rule, mark) for rule in field.metadata for mark in ("ge", "gt", "le") if hasattr(rule, mark)
     }
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    kind = str if choices else field.annotation
+    kind = str if choices else (get_origin(field.annotation) or field.annotation)
     with_values = extra.get("only_with")
     return Knob(
         name=name,
@@ -120,11 +125,12 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         unit=extra["unit"],
         meaning=field.description or "",
         reason=extra["reason"],
-        kind=kind if kind in NEEDS and kind is not None else dict,
+        kind=cast(type, kind),
         minimum=bounds.get("ge"),
         above=bounds.get("gt"),
         maximum=bounds.get("le"),
         needs=extra.get("needs", ""),
         choices=choices,
         only_with=OnlyWith(**{**with_values, "values": tuple(with_values["values"])}) if with_values else None,
+        refused=tuple(extra.get("refused", {}).items()),
     )

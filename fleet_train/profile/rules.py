@@ -95,6 +95,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
         found
         + _size_contradictions(settings)
         + _loss_scale_contradictions(settings)
+        + _recompute_contradictions(settings)
         + _executor_contradictions(settings)
     )
 
@@ -138,6 +139,17 @@ def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
+_WAYS_TO_CUT: dict[str, Any] = {"recompute_segments": 1, "recompute_every_blocks": 0, "recompute_checkpoints": []}
+"""Three ways to say where recompute cuts, and up to which value each is off."""
+
+
+def _recompute_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    used = [name for name, off in _WAYS_TO_CUT.items() if settings.get(name, off) > off]
+    if len(used) < 2:
+        return []
+    return [Problem(used[-1], f"says where recompute cuts, and so does {used[0]}; keep one of the two")]
+
+
 def _executor_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     serial = settings.get("environment", {}).get("FLAGS_new_executor_serial_run")
     threads = settings.get("num_threads")
@@ -167,6 +179,9 @@ def _in_our_words(details: Any) -> Problem:
     if len(details["loc"]) > 1:
         return Problem(".".join(map(str, details["loc"][:2])), f"given {describe(details['input'])}; allowed: text")
     given, row = details["input"], KNOBS[name]
+    for value, reason in row.refused:
+        if given == value:
+            return Problem(name, f"given {shown(given)}: {reason}")
     in_range_kind = type(given) is row.kind or (row.kind is float and type(given) is int)
     hint = suggestion(given, row.choices) if isinstance(given, str) else ""
     return Problem(name, f"given {shown(given) if in_range_kind else describe(given)}; allowed: {row.allowed}{hint}")

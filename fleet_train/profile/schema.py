@@ -268,6 +268,20 @@ class Settings(BaseModel):
         meaning="A gradient is compressed when its factors are at least this many times smaller than itself.",
         reason="What does not gain is sent whole, together with the first factors.",
     )
+    powersgd_warm_start: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("compression", ("powersgd",)),
+        meaning="Start each step's power iteration from the last step's factor. false = from new random numbers.",
+        reason="One iteration per step then follows the gradients; without it their large directions are found anew.",
+    )
+    powersgd_error_feedback: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("compression", ("powersgd",)),
+        meaning="Add to each gradient what PowerSGD has left out of the earlier ones. false = forget it.",
+        reason="Costs one copy of the compressed gradients per rank; without it training may not converge.",
+    )
     dgc_sparsity: float = knob(
         0.999,
         fate="carried out",
@@ -297,6 +311,32 @@ class Settings(BaseModel):
         meaning="Steps over which the sparsity rises: 0.75, 0.9375, 0.984375, 0.996, then dgc_sparsity. 1 = at once.",
         reason="The stages of the paper, spread evenly; those above dgc_sparsity are left out.",
     )
+    dgc_local_grad_clip_norm: float = knob(
+        0.0,
+        fate="carried out",
+        ge=0,
+        le=1_000_000,
+        only_with=OnlyWith("compression", ("dgc",)),
+        meaning="Clip each gradient on its rank at this L2 norm over the root of the number of ranks. 0 = no clipping.",
+        reason="Before it is accumulated; the optimizer's own gradient clip is refused beside DGC.",
+    )
+    dgc_momentum_factor_masking: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("compression", ("dgc",)),
+        meaning="Forget the momentum of what was sent, so that stale momentum does not carry it further.",
+        reason="The velocities at the places that were selected become zero.",
+    )
+    dgc_min_elements: int = knob(
+        16384,
+        fate="carried out",
+        unit="elements",
+        ge=0,
+        le=1_000_000_000,
+        only_with=OnlyWith("compression", ("dgc",)),
+        meaning="Gradients with fewer elements are sent whole.",
+        reason="All of them in one allreduce. Selecting from small ones costs more time than it saves; Fleet's bound.",
+    )
     accumulate_steps: int = knob(
         1,
         fate="carried out",
@@ -312,8 +352,12 @@ class Settings(BaseModel):
         fate="carried out",
         meaning="Mixed precision: O0 = float32, O1 = matrix products and convolutions in amp_dtype, O2 = also what "
         "follows them.",
+        refused={
+            "O3": "Apex's pure half precision keeps parameters in 16 bits, too, where an update smaller than "
+            "1/256 of a bfloat16 parameter is lost; use O2, which keeps float32 parameters"
+        },
         reason="A pass over the forward program. Parameters, gradients and communication stay float32. Apex's O3 (pure "
-        "half precision) is not offered: small updates would be lost.",
+        "half precision) is refused: small updates would be lost.",
     )
     amp_dtype: Literal["bfloat16", "float16"] = knob(
         "bfloat16",
@@ -321,6 +365,14 @@ class Settings(BaseModel):
         only_with=OnlyWith("amp_level", ("O1", "O2")),
         meaning="The low precision. float16 needs a GPU and a loss scale.",
         reason="float16 is refused on CPU: Paddle has no such matrix product there.",
+    )
+    amp_keep_batch_norm_fp32: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("amp_level", ("O2",)),
+        meaning="Batch norm computes in float32 in O2 as well (in O1 it always does). false needs a GPU.",
+        reason="Statistics and their update are float32 in any case. Refused when false on CPU, which has no bfloat16 "
+        "batch norm.",
     )
     amp_init_loss_scaling: float = knob(
         32768.0,
@@ -337,7 +389,49 @@ class Settings(BaseModel):
         fate="carried out",
         only_with=OnlyWith("amp_dtype", ("float16",)),
         meaning="Raise and lower the loss scale by itself. false = it stays amp_init_loss_scaling.",
-        reason="Doubled after 1000 good updates, times 0.8 after 2 overflows in a row, as in Fleet.",
+        reason="An update with an overflow is skipped on every rank in either case.",
+    )
+    amp_incr_every_n_steps: int = knob(
+        1000,
+        fate="carried out",
+        unit="updates",
+        ge=1,
+        le=1_000_000_000,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Raise the loss scale after so many updates without overflow in a row.",
+        reason="Fleet's default. The count is saved.",
+    )
+    amp_decr_every_n_nan_or_inf: int = knob(
+        2,
+        fate="carried out",
+        unit="updates",
+        ge=1,
+        le=1_000_000,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Lower the loss scale after so many overflows in a row.",
+        reason="Fleet's default. The count is saved.",
+    )
+    amp_incr_ratio: float = knob(
+        2.0,
+        fate="carried out",
+        gt=1,
+        le=1024,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Raise the loss scale to so many times what it was.",
+        reason="Fleet's default; powers of two change no digit of a gradient.",
+    )
+    amp_decr_ratio: float = knob(
+        0.8,
+        fate="carried out",
+        gt=0,
+        le=0.99,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Lower the loss scale to this share of what it was, but not below 1.",
+        reason="Fleet's default.",
     )
     sync_batch_norm: bool = knob(
         False,
@@ -357,6 +451,23 @@ class Settings(BaseModel):
         reason="Operators are cloned in front of their gradients; results are the same bit by bit. Random "
         "operators run "
         "once. Saves memory, costs up to a second forward pass.",
+    )
+    recompute_every_blocks: int = knob(
+        0,
+        fate="carried out",
+        unit="blocks",
+        ge=0,
+        le=10_000,
+        meaning="Recompute: cut in front of every so many blocks instead. A block begins where a weight of two or more "
+        "dimensions is read. 0 = off.",
+        reason="Cuts follow the layers, so that little crosses a cut. Same results as with recompute_segments.",
+    )
+    recompute_checkpoints: list[str] = knob(
+        factory=list,
+        fate="carried out",
+        meaning="Recompute: cut in front of the first operator that reads the parameter of each name instead.",
+        reason="Values have no names in today's programs, parameters do. A name that the loss does not depend on is an "
+        "error.",
     )
     divergence_check_steps: int = knob(
         100,

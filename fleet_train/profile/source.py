@@ -48,6 +48,8 @@ def read_source(path: Path, shown: str) -> Source:
             source.settings[key] = _environment(node, source)
         elif key == "extends":
             source.extends = str(_setting(key, node, str, source) or "")
+        elif key in KNOBS and KNOBS[key].kind is list and isinstance(node, yaml.SequenceNode):
+            source.settings[key] = _names(key, node, source)
         elif key in KNOBS:
             value = _setting(key, node, KNOBS[key].kind, source)
             if value is not None:
@@ -128,6 +130,16 @@ def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
         else:
             variables[name] = str(int(node.value.lower() == "true")) if tag == "bool" else node.value
     return variables
+
+
+def _names(key: str, sequence: yaml.SequenceNode, source: Source) -> list[str]:
+    """The entries of a list as the text that was written."""
+    names = []
+    for node in sequence.value:
+        text = _setting(key, node, str, source)
+        if text is not None:
+            names.append(str(text))
+    return names
 
 
 def _setting(key: str, node: yaml.Node, kind: type, source: Source) -> Any:

@@ -80,20 +80,24 @@ _OLD_PASS = "is a pass over the old IR, which Paddle 3 does not run on PIR progr
 _AUTO = "belongs to automatic parallelism, which is out of scope here; choose a profile instead"
 
 _ON_OR_OFF = "allowed: true or false"
-_FIXED_SCALE = "the loss scale is doubled after 1000 good updates and times 0.8 after 2 bad ones; leave it out"
 _FIXED_LISTS = "which operators run in low precision follows from amp_level; leave it out"
-_RECOMPUTE = "Fleet's checkpoints by name are not available yet; leave it out and set recompute_segments"
+_RECOMPUTE = "has no such field here; checkpoints is known"
 
 _TO_KNOBS = {
     "amp_loss_scaling": "amp_init_loss_scaling",
     "amp_configs.init_loss_scaling": "amp_init_loss_scaling",
     "amp_configs.use_dynamic_loss_scaling": "amp_dynamic_loss_scaling",
+    **{
+        f"amp_configs.{name}": f"amp_{name}"
+        for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+    },
     "amp_configs.level": "amp_level",
     "amp_configs.dtype": "amp_dtype",
     "dgc_configs.rampup_begin_step": "dgc_rampup_begin_step",
     "dgc_configs.rampup_step": "dgc_rampup_steps",
     "dgc_configs.sparsity": "dgc_sparsity",
     "gradient_merge_configs.k_steps": "accumulate_steps",
+    "recompute_configs.checkpoints": "recompute_checkpoints",
     "build_strategy.sync_batch_norm": "sync_batch_norm",
     "fuse_grad_size_in_num": "fuse_parameter_groups_size",
     "localsgd": "use_local_sgd",
@@ -109,7 +113,16 @@ _TO_KNOBS = {
 _AMP = Switch(True, (("amp_level", "O1"), ("amp_dtype", "float16")), "; float16 is Fleet's default", yields=True)
 _DGC = Switch(True, (("compression", "dgc"),))
 
+_RECOMPUTED = Switch(
+    True,
+    (("recompute_checkpoints", []),),
+    "; recompute_configs.checkpoints names parameters to cut at, and without any nothing is recomputed, as in Fleet",
+    yields=True,
+)
+
 _SWITCHES = {
+    "recompute": _RECOMPUTED,
+    "forward_recompute": _RECOMPUTED,
     "amp": _AMP,
     "use_amp": _AMP,
     "amp_configs.use_pure_fp16": Switch(
@@ -144,24 +157,19 @@ _OLD_PASSES = """
 _REFUSED = {
     "amp": _ON_OR_OFF,
     "use_amp": _ON_OR_OFF,
-    "amp_configs": "has no such field here; level, dtype, init_loss_scaling, use_dynamic_loss_scaling, use_pure_fp16 "
-    "and use_pure_bf16 are known",
+    "amp_configs": "has no such field here; level, dtype, use_pure_fp16, use_pure_bf16 and those of the loss scale are "
+    "known",
     "amp_configs.use_pure_fp16": _ON_OR_OFF,
     "amp_configs.use_pure_bf16": _ON_OR_OFF,
     "amp_configs.use_fp16_guard": "regions under fp16_guard are not looked for; set it to False",
     "amp_configs.use_optimizer_fp16": "the optimizer and its state stay float32; leave it off",
-    "amp_configs.incr_every_n_steps": _FIXED_SCALE,
-    "amp_configs.decr_every_n_nan_or_inf": _FIXED_SCALE,
-    "amp_configs.incr_ratio": _FIXED_SCALE,
-    "amp_configs.decr_ratio": _FIXED_SCALE,
     "amp_configs.custom_white_list": _FIXED_LISTS,
     "amp_configs.custom_black_list": _FIXED_LISTS,
     "amp_configs.custom_black_varnames": _FIXED_LISTS,
     "fp16_allreduce": _ON_OR_OFF,
-    "recompute": _RECOMPUTE,
+    "recompute": _ON_OR_OFF,
     "recompute_configs": _RECOMPUTE,
-    "forward_recompute": _RECOMPUTE,
-    "recompute_checkpoints": _RECOMPUTE,
+    "forward_recompute": _ON_OR_OFF,
     "gradient_merge": _ON_OR_OFF,
     "gradient_merge_configs": "has no such field here; k_steps and avg are known",
     "gradient_merge_configs.avg": "asks for the sum of the micro-batches' gradients, they are averaged here; leave it "
@@ -251,7 +259,6 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "hybrid_configs.dp_degree": (-1,),
     **{f"hybrid_configs.{axis}_degree": (1,) for axis in ("mp", "pp", "sharding", "sep", "ep", "cp")},
     "without_graph_optimization": (True,),
-    "recompute_checkpoints": ([],),
     "amp_loss_scaling": (2**15, 2.0**15),
     "amp_configs.init_loss_scaling": (2.0**15, 2**15),
     "amp_configs.use_dynamic_loss_scaling": (True,),
@@ -259,6 +266,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "amp_configs.decr_every_n_nan_or_inf": (2,),
     "amp_configs.incr_ratio": (2.0, 2),
     "amp_configs.decr_ratio": (0.8,),
+    "recompute_configs.checkpoints": ([], None),
     **{f"amp_configs.custom_{name}": ([], None) for name in ("white_list", "black_list", "black_varnames")},
     "dgc_configs.rampup_begin_step": (0,),
     "dgc_configs.rampup_step": (1,),
@@ -275,17 +283,23 @@ _SILENT: dict[str, tuple[Any, ...]] = {
 _NEEDS = {
     **dict.fromkeys(("amp_configs.level", "amp_configs.use_pure_fp16", "amp_configs.use_pure_bf16"), "amp"),
     "gradient_merge_configs.k_steps": "gradient_merge",
+    "recompute_configs.checkpoints": "recompute",
 }
 """Fields that would switch on what Fleet leaves off without its switch; the other knobs have ``only_with``."""
 
 
 def _last(value: Any) -> Any:
-    """The last of Fleet's sparsities, without what a protobuf's 32 bits added to it."""
+    """The last of Fleet's sparsities, or a number, without what a protobuf's 32 bits added to it."""
     last = value[-1] if isinstance(value, (list, tuple)) and value else value
     return float(f"{last:.7g}") if isinstance(last, float) else last
 
 
-_READINGS = {"dgc_configs.sparsity": (_last, "; the last one counts, the stages before it are those of the paper")}
+_READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dgc_configs.sparsity": (_last, "; the last one counts, the stages before it are those of the paper"),
+    "amp_configs.decr_ratio": (_last, ""),
+    "amp_configs.incr_ratio": (_last, ""),
+    "recompute_configs.checkpoints": (list, "; names of parameters, because values have none in today's programs"),
+}
 
 
 def _row(path: str) -> StockField:
@@ -310,7 +324,8 @@ def settle(path: str, value: Any) -> Outcome:
     if row is None:
         return Outcome(problem=f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
     if row.knob:
-        return Outcome() if _is_one_of(value, row.silent) else _to_knob(row, value)
+        read = row.reading(value) if row.reading and value is not None else value
+        return Outcome() if _is_one_of(read, row.silent) else _to_knob(row, value, read)
     if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
         sentence = f"{path}: {shown(value)} is mapped: {row.switch.words}"
         if row.switch.yields:
@@ -329,12 +344,10 @@ def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in known)
 
 
-def _to_knob(row: StockField, value: Any) -> Outcome:
+def _to_knob(row: StockField, value: Any, read: Any) -> Outcome:
     if row.knob == row.path:
-        return Outcome(((row.knob, value),))
+        return Outcome(((row.knob, read),))
     sentence = f"{row.path}: {shown(value)} is mapped: read as {row.knob}{row.note}"
-    if row.reading:
-        value = row.reading(value)
-    if row.knob.startswith("environment.") and isinstance(value, int):
-        value = str(int(value))
-    return Outcome(((row.knob, value),), sentence=sentence)
+    if row.knob.startswith("environment.") and isinstance(read, int):
+        read = str(int(read))
+    return Outcome(((row.knob, read),), sentence=sentence)

@@ -19,7 +19,7 @@ from tests.support.processes import ROOT
 # What becomes of each boolean field of the stock strategy when it is flipped: a word of the refusal, or what it sets.
 BOOLEAN_FIELDS: dict[str, str | dict[str, Any]] = {
     "amp": {"amp_level": "O1", "amp_dtype": "float16"},
-    "recompute": "set recompute_segments",
+    "recompute": {"recompute_checkpoints": []},
     "localsgd": {"use_local_sgd": True, "local_sgd_steps": 1, "local_sgd_is_warm_steps": 1},
     "dgc": {"compression": "dgc"},
     "gradient_merge": {"accumulate_steps": 1},
@@ -145,11 +145,12 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
             1,
             "DistributedStrategy.fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
         ),
+        ("recompute", 1, "DistributedStrategy.recompute: given 1: allowed: true or false"),
         (
-            "recompute",
-            True,
-            "DistributedStrategy.recompute: given true: Fleet's checkpoints by name are not available yet; "
-            "leave it out and set recompute_segments",
+            "recompute_configs",
+            {"enable_offload": True},
+            "DistributedStrategy.recompute_configs.enable_offload: given true: has no such field here; checkpoints is "
+            "known",
         ),
         ("amp", 1, "DistributedStrategy.amp: given 1: allowed: true or false"),
         (
@@ -162,13 +163,20 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
             "amp_configs",
             {"levels": "O1"},
             "DistributedStrategy.amp_configs.levels: given 'O1': has no such field here; level, dtype, "
-            "init_loss_scaling, use_dynamic_loss_scaling, use_pure_fp16 and use_pure_bf16 are known",
+            "use_pure_fp16, use_pure_bf16 and those of the loss scale are known",
         ),
         (
             "amp_configs",
-            {"incr_ratio": 3.0},
-            "DistributedStrategy.amp_configs.incr_ratio: given 3: the loss scale is doubled after 1000 good updates "
-            "and times 0.8 after 2 bad ones; leave it out",
+            {"incr_ratio": 1.0},
+            "DistributedStrategy.amp_configs.incr_ratio (read as amp_incr_ratio): given 1; allowed: a number, "
+            "more than 1 and up to 1024",
+        ),
+        (
+            "amp_configs",
+            {"level": "O3"},
+            "DistributedStrategy.amp_configs.level (read as amp_level): given 'O3': Apex's pure half precision keeps "
+            "parameters in 16 bits, too, where an update smaller than 1/256 of a bfloat16 parameter is lost; use O2, "
+            "which keeps float32 parameters",
         ),
         (
             "amp_configs",
@@ -255,14 +263,24 @@ def test_a_wrong_assignment_is_told_at_once(name: str, value: object, message: s
     assert refusal(name, value) == message
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["recompute", "forward_recompute"],
-)
-def test_what_is_not_available_yet_is_refused_when_switched_on_only(name: str) -> None:
-    assert "not available yet" in refusal(name, True)
-    strategy = DistributedStrategy(**{name: False})
-    assert strategy.to_profile() == Profile(name="strategy")
+def test_recompute_takes_its_checkpoints_in_both_of_fleets_ways() -> None:
+    new = DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["linear_1.w_0"]})
+    old = DistributedStrategy(forward_recompute=True, recompute_checkpoints=["linear_1.w_0"])
+    for strategy in (new, old):
+        assert strategy.to_profile() == Profile(name="strategy", recompute_checkpoints=["linear_1.w_0"])
+    off = DistributedStrategy(recompute=False)
+    assert off.to_profile() == Profile(name="strategy")
+
+
+def test_recompute_without_checkpoints_says_that_nothing_is_recomputed() -> None:
+    sentences = applied_mappings(DistributedStrategy(recompute=True).to_profile())
+    assert any("without any nothing is recomputed" in sentence for sentence in sentences)
+
+
+def test_the_loss_scales_numbers_of_fleet_are_taken_over() -> None:
+    numbers = {"incr_every_n_steps": 10, "decr_every_n_nan_or_inf": 1, "incr_ratio": 4.0, "decr_ratio": 0.5}
+    profile = DistributedStrategy(amp=True, amp_configs=numbers).to_profile()
+    assert {name: getattr(profile, f"amp_{name}") for name in numbers} == numbers
 
 
 @pytest.mark.parametrize(
@@ -709,6 +727,12 @@ def test_adaptive_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs
             {"use_dynamic_loss_scaling": False},
             {"amp_level": "O1", "amp_dtype": "float16", "amp_dynamic_loss_scaling": False},
         ),
+        (
+            "amp",
+            {"decr_ratio": 0.7, "incr_every_n_steps": 50},
+            {"amp_level": "O1", "amp_dtype": "float16", "amp_decr_ratio": 0.7, "amp_incr_every_n_steps": 50},
+        ),
+        ("recompute", {"checkpoints": ["linear_1.w_0"]}, {"recompute_checkpoints": ["linear_1.w_0"]}),
         ("amp", {"use_pure_fp16": True}, {"amp_level": "O2", "amp_dtype": "float16"}),
         ("amp", {"use_pure_bf16": True}, {"amp_level": "O2", "amp_dtype": "bfloat16"}),
     ],
@@ -726,7 +750,7 @@ def test_a_switch_of_the_stock_strategy_is_taken_over_with_its_configs(
     ("switch", "configs", "start"),
     [
         ("gradient_merge", {"avg": False}, "gradient_merge_configs.avg: given false: asks for the sum"),
-        ("amp", {"decr_ratio": 0.5}, "amp_configs.decr_ratio: given 0.5: the loss scale is"),
+        ("recompute", {"enable_offload": True}, "recompute_configs.enable_offload: given true: has no such field"),
         (
             "amp",
             {"use_optimizer_fp16": True},

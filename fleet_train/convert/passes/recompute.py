@@ -33,17 +33,25 @@ class Recompute:
 
     ``checkpoints``: where to cut instead: in front of the first operator that reads the parameter of that name (values
     have no names in today's programs, parameters do). The last piece is never recomputed: its backward pass follows at
-    once.
+    once. ``every_blocks``: cut in front of every so many blocks instead. A block begins with an operator that reads a
+    parameter of two or more dimensions. 0 = off.
     """
 
     segments: int = 0
     checkpoints: tuple[str, ...] = ()
+    every_blocks: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.segments > 1 or bool(self.checkpoints) or self.every_blocks > 0
 
     def __post_init__(self) -> None:
         if self.segments < 0:
             raise ConversionError(f"recompute segments={self.segments}: use 0 for none, or 2 and more")
-        if self.segments > 1 and self.checkpoints:
-            raise ConversionError(f"recompute: segments={self.segments} and checkpoints both say where to cut; use one")
+        if self.every_blocks < 0:
+            raise ConversionError(f"recompute every_blocks={self.every_blocks}: use 0 for none, or 1 and more")
+        if (self.segments > 1) + bool(self.checkpoints) + (self.every_blocks > 0) > 1:
+            raise ConversionError("recompute: segments, checkpoints and every_blocks all say where to cut; use one")
 
 
 def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
@@ -51,7 +59,7 @@ def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
     computed twice. Results are the same bit by bit: random operators, operators that write in place (batch norm's
     running statistics) and host operators run once, and their results are kept.
     """
-    if settings.segments < 2 and not settings.checkpoints:
+    if not settings.is_on:
         return 0
     forward = operators_behind(loss)
     block = loss.get_defining_op().get_parent_block()
@@ -67,9 +75,16 @@ def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
 def _cut(operators: Sequence[Any], settings: Recompute) -> list[Sequence[Any]]:
     if settings.checkpoints:
         cuts = sorted({_first_reader(operators, name) for name in settings.checkpoints} - {0})
+    elif settings.every_blocks:
+        starts = [position for position, operator in enumerate(operators) if _reads_weight(operator)]
+        cuts = starts[settings.every_blocks :: settings.every_blocks]
     else:
         cuts = list(range(0, len(operators), -(-len(operators) // settings.segments)))[1:]
     return [operators[first:last] for first, last in zip([0, *cuts], [*cuts, len(operators)], strict=True)]
+
+
+def _reads_weight(operator: Any) -> bool:
+    return any(source.is_parameter and len(source.shape) > 1 for source in inputs_of(operator))
 
 
 def _first_reader(operators: Sequence[Any], parameter: str) -> int:

@@ -18,10 +18,10 @@ from tests.support.ranks import run_ranks
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
 
 
-def minimize_recomputed(segments: int, *checkpoints: str) -> Any:
+def minimize_recomputed(segments: int, *checkpoints: str, every_blocks: int = 0) -> Any:
     def minimize(optimizer: Any, loss: Any) -> int:
         pairs = optimizer.backward(loss)
-        count = recompute_segments(loss, Recompute(segments, checkpoints), emit_hold)
+        count = recompute_segments(loss, Recompute(segments, checkpoints, every_blocks), emit_hold)
         optimizer.apply_gradients(pairs)
         return count
 
@@ -42,12 +42,17 @@ def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
 
-@pytest.mark.parametrize("where", [(2,), (3,), (5,), (12,), (0, "layer_norm_0.w_0", "linear_3.w_0")], ids=str)
+@pytest.mark.parametrize(
+    "where", [(2,), (5,), (12,), (0, "layer_norm_0.w_0", "linear_3.w_0"), {"every_blocks": 2}], ids=str
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_parameters_and_statistics_are_bit_equal(where: Any, seed: int) -> None:
     states, losses = [], []
     start = None
-    for minimize in (minimize_recomputed(0), minimize_recomputed(*where)):
+    for minimize in (
+        minimize_recomputed(0),
+        minimize_recomputed(0, **where) if isinstance(where, dict) else minimize_recomputed(*where),
+    ):
         trained = Trained(momentum, minimize, deep)
         start = start or trained.state()
         trained.start_from(start)
@@ -67,6 +72,17 @@ def test_random_and_in_place_operators_run_once() -> None:
     assert recomputed.operators().count("pd_op.add") > plain.operators().count("pd_op.add")
 
 
+def test_every_block_is_the_same_as_naming_its_weights() -> None:
+    """The weights of ``deep`` in the order in which they are read; linear_1 is shared, so it is read three times."""
+    every = Trained(momentum, minimize_recomputed(0, every_blocks=3), deep)
+    named = Trained(momentum, minimize_recomputed(0, "linear_2.w_0", "linear_3.w_0"), deep)
+    assert every.result > 5
+    assert named.result > 5
+    assert Trained(momentum, minimize_recomputed(0, every_blocks=100), deep).result == 0
+    for trained in (every, named):
+        assert trained.operators().count("pd_op.dropout") == 3
+
+
 def test_zero_segments_change_nothing() -> None:
     plain, same = Trained(momentum, network=deep), Trained(momentum, minimize_recomputed(0), deep)
     assert same.operators() == plain.operators()
@@ -76,7 +92,8 @@ def test_zero_segments_change_nothing() -> None:
     ("settings", "message"),
     [
         ((-1,), "segments=-1: use 0 for none"),
-        ((2, ("linear_0.w_0",)), "segments=2 and checkpoints both say where to cut"),
+        ((2, ("linear_0.w_0",)), "segments, checkpoints and every_blocks all say where to cut"),
+        ((0, (), -1), "every_blocks=-1: use 0 for none"),
         ((0, ("no_such.w_0",)), "'no_such.w_0': the loss does not depend"),
     ],
 )

@@ -435,3 +435,15 @@ def test_a_mistake_in_the_parent_is_told_with_the_parents_line(folder: Path, loa
 def test_a_parent_that_is_missing_is_told_with_the_line_of_extends(load: Load) -> None:
     (line,) = problems(load, "name: x\nextends: mult_node\n")
     assert line.startswith("a.yaml:2: extends: 'mult_node' is no profile of the catalogue; did you mean 'multi_node'? ")
+
+
+def test_a_list_of_names_is_read_as_it_is_written(load: Load) -> None:
+    assert load("recompute_checkpoints: [linear_0.w_0, 'b']").recompute_checkpoints == ["linear_0.w_0", "b"]
+    with pytest.raises(ProfileError) as caught:
+        load("recompute_checkpoints: linear_0.w_0")
+    assert str(caught.value).endswith(
+        "recompute_checkpoints: given the single value 'linear_0.w_0'; allowed: a list of names"
+    )
+    with pytest.raises(ProfileError) as caught:
+        load("recompute_checkpoints: [no]")
+    assert str(caught.value).endswith('recompute_checkpoints: no is read as a boolean by YAML; write "no"')
