@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from fleet_train.data.augment import Augmentation, keep
 from fleet_train.data.datasets import Arrays, Dataset, Indices
@@ -15,30 +15,36 @@ Finish = Callable[[Arrays], Arrays]
 """A last step for each batch in the prefetch thread: the copy to the device."""
 
 
-class Loader(Protocol):
-    """One rank's batches as feeds: dicts of arrays, samples first. Every rank has equally many."""
+class Loader(ABC):
+    """One rank's batches as feeds: dicts of arrays, samples first. In a step all ranks have batches of one size."""
 
-    @property
-    def dataset(self) -> Dataset: ...
-
-    @property
-    def sampler(self) -> BatchSampler: ...
+    def __init__(self, dataset: Dataset, sampler: BatchSampler) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
 
     def __len__(self) -> int:
-        """Steps left in the epoch that was opened last."""
-
-    def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
-        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
+        """Steps left in the epoch that was opened last; before the first one, of a whole epoch."""
+        return len(self.sampler)
 
     def indices(self, step: int) -> Indices:
         """Dataset indices of this rank's batch at one of the steps left."""
+        return self.sampler.batch(step)
+
+    def consumed_after(self, steps: int) -> int:
+        """`consumed_samples` after that many of the steps left."""
+        return self.sampler.consumed_after(steps)
+
+    @abstractmethod
+    def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
+        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
 
     def close(self) -> None:
         """Give back processes and memory; a later epoch starts anew."""
+        return
 
 
-class BatchLoader:
-    """One rank's batches of a dataset, read by a thread: `loader.epoch(n)` opens epoch n, `len(loader)` steps long."""
+class BatchLoader(Loader):
+    """Reads batches in a thread of this process, for data in memory and few images."""
 
     def __init__(
         self,
@@ -49,31 +55,14 @@ class BatchLoader:
         *,
         finish: Finish | None = None,
     ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
+        super().__init__(dataset, sampler)
         self._augment = augment
         self._prefetch_depth = prefetch_depth
         self._finish = finish
 
-    def __len__(self) -> int:
-        """Steps left in the epoch that was opened last."""
-        return len(self.sampler)
-
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
-        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
         self.sampler.set_epoch(epoch, consumed_samples)
         return Prefetcher(self._read(), self._prefetch_depth)
-
-    def indices(self, step: int) -> Indices:
-        """Dataset indices of this rank's batch at one of the steps left."""
-        return self.sampler.batch(step)
-
-    def consumed_after(self, steps: int) -> int:
-        """`consumed_samples` of a resume after that many of the steps left."""
-        return self.sampler.consumed_after(steps)
-
-    def close(self) -> None:
-        """Nothing to give back: the thread ends with its epoch."""
 
     def _read(self) -> Iterator[Arrays]:
         for step in range(len(self)):

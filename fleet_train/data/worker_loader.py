@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.image_folder import ImageFolder
-from fleet_train.data.loader import Finish
+from fleet_train.data.loader import Finish, Loader
 from fleet_train.data.prefetch import Prefetcher
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.data.shared_memory import Slot, SlotPool
@@ -31,8 +31,8 @@ class _Batch:
     """Rows that are not decoded yet."""
 
 
-class WorkerLoader:
-    """One rank's batches of an image folder: the methods of `BatchLoader`, and `workers` processes behind them.
+class WorkerLoader(Loader):
+    """One rank's batches of an image folder, decoded by `workers` processes.
 
     Batches lie in shared memory that is used again as soon as nobody holds the array. The workers start with the first
     epoch and stay for the next ones; `close` ends them (so does the end of this process, however it ends). With
@@ -51,8 +51,8 @@ class WorkerLoader:
         keep_workers: bool = True,
         task_seconds: float = TASK_SECONDS,
     ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
+        super().__init__(dataset, sampler)
+        self.images = dataset
         self.workers = workers
         self.corrupt = dataset.corrupt_images()
         self._augment = augment
@@ -64,14 +64,6 @@ class WorkerLoader:
         self._slots = SlotPool()
         self._batch_of: dict[int, _Batch] = {}
         self._open: Prefetcher[Arrays] | None = None
-
-    def __len__(self) -> int:
-        """Steps left in the epoch that was opened last."""
-        return len(self.sampler)
-
-    def indices(self, step: int) -> Indices:
-        """Dataset indices of this rank's batch at one of the steps left."""
-        return self.sampler.batch(step)
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         """What is left of that epoch after `consumed_samples`, to be used with `with`. Closes the epoch before."""
@@ -121,20 +113,20 @@ class WorkerLoader:
             yield self._feed(begun.popleft())
 
     def _start(self) -> WorkerPool:
-        settings = self.dataset.settings.as_json()
+        settings = self.images.settings.as_json()
         hello = {"settings": settings, "augment": self._augment, "seed": self.sampler.seed}
         return WorkerPool(self.workers, hello, self._task_seconds)
 
     def _begin(self, pool: WorkerPool, indices: Indices) -> _Batch:
         indices = np.array([self.corrupt.skip(index) for index in indices.tolist()], np.int64)
-        slot = self._slots.take(4 * len(indices) * int(np.prod(self.dataset.sample_shape)))
+        slot = self._slots.take(4 * len(indices) * int(np.prod(self.images.sample_shape)))
         batch = self._batch_of[slot.number] = _Batch(slot, indices, len(indices))
         for row in range(0, len(indices), _IMAGES_PER_TASK):
             pool.add(self._task(batch, row, indices[row : row + _IMAGES_PER_TASK].tolist()))
         return batch
 
     def _task(self, batch: _Batch, row: int, indices: list[int]) -> Task:
-        images = [(self.dataset.path(index), index) for index in indices]
+        images = [(self.images.path(index), index) for index in indices]
         return Task(batch.slot, row, self.sampler.epoch, images)
 
     def _take(self, pool: WorkerPool, task: Task) -> None:
@@ -144,11 +136,11 @@ class WorkerLoader:
         for place, reason in task.failed:
             index = task.images[place][1]
             row = task.row + place
-            batch.indices[row] = self.corrupt.replacement(index, self.dataset.paths[index], reason)
+            batch.indices[row] = self.corrupt.replacement(index, self.images.paths[index], reason)
             pool.add(self._task(batch, row, [int(batch.indices[row])]), first=True)
 
     def _feed(self, batch: _Batch) -> Arrays:
         del self._batch_of[batch.slot.number]
-        features = self._slots.lend(batch.slot, (len(batch.indices), *self.dataset.sample_shape))
-        feed: Arrays = {"features": features, "labels": self.dataset.labels[batch.indices]}
+        features = self._slots.lend(batch.slot, (len(batch.indices), *self.images.sample_shape))
+        feed: Arrays = {"features": features, "labels": self.images.labels[batch.indices]}
         return feed if self._finish is None else self._finish(feed)

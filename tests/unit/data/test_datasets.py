@@ -85,6 +85,7 @@ def test_loader_gives_the_samplers_batches_and_their_indices() -> None:
     with loader.epoch(2, consumed_samples=8) as feeds:
         labels = [feed["labels"].tolist() for feed in feeds]
     assert len(loader) == 2
+    assert [loader.consumed_after(steps) for steps in (0, 1, 2)] == [8, 16, 20]
     sampler = ShardedBatchSampler(20, 4, 0, 2, seed=9)
     sampler.set_epoch(2)
     assert labels == [train.arrays(sampler.batch(step))["labels"].tolist() for step in (1, 2)]
