@@ -23,6 +23,10 @@ class Namespace:
     def prefix(self) -> list[str]:
         return ["ip", "netns", "exec", self.name]
 
+    def set_link(self, state: str) -> None:
+        """Pull the plug (``down``) or put it in again (``up``)."""
+        _ip("-n", self.name, "link", "set", "eth0", state)
+
 
 @functools.cache
 def why_no_namespaces() -> str | None:

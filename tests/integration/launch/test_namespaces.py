@@ -1,28 +1,69 @@
-"""Two machines that know each other by a wire only: routes, interfaces, and finding out which node this is."""
+"""Two machines that know each other by a wire only: routes, interfaces, each one's place, a wire that is pulled."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.launchers import run_launchers
-from tests.support.namespaces import two_machines
-from tests.support.processes import python, write_script
+from tests.support.namespaces import Namespace, two_machines
+from tests.support.processes import Job, Started, clean_environ, python, write_script
 
 _SAY = """
 import os
 print(os.environ["PADDLE_TRAINER_ID"], os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
 """
 
+# Ends in good order when it is no longer the first attempt.
+_WAIT = """
+import os, time
+print("attempt", os.environ["FLEET_TRAIN_ATTEMPT"], "rank", os.environ["PADDLE_TRAINER_ID"], flush=True)
+time.sleep(0 if int(os.environ["FLEET_TRAIN_ATTEMPT"]) else 120)
+"""
+
+
+def launch_command(machines: tuple[Namespace, Namespace], script: Path, *flags: str) -> list[str]:
+    nodes = f"--cluster_node_ips={','.join(machine.address for machine in machines)}"
+    return python("-m", "fleet_train", "launch", nodes, "--started_port=6170", *flags, str(script))
+
 
 @pytest.mark.root
 def test_each_machine_finds_its_place_and_the_interface_to_the_other(tmp_path: Path) -> None:
     script = write_script(_SAY, tmp_path)
     with two_machines() as machines:
-        flags = [f"--cluster_node_ips={','.join(machine.address for machine in machines)}", "--started_port=6170"]
-        command = python("-m", "fleet_train", "launch", *flags, str(script))
+        command = launch_command(machines, script)
         result = run_launchers([command] * 2, folder=tmp_path, prefixes=[machine.prefix for machine in machines])
     logs = [(folder / "log" / "workerlog.0").read_text() for folder in result.folders]
     assert logs == ["0 eth0 eth0\n", "1 eth0 eth0\n"], result.report()
     assert "this is node 1 (10.77.0.2)" in result.nodes[1].output
+
+
+@pytest.mark.root
+def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path: Path) -> None:
+    script = write_script(_WAIT, tmp_path)
+    with two_machines() as machines, Job(tmp_path) as job:
+        command = launch_command(machines, script, "--max_restarts=1", "--lost_node_timeout=3", "--rejoin_timeout=60")
+
+        def start(node: int) -> Started:
+            folder = tmp_path / f"node{node}"
+            return job.start(f"node{node}", [*machines[node].prefix, *command], clean_environ(), cwd=folder)
+
+        def said(node: Started, text: str) -> bool:
+            return text in node.output
+
+        first, second = start(0), start(1)
+        logs = [tmp_path / f"node{node}" / "log" / "workerlog.0" for node in (0, 1)]
+        job.wait_until(lambda: all(p.exists() and "attempt 0" in p.read_text() for p in logs), 30, "ranks have begun")
+        machines[1].set_link("down")
+        began = time.monotonic()
+        lost = "attempt 0: the launcher of node 1 (10.77.0.2) was lost (not heard of for 3 s)"
+        job.wait_until(lambda: said(first, lost), 30, lost)
+        assert time.monotonic() - began < 6.0, job.report()
+        job.wait_until(lambda: said(first, "waiting for node 1 (10.77.0.2) to come back"), 20, "node 0 waits")
+        job.wait_until(lambda: said(second, "node 0 (10.77.0.1), whose launcher hosts"), 20, "node 1 waits")
+        machines[1].set_link("up")
+        assert [one.exit_code for one in job.wait(60)] == [0, 0], job.report()
+        assert [p.read_text() for p in logs] == ["attempt 1 rank 0\n", "attempt 1 rank 1\n"]
+        assert job.leftovers() == []
