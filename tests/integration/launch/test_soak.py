@@ -1,0 +1,25 @@
+"""The soak in small: three kills, among them one while a checkpoint is written; docs/benchmarks has the long one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.processes import ROOT, clean_environ, python
+
+
+def test_three_kills_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+    port = free_ports(3, ["127.0.0.2", "127.0.0.3"])
+    small = f"--kills 3 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6 --started_port {port}".split()
+    command = [str(ROOT / "tools" / "soak.py"), *small, "--output", str(tmp_path / "record"), "--keep", str(tmp_path)]
+    done = subprocess.run(
+        python(*command), env=clean_environ(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["kills"]) == 3
+    assert record["comparison"]["losses"] > 60
+    assert len(record["checkpoints_used"]) >= 1
+    assert "nothing was lost" in (tmp_path / "record.md").read_text()

@@ -1,0 +1,205 @@
+"""The job that is soaked: a launcher per machine with the reference trainer, and what is seen of it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "FLEET_TRAIN_SOAK"
+_STOP_SECONDS = 45.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node: its address, and what to put before a command so that it runs there."""
+
+    address: str
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SoakJob:
+    """How the job is started. Everything that it writes lies below ``folder``."""
+
+    folder: Path
+    machines: Sequence[Machine]
+    ranks_per_node: int
+    started_port: int
+    max_restarts: int
+    train_flags: tuple[str, ...]
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output / "checkpoints"
+
+    def log_dir(self, node: int) -> Path:
+        return self.folder / f"node{node}"
+
+    def command(self, node: int) -> list[str]:
+        """The launch command of one machine, as it would be typed there."""
+        machine = self.machines[node]
+        nodes = ",".join(each.address for each in self.machines)
+        launch = f"--cluster_node_ips={nodes} --node_ip={machine.address} --started_port={self.started_port}"
+        launch += f" --nproc_per_node={self.ranks_per_node} --max_restarts={self.max_restarts}"
+        train = ["-m", "fleet_train", "train", *self.train_flags, f"--output_dir={self.output}"]
+        python = [*machine.prefix, sys.executable, "-m", "fleet_train", "launch"]
+        return [*python, *launch.split(), f"--log_dir={self.log_dir(node)}", *train]
+
+
+class Running:
+    """A started job. Nothing here talks to it: files are read, processes are looked at."""
+
+    def __init__(self, job: SoakJob, launchers: list[subprocess.Popen[bytes]], mark: str) -> None:
+        self.job = job
+        self.launchers = launchers
+        self.began = time.time()
+        self._mark = mark
+
+    def attempt(self) -> int:
+        """The attempt that the ranks of node 0 are in: the launcher keeps the logs of those before it."""
+        return len(list(self.job.log_dir(0).glob("workerlog.0.attempt*")))
+
+    def rank_pids(self) -> dict[int, int]:
+        """Rank -> process id of its script, for the ranks that run now."""
+        found = {}
+        for node in range(len(self.job.machines)):
+            for path in self.job.log_dir(node).glob("workerend.*.json"):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    record = json.loads(path.read_text())
+                    if "ended_monotonic" not in record and _runs(record["pid"]):
+                        found[int(record["rank"])] = int(record["pid"])
+        return found
+
+    def step_since(self, moment: float) -> int:
+        """The newest step that was reported after ``moment`` (seconds since the epoch); 0 when none was."""
+        records = read_metrics(self.job.output)
+        return max((int(record["step"]) for record in records if record["time"] > moment), default=0)
+
+    def first_report_after(self, moment: float) -> float | None:
+        """When the trainer first reported a step after ``moment``."""
+        return min((r["time"] for r in read_metrics(self.job.output) if r["time"] > moment), default=None)
+
+    def draft(self) -> str | None:
+        """The checkpoint that is being written now."""
+        with contextlib.suppress(OSError), os.scandir(self.job.checkpoints) as entries:
+            return next((entry.name for entry in entries if entry.name.startswith(".writing-")), None)
+        return None
+
+    def exit_codes(self) -> list[int | None]:
+        return [launcher.poll() for launcher in self.launchers]
+
+    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float, pause_seconds: float = 0.02) -> bool:
+        """Whether the condition came true before the bound, and before a launcher ended."""
+        deadline = time.monotonic() + timeout_seconds
+        while not condition():
+            if time.monotonic() > deadline or any(code is not None for code in self.exit_codes()):
+                return condition()
+            time.sleep(pause_seconds)
+        return True
+
+    def wait(self, timeout_seconds: float) -> list[int]:
+        """Exit codes of all launchers; those that need longer are stopped."""
+        deadline = time.monotonic() + timeout_seconds
+        for launcher in self.launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
+        self.stop()
+        return [int(launcher.returncode) for launcher in self.launchers]
+
+    def stop(self) -> None:
+        """SIGTERM, which lets the ranks save, then SIGKILL; nobody is left."""
+        running = [launcher for launcher in self.launchers if launcher.poll() is None]
+        for launcher in running:
+            launcher.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for launcher in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
+            launcher.kill()
+            launcher.wait()
+
+    def orphans(self, patience_seconds: float = 5.0) -> list[str]:
+        """Command lines of processes of this job that are still there, after a moment to end by themselves."""
+        deadline = time.monotonic() + patience_seconds
+        while (found := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _processes(self) -> list[str]:
+        import psutil
+
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(_MARK) == self._mark:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+
+@contextmanager
+def started(job: SoakJob) -> Iterator[Running]:
+    """The job, running. On leaving, none of its launchers runs."""
+    mark = f"{os.getpid()}-{job.folder.name}-{time.monotonic_ns()}"
+    launchers: list[subprocess.Popen[bytes]] = []
+    running = Running(job, launchers, mark)
+    try:
+        for node in range(len(job.machines)):
+            job.log_dir(node).mkdir(parents=True, exist_ok=True)
+            with (job.folder / f"launcher{node}.log").open("wb") as log:
+                launchers.append(
+                    subprocess.Popen(
+                        job.command(node),
+                        env={**_environment(), _MARK: mark},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches them through us only
+                    )
+                )
+        yield running
+    finally:
+        running.stop()
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """The scalars of ``metrics.jsonl`` so far; a line that is being written is left out."""
+    records = []
+    with contextlib.suppress(OSError):
+        for line in (output / "metrics.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if "kind" not in record:
+                    records.append(record)
+    return records
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2"}

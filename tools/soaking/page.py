@@ -1,0 +1,47 @@
+"""The page of a soak's record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.soaking.verdict import half_written
+
+
+def page(record: dict[str, Any]) -> str:
+    at, same, recovery = record["circumstances"], record["comparison"], record["recovery_seconds"]
+    network = f"network namespaces, {record['network']['rate']}" if record["network"]["rate"] else "loopback addresses"
+    kinds = {kind: sum(kill["kind"] == kind for kill in record["kills"]) for kind in ("step", "save", "start")}
+    killed = f"{len(record['kills'])}: {kinds['step']} in a step, {kinds['save']} in a save, {kinds['start']} at start"
+    seconds = f"{recovery['median']}, {recovery['longest']}" if recovery["measured"] else "not measured"
+    different = len(same["tensors_that_differ"])
+    used = half_written(record["checkpoints_used"])
+    rows = [
+        ("ranks killed (`SIGKILL`)", killed),
+        ("which ranks", ", ".join(map(str, sorted({kill["rank"] for kill in record["kills"]})))),
+        ("kills while a checkpoint was being written", record["kills_while_a_checkpoint_was_written"]),
+        ("attempts; that went on from a checkpoint", f"{1 + len(record['kills'])}, {len(record['checkpoints_used'])}"),
+        ("final tensors that differ from the undisturbed ones", f"{different} of {same['tensors']}"),
+        ("losses of the curve that differ", f"{same['losses_that_differ']} of {same['losses']}"),
+        ("half-written checkpoints: used, left", f"{len(used)}, {len(record['half_written_left'])}"),
+        ("processes left behind", len(record["orphans"])),
+        (f"seconds from a kill to the next step ({recovery['measured']} measured): median, longest", seconds),
+        ("seconds in all", record["seconds"]),
+    ]
+    lines = [
+        f"# Soak, {at['date'][:10]}: {record['nodes']} nodes x {record['ranks_per_node']} ranks, {network}",
+        "",
+        f"- Job: `fleet_train train {' '.join(record['train_flags'])}`, {same['final_step']} steps, a checkpoint after "
+        f"each epoch; test accuracy {same['test_accuracy']:.4f}.",
+        f"- Machine: {at['processor']}, {at['processors']} processors for all ranks together, Linux {at['kernel']}, "
+        f"load average {at['load_average_before'][0]} before the start; CPU and Gloo.",
+        f"- Versions: {', '.join(f'{key} {value}' for key, value in at['versions'].items() if value)}; "
+        f"commit {at['commit'][:10]}{' with uncommitted changes' if at['uncommitted_changes'] else ''}.",
+        f"- Command: `{at['command']}`",
+        f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else 'nothing was lost'}.",
+        "",
+        "| what | value |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""What a soak proves: the numbers of the killed job beside those of the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tools.soaking.job import SoakJob, read_metrics
+
+_RESUMED = re.compile(r"resumed from (\S+) \(epoch")
+
+
+def compare(undisturbed: SoakJob, killed: SoakJob) -> dict[str, Any]:
+    """Tensors of the final checkpoints, and the loss curves, bit by bit."""
+    one, other = final_tensors(undisturbed), final_tensors(killed)
+    different = sorted(name for name in one.keys() | other.keys() if not _same_bits(one.get(name), other.get(name)))
+    curves = [loss_curve(job) for job in (undisturbed, killed)]
+    return {
+        "tensors": len(one),
+        "tensors_that_differ": different,
+        "losses": len(curves[0]),
+        "losses_that_differ": sum(curves[0].get(s) != curves[1].get(s) for s in curves[0].keys() | curves[1].keys()),
+        "final_step": max(curves[0], default=0),
+        "test_accuracy": summary_of(undisturbed)["test_accuracy"],
+    }
+
+
+def summary_of(job: SoakJob) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((job.output / "summary.json").read_text())
+    return summary
+
+
+def final_tensors(job: SoakJob) -> dict[str, np.ndarray[Any, Any]]:
+    newest = sorted(job.checkpoints.glob("step-*"))[-1]
+    tensors: dict[str, np.ndarray[Any, Any]] = load_file(newest / "persistables.safetensors")
+    return tensors
+
+
+def _same_bits(one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any] | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def loss_curve(job: SoakJob) -> dict[int, float]:
+    """Step -> training loss; what was trained twice counts as it was trained last."""
+    return {r["step"]: r["train/loss"] for r in read_metrics(job.output) if "train/loss" in r}
+
+
+def checkpoints_used(job: SoakJob) -> list[str]:
+    """The checkpoint that each attempt went on from, in order, as rank 0 said it."""
+    logs = sorted(job.log_dir(0).glob("workerlog.0.attempt*"), key=lambda path: int(path.suffix[8:]))
+    texts = [path.read_text(errors="replace") for path in [*logs, job.log_dir(0) / "workerlog.0"]]
+    return [Path(found[-1]).name for text in texts if (found := _RESUMED.findall(text))]
+
+
+def half_written(names: Sequence[str]) -> list[str]:
+    """Those that are no published checkpoint: a folder gets its name when it is complete, by a rename."""
+    return [name for name in names if not re.fullmatch(r"step-\d{8}", name)]
+
+
+def leftovers(job: SoakJob) -> list[str]:
+    """Half-written checkpoints that nobody has removed."""
+    return sorted(path.name for path in job.checkpoints.iterdir() if path.name.startswith("."))
+
+
+def failures_of(record: dict[str, Any]) -> list[str]:
+    """Everything that a sound soak must not show, in words; empty when it has passed."""
+    found = []
+    if any(record["exit_codes"]):
+        found.append(f"the launchers ended with {record['exit_codes']}")
+    if record["orphans"]:
+        found.append(f"left behind: {record['orphans']}")
+    same = record["comparison"]
+    if same["tensors"] == 0 or same["tensors_that_differ"]:
+        found.append(f"tensors that differ: {same['tensors_that_differ'] or 'there are none'}")
+    if same["losses"] == 0 or same["losses_that_differ"]:
+        found.append(f"{same['losses_that_differ']} of {same['losses']} losses differ")
+    if used := half_written(record["checkpoints_used"]):
+        found.append(f"went on from {used}, which was not published")
+    if record["half_written_left"]:
+        found.append(f"half-written checkpoints were left: {record['half_written_left']}")
+    return found
+
+
+def recovery(kills: Sequence[dict[str, Any]]) -> dict[str, float | int]:
+    """Seconds from a kill to the next reported step."""
+    seconds = [kill["seconds_to_next_step"] for kill in kills if kill.get("seconds_to_next_step") is not None]
+    if not seconds:
+        return {"measured": 0}
+    return {"measured": len(seconds), "median": round(median(seconds), 1), "longest": max(seconds)}
