@@ -5,7 +5,9 @@
                               state.json                 everything that is not a tensor
                               complete.json              the marker, written last: what there is, and the score
 
-A folder is written under another name, synced, marked, and renamed. A reader ignores folders without a marker.
+A folder is written under another name, synced, marked, and renamed; to be removed, it is renamed first. A reader
+ignores folders without a marker and names that begin with a dot, but for one case: a run that comes to the same step
+again moves its earlier checkpoint out of the way, and until the new one is in place, that one counts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fleet_train.errors import CheckpointError
 
 STATE, MARKER = "state.json", "complete.json"
 FORMAT = 2
+_REPLACED, _REMOVING = ".replaced-", ".removing-"
 _TENSORS = ".safetensors"  # checked tensor by tensor when they are loaded, so that the first offending one is named
 
 
@@ -31,16 +34,21 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def draft_of(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is published; nobody reads names that begin with a dot."""
+    """Where a checkpoint is written before it is published."""
     return checkpoints / f".writing-step-{step:08d}"
+
+
+def _out_of_the_way(final: Path) -> Path:
+    """Where an earlier checkpoint of the same step is put while the new one takes its place."""
+    return final.with_name(f"{_REPLACED}{final.name}")
 
 
 def begin(checkpoints: Path, step: int) -> Path:
     """A new empty draft; the remains of a killed attempt are removed."""
     draft = draft_of(checkpoints, step)
-    if draft.exists():
-        shutil.rmtree(draft)
+    _remove(draft)
     draft.mkdir(parents=True)
+    _sync(checkpoints.parent)
     return draft
 
 
@@ -64,8 +72,9 @@ def publish(checkpoints: Path, step: int, state: Mapping[str, Any], score: float
     (draft / MARKER).write_text(json.dumps(content, indent=1), encoding="utf-8")
     _sync(draft / MARKER)
     _sync(draft)
-    if final.exists():  # a resumed run comes to the same step again; os.replace refuses a folder that is not empty
-        os.replace(final, checkpoints / f".replaced-{final.name}-{os.getpid()}")
+    if final.exists():  # os.replace refuses a folder that is not empty
+        _remove(_out_of_the_way(final))
+        os.replace(final, _out_of_the_way(final))
     os.replace(draft, final)
     _sync(checkpoints)
     return final
@@ -75,7 +84,9 @@ def complete(checkpoints: Path) -> list[Path]:
     """The published checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    return sorted(path for path in checkpoints.glob("step-*") if (path / MARKER).is_file())
+    candidates = [*checkpoints.glob(f"{_REPLACED}step-*"), *checkpoints.glob("step-*")]
+    by_name = {path.name.removeprefix(_REPLACED): path for path in candidates if (path / MARKER).is_file()}
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def score_of(folder: Path) -> float | None:
@@ -86,18 +97,30 @@ def score_of(folder: Path) -> float | None:
 
 def best(checkpoints: Path) -> Path | None:
     """The published checkpoint with the highest score, of equal ones the newest; None when none has a score."""
-    scored = [(score, path) for path in complete(checkpoints) if (score := score_of(path)) is not None]
-    return max(scored)[1] if scored else None
+    scored = {path: score for path in reversed(complete(checkpoints)) if (score := score_of(path)) is not None}
+    return max(scored, key=lambda path: scored[path]) if scored else None
 
 
 def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
     """Remove all but the newest `keep` checkpoints (and the best), and what killed runs left."""
-    left = [*checkpoints.glob(".writing-step-*"), *checkpoints.glob(".replaced-step-*")]
-    kept = best(checkpoints) if keep_best else None
-    for path in [*(path for path in complete(checkpoints)[:-keep] if path != kept), *left]:
-        # The marker goes first: a removal that is interrupted must not leave something that looks complete.
-        (path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    published = complete(checkpoints)
+    kept = {*published[-keep:], *([best(checkpoints)] if keep_best else [])}
+    for path in list(checkpoints.iterdir()):
+        if "step-" in path.name and path not in kept:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that may be there. A removal that is interrupted must not leave what looks complete."""
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
+    if not folder.name.startswith(_REMOVING):
+        doomed = folder.with_name(_REMOVING + folder.name.lstrip("."))
+        _remove(doomed)
+        os.replace(folder, doomed)
+        folder = doomed
+    shutil.rmtree(folder)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 from fleet_train import fleet
+from fleet_train.train import snapshots
 from fleet_train.train.checkpoint import Checkpoints, TrainState
 
 
@@ -53,12 +54,16 @@ def test_newest_and_best_are_kept(tmp_path: Path, background: bool) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(tmp_path: Path, background: bool) -> None:
+def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, background=background, say=said.append)
     assert checkpoints.save(None, state(10)) == checkpoints.finish(), said
-    in_the_way = checkpoints.folder / ".writing-step-00000020"
-    in_the_way.write_text("a file where the draft would be")
+    monkeypatch.setattr(snapshots, "begin", fails)
     checkpoints.save(None, state(20))
     assert checkpoints.finish() is None
     assert checkpoints.finish() is None
@@ -67,10 +72,12 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(tmp_pat
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.folder.name == "step-00000010"
+    monkeypatch.undo()
+    monkeypatch.setattr(snapshots, "prune", fails)
     checkpoints.save(None, state(30))
     assert checkpoints.finish() == checkpoints.folder / "step-00000030"
     assert said[1].startswith("the checkpoint of step 30 is written, but older ones could not be removed: ")
-    in_the_way.unlink()
+    monkeypatch.undo()
     checkpoints.save(None, state(40))
     assert checkpoints.finish() == checkpoints.folder / "step-00000040"
     assert (kept(checkpoints), len(said)) == (["step-00000030", "step-00000040"], 2)

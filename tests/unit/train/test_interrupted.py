@@ -1,0 +1,234 @@
+"""A save that ends at any of its file operations, by a crash of the machine or a full disk: nothing is lost.
+
+A crash is worse here than a kill: files that were not synced lose their second half. The last test kills for real.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train import fleet
+from fleet_train.convert import tensor_file
+from fleet_train.train import snapshots
+from fleet_train.train.checkpoint import Checkpoints, TrainState
+from tests.support.processes import ROOT, clean_environ, python
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class Disk:
+    """Counts what is done to the disk, and lets the operation with number ``fails_at`` end with ``failure``."""
+
+    _CALLS = ("replace", "mkdir", "fsync", "unlink", "rmdir")
+
+    def __init__(self, folder: Path, fails_at: int, failure: BaseException) -> None:
+        self.operations = 0
+        self._folder, self._fails_at, self._failure = folder, fails_at, failure
+        self._synced = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*")}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in self._CALLS:
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+        monkeypatch.setattr(io, "open", self._opened(io.open))
+        monkeypatch.setattr(tensor_file, "_write_all", self._torn(tensor_file._write_all))
+
+    def _count(self) -> None:
+        self.operations += 1
+        if self.operations == self._fails_at:
+            raise self._failure
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._count()
+            if real is FSYNC:
+                self._synced[os.fstat(args[0]).st_ino] = os.fstat(args[0]).st_size
+            return real(*args, **kwargs)
+
+        return call
+
+    def _opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "w" in mode:
+                self._count()
+            return real(file, mode, *args, **kwargs)
+
+        return call
+
+    def _torn(self, real: Callable[..., None]) -> Callable[..., None]:
+        def call(file: Any, content: Any) -> None:
+            try:
+                self._count()
+            except BaseException:
+                real(file, memoryview(content)[: len(content) // 2])
+                raise
+            real(file, content)
+
+        return call
+
+    def lose_what_was_not_synced(self) -> None:
+        for path in self._folder.rglob("*"):
+            if path.is_file() and self._synced.get(path.stat().st_ino) != path.stat().st_size:
+                os.truncate(path, path.stat().st_size // 2)
+
+
+FSYNC = os.fsync
+
+
+@pytest.fixture(autouse=True)
+def weight() -> Iterator[Callable[[float], None]]:
+    """A job of one process with a small program; sets its weight."""
+    paddle.enable_static()
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.static.scope_guard(paddle.static.Scope()),
+        paddle.utils.unique_name.guard(),
+    ):
+        fleet.init()
+        loss = paddle.mean(paddle.nn.Linear(4, 3)(paddle.static.data("x", [None, 4], "float32")))
+        fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
+        paddle.static.Executor().run(fleet.startup_program)
+        yield set_weight
+        fleet.shutdown()
+    paddle.disable_static()
+
+
+def variable() -> Any:
+    return fleet.main_program.state_dict("all")["linear_0.w_0"]
+
+
+def set_weight(value: float) -> None:
+    variable().set(np.full((4, 3), value, "float32"), paddle.CPUPlace())
+
+
+def save(output: Path, step: int, value: float, said: list[str] | None = None) -> Path | None:
+    set_weight(value)
+    say = (said if said is not None else []).append
+    checkpoints = Checkpoints(output, keep=1, keep_best=True, background=step % 2 == 1, say=say)
+    checkpoints.save(None, TrainState(0, step, 10, 1, {}, {}, {}, {}), score=value)
+    return checkpoints.finish()
+
+
+def found(output: Path) -> tuple[int, float]:
+    """Step and weight of the newest checkpoint."""
+    checkpoints = Checkpoints(output)
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.load(None, newest)
+    values = np.unique(np.asarray(variable()))
+    assert len(values) == 1
+    return newest.state.step, float(values[0])
+
+
+# (steps and weights saved before, the save that is interrupted): a new step; the same step again; one that removes two.
+SCENARIOS: dict[str, tuple[list[tuple[int, float]], tuple[int, float]]] = {
+    "new step": ([(10, 1.0)], (20, 2.0)),
+    "same step": ([(10, 1.0)], (10, 2.0)),
+    "new best": ([(10, 3.0), (20, 2.0)], (30, 4.0)),
+}
+
+
+def interrupted(output: Path, name: str, fails_at: int, failure: BaseException) -> tuple[Disk, list[str], Path | None]:
+    before, (step, value) = SCENARIOS[name]
+    for earlier in before:
+        assert save(output, *earlier) is not None
+    disk, said, path = Disk(output, fails_at, failure), [], None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        disk.install(monkeypatch)
+        try:
+            path = save(output, step, value, said)
+        except Crash:
+            disk.lose_what_was_not_synced()
+    return disk, said, path
+
+
+def assert_goes_on(output: Path, kept: list[str]) -> None:
+    assert save(output, 40, 5.0) is not None
+    assert found(output) == (40, 5.0)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_crash_at_any_operation_leaves_the_one_before_or_the_new_one(tmp_path: Path, name: str) -> None:
+    before, new = SCENARIOS[name]
+    outcomes = []
+    for fails_at in range(1, 100):
+        output = tmp_path / str(fails_at)
+        disk, _, _ = interrupted(output, name, fails_at, Crash())
+        outcomes.append(found(output))
+        assert_goes_on(output, ["step-00000040"])
+        if disk.operations < fails_at:
+            break
+    assert len(outcomes) > 15
+    assert set(outcomes) == {before[-1], new}
+    assert outcomes == sorted(outcomes), "once the new one counts, it stays"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_full_disk_at_any_operation_is_said_and_leaves_the_one_before(tmp_path: Path, name: str) -> None:
+    before, new = SCENARIOS[name]
+    for fails_at in range(1, 100):
+        output = tmp_path / str(fails_at)
+        disk, said, path = interrupted(output, name, fails_at, OSError(28, "No space left on device"))
+        if disk.operations < fails_at:
+            assert (said, path is not None) == ([], True)
+            break
+        # pathlib does not mind what mkdir says of a folder that is there.
+        assert len(said) == 1 or path is not None
+        assert all("No space left on device" in one for one in said)
+        # The last thing that can fail is the sync of the folder in which the new one is already in its place.
+        assert found(output) == new or (path is None and found(output) == before[-1])
+        if path is None:
+            assert not list((output / "checkpoints").glob(".writing-*")), "the draft is removed: its space is needed"
+        assert_goes_on(output, ["step-00000040"])
+
+
+SAVES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+import numpy as np
+from fleet_train.convert import tensor_file
+from fleet_train.train import snapshots
+
+checkpoints = Path(sys.argv[1])
+for step in itertools.count(1):
+    draft = snapshots.begin(checkpoints, step)
+    tensor_file.write(draft / "w.safetensors", {"w": np.full(100_000, step, "float32")})
+    snapshots.publish(checkpoints, step, {"step": step}, score=-step)
+    snapshots.prune(checkpoints, keep=1, keep_best=True)
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_at_a_random_moment_leaves_what_was_published(tmp_path: Path) -> None:
+    for number in range(6):
+        folder = tmp_path / str(number)
+        process = subprocess.Popen(
+            python("-c", SAVES_FOR_EVER, str(folder)), env=clean_environ(), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        time.sleep(random.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        said = [1, *(int(line) for line in process.stdout.read().split())]
+        process.stdout.close()
+        process.wait()
+        newest = snapshots.complete(folder)[-1]
+        step = snapshots.read_state(newest)["step"]
+        assert step in (said[-1], said[-1] + 1)
+        assert snapshots.best(folder) == folder / "step-00000001"
+        values = np.frombuffer((newest / "w.safetensors").read_bytes()[-400_000:], "float32")
+        assert (values == step).all()
