@@ -67,6 +67,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=int)
 @_option("--evaluate_every", "Epochs between two evaluations.", type=int)
 @_option("--log_every", "Steps between two metric records.", type=int)
+@_option("--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=float)
 @_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)

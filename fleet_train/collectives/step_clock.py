@@ -64,8 +64,13 @@ class StepClock:
         self._unread.sent_bytes += nbytes
 
     def read(self) -> Times:
-        """What the script has not read yet; starts anew."""
+        """What the script has not read yet; starts anew, as the step does that is to come.
+
+        So a script that reads before it goes on training keeps an evaluation or a save out of its steps' times.
+        """
         times, self._unread = self._unread, Times()
+        if self._step_began is not None:
+            self._step_began, self._exposed_in_step = time.perf_counter(), 0.0
         return times
 
     def tell(self) -> Times:

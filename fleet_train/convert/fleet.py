@@ -55,6 +55,7 @@ __all__ = [
     "is_first_worker",
     "load_persistables",
     "local_rank",
+    "loss_scale",
     "main_program",
     "node_num",
     "place",
@@ -83,6 +84,7 @@ class _Session:
     main_program: Any = None
     startup_program: Any = None
     plans: list[CommPlan] = field(default_factory=list)
+    optimizers: list[DistributedOptimizer] = field(default_factory=list)
     exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
     """Converted programs with their communication."""
 
@@ -137,7 +139,8 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
         )
     notices += apply_environment(session.profile)
     say([*notices, *applied_mappings(session.profile, node_num)], rank)
-    return DistributedOptimizer(optimizer, session.profile, session.job, _on_converted)
+    session.optimizers.append(DistributedOptimizer(optimizer, session.profile, session.job, _on_converted))
+    return session.optimizers[-1]
 
 
 def _resolve(strategy: Any, job: Job) -> Profile:
@@ -272,6 +275,14 @@ def communication() -> Communication:
     if not session.exchanges:
         return session.job.notes.read(local_sgd_period=0)
     return session.exchanges[-1][1].communication()
+
+
+def loss_scale() -> float | None:
+    """What the loss of the optimizer made last is multiplied by now (float16 mixed precision); None without a scale."""
+    optimizers = _current().optimizers
+    name = optimizers[-1].loss_scale_name if optimizers else None
+    variable = None if name is None else paddle.static.global_scope().find_var(name)
+    return None if variable is None else float(np.asarray(variable.get_tensor()).item())
 
 
 def synchronize_parameters(main_program: Any = None) -> None:

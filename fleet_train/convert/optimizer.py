@@ -95,6 +95,11 @@ class DistributedOptimizer:
         return operators, params_grads
 
     @property
+    def loss_scale_name(self) -> str | None:
+        """The variable with the loss scale, once the backward pass is made in float16."""
+        return self._passes.loss_scale_name
+
+    @property
     def _is_untouched(self) -> bool:
         """One process and a profile that asks nothing of the program: Paddle's own path, operator by operator."""
         return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps

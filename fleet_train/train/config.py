@@ -65,6 +65,8 @@ class TrainConfig:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     log_every: int = 10
     """Steps between two metric records."""
+    straggler_factor: float = 1.5
+    """A rank is named when its steps take that many times the median of the others. 0 = never."""
     on_nan: str = "stop"
     """What a loss or gradient that is NaN or infinite does: stop, or skip the update on every rank."""
     deterministic: bool = False

@@ -48,7 +48,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
             loader,
             config.trainer_settings(),
             scheduler=programs.scheduler,
-            evaluator=ProgramEvaluator(programs.evaluation, programs.evaluation_sums, test_data, config.batch_size),
+            evaluator=ProgramEvaluator(
+                programs.evaluation, programs.evaluation_sums, test_data, config.batch_size, programs.confusion
+            ),
             checkpoints=checkpoints,
             average=programs.average,
             skipping=programs.skipping,

@@ -25,6 +25,7 @@ from fleet_train.train.metrics import MetricSink, NullSink
 from fleet_train.train.outcome import Outcome
 from fleet_train.train.position import EpochLoss, Position, resumed
 from fleet_train.train.progress import Progress, SilentProgress
+from fleet_train.train.reporting import Reporter
 from fleet_train.train.saving import Saver
 from fleet_train.train.seeds import stream_seed
 from fleet_train.train.settings import TrainerSettings
@@ -90,11 +91,12 @@ class Trainer:
         self._scheduler = scheduler
         self._evaluator = evaluator
         self._average = average
-        self._sinks = sinks or NullSink()
         self._progress = progress or SilentProgress()
+        self._reporter = Reporter(sinks or NullSink(), self._progress, settings.straggler_factor)
+        self._description = dict(description or {})
         self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num())
         self._steps_per_epoch = agreed_steps(len(loader))
-        self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, dict(description or {}))
+        self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, self._description)
         self._watch = finite.LossWatch(skipping)
         self._losses = EpochLoss()
         self._reported = 0
@@ -109,6 +111,7 @@ class Trainer:
         """
         last_epoch = self._last_epoch()
         self._say_how()
+        self._reporter.describe(self.position.step, self._description, self._evaluator is not None)
         if self.position.epoch >= last_epoch:
             done, epochs = self.position.epoch, self._settings.epochs
             self._progress.say(f"nothing left to train: {done} of {epochs} epochs are done")
@@ -135,6 +138,7 @@ class Trainer:
             at.step = (at.epoch + 1) * self._steps_per_epoch - steps
             self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
             self._meter.restart()
+            self._reporter.begin_stretch()
             self._reported = self._steps_per_epoch - steps
             for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
                 loss = self._train_step(index, batch, is_last=index + 1 == steps)
@@ -171,20 +175,14 @@ class Trainer:
         self._losses.add(loss)
         self._progress.step(loss)
         inside = self.position.step - self.position.epoch * self._steps_per_epoch
-        if loss is None or inside // self._settings.log_every == self._reported // self._settings.log_every:
+        every = self._settings.log_every
+        is_short = inside == self._steps_per_epoch and self._reported < every  # an epoch of fewer steps than that
+        if loss is None or (inside // every == self._reported // every and not is_short):
             return
         self._reported = inside
-        speed = self._meter.read()
+        rate = None if self._scheduler is None else float(self._scheduler.get_lr())
+        self._reporter.interval(self.position, loss, rate, self._meter.read())
         self._meter.restart()
-        scalars = {
-            "train/loss": loss,
-            "speed/samples_per_second": speed.samples_per_second,
-            "speed/step_ms": speed.step_ms,
-            "speed/data_wait_share": speed.data_wait_share,
-        }
-        if self._scheduler is not None:
-            scalars["train/learning_rate"] = float(self._scheduler.get_lr())
-        self._sinks.write(self.position.step, {"epoch": self.position.epoch, **scalars})
 
     def _evaluate(self) -> None:
         if self._evaluator is None:
@@ -195,11 +193,7 @@ class Trainer:
             result = self._evaluator(self._exe)
         self.outcome.evaluation = result
         self.outcome.skipped_updates = self._watch.skipped()
-        scalars = {f"test/{name}": value for name, value in result.values.items()}
-        self._sinks.write(
-            self.position.step,
-            {"epoch": self.position.epoch, **scalars, "train/epoch_loss": self.outcome.train_loss},
-        )
+        self._reporter.evaluated(self.position, result, self.outcome.train_loss)
 
     def _save(self) -> None:
         saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)

@@ -16,6 +16,8 @@ from fleet_train.train.models import build_model
 from fleet_train.train.optimizers import make_optimizer
 from fleet_train.train.schedules import Schedule
 
+_MOST_CLASSES_TO_CONFUSE = 100
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -27,6 +29,8 @@ class Programs:
     evaluation: Any
     evaluation_sums: dict[str, Any]
     """Of one batch: sum of the losses (float32), number of correct predictions (int64) and of those in the top 5."""
+    confusion: Any
+    """Of one batch: counts [classes, classes], row = true class; None with too many classes to look at."""
     average: WeightAverage | None
     skipping: SkipNotFinite | None
     features: Any
@@ -65,8 +69,8 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
     with paddle.static.program_guard(evaluation, paddle.static.Program()), paddle.utils.unique_name.guard():
         features, logits, labels = logits_and_labels(training=False)
         probabilities = paddle.nn.functional.softmax(logits)
-        sums = _evaluation_sums(logits, labels)
-    return Programs(startup, loss, scheduler, evaluation, sums, average, skipping, features, probabilities)
+        sums, confusion = _evaluation_sums(logits, labels), _confusion(logits, labels)
+    return Programs(startup, loss, scheduler, evaluation, sums, confusion, average, skipping, features, probabilities)
 
 
 def _around_update(config: TrainConfig, optimizer: Any) -> tuple[WeightAverage | None, SkipNotFinite | None]:
@@ -90,3 +94,12 @@ def _evaluation_sums(logits: Any, labels: Any) -> dict[str, Any]:
         _, best = paddle.topk(logits, 5, axis=-1)
         sums["top5_accuracy"] = paddle.sum((best == labels.unsqueeze(-1)).astype("int64"))
     return sums
+
+
+def _confusion(logits: Any, labels: Any) -> Any:
+    classes = logits.shape[-1]
+    if classes > _MOST_CLASSES_TO_CONFUSE:
+        return None
+    one_hot = paddle.nn.functional.one_hot
+    # float32 counts exactly up to 2**24, far above any batch.
+    return paddle.matmul(one_hot(labels, classes), one_hot(paddle.argmax(logits, axis=-1), classes), transpose_x=True)

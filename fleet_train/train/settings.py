@@ -23,13 +23,15 @@ class TrainerSettings:
     """Steps between two checkpoints within epochs. 0 = none."""
     log_every: int = 10
     """Steps between two metric records."""
+    straggler_factor: float = 1.5
+    """A rank is named when its steps take that many times the median of the others. 0 = never."""
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume goes on. None = all that are left."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every", "log_every"):
             at_least(name, getattr(self, name), 1)
-        for name in ("seed", "checkpoint_every", "checkpoint_every_steps"):
+        for name in ("seed", "checkpoint_every", "checkpoint_every_steps", "straggler_factor"):
             at_least(name, getattr(self, name), 0)
         if self.stop_after_epochs is not None:
             at_least("stop_after_epochs", self.stop_after_epochs, 1)

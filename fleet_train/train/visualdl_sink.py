@@ -12,6 +12,9 @@ from typing import Any
 from fleet_train.train.append import AppendOnlyFile
 from fleet_train.train.metrics import Pixels, Scalars, Settings
 
+# As wide as a digit, and no place to break a line. As many as half the text column of a wide screen.
+_FIXED_SPACE, _LINE_LENGTH = "\u2007", 120
+
 
 class VisualDLSink:
     """Writes the file format of VisualDL 2.5 with VisualDL's own record types.
@@ -41,7 +44,7 @@ class VisualDLSink:
             self._add("scalar", tag, value, step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        self._add("text", tag, text, step)
+        self._add("text", tag, _with_lines(text), step)
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
         # It takes a bool for an int, which today's protobuf refuses.
@@ -78,6 +81,14 @@ class VisualDLSink:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _with_lines(text: str) -> str:
+    """The text so that the page shows its lines: it folds line ends and spaces, as any paragraph of HTML.
+
+    Spaces that do not break keep a line in one piece, and many of them at its end keep the next one out of it.
+    """
+    return " ".join(line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE) for line in text.split("\n"))
 
 
 def _now() -> int:

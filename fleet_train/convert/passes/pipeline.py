@@ -62,6 +62,11 @@ class ProgramPasses:
         recompute_segments(loss, settings.recompute, emit_hold)
         return pairs
 
+    @property
+    def loss_scale_name(self) -> str | None:
+        """The variable with the loss scale; None while there is none."""
+        return None if self._scaler is None else str(self._scaler.scale.name)
+
     def merge(self, pairs: Sequence[tuple[Any, Any]]) -> MergedGradients:
         """Call it before the plan is made: launch operators then stand behind the sums, not behind the gradients."""
         return merge_gradients(pairs, self._settings.merge)

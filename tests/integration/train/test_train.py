@@ -91,7 +91,7 @@ def test_two_ranks_write_one_run(two_ranks: tuple[RanksResult, Path]) -> None:
     job, output = two_ranks
     lines = [rank.output.count("test accuracy") for rank in job.ranks]
     assert lines == [5, 0], "rank 0 says one line per epoch and one at the end, the other rank none"
-    expected = ["checkpoints", "metrics.jsonl", "summary.json", "visualdl"]
+    expected = ["checkpoints", "images", "metrics.jsonl", "summary.json", "visualdl"]
     assert sorted(path.name for path in output.iterdir()) == expected
     assert [path.name for path in (output / "visualdl").iterdir()] == ["vdlrecords.train.log"]
     # ceil(1438 / 2) = 719 samples per rank; 23 steps of 32. The two newest checkpoints are kept.

@@ -80,6 +80,8 @@ def test_everything_is_in_both_and_no_restart_adds_a_file(tmp_path: Path) -> Non
         (30, 0.05),
     ]
     assert [v.id for v in visualdl_values(visualdl, "text", "profile/yaml")] == [0, 10]
+    (first, _) = visualdl_values(visualdl, "text", "profile/yaml")
+    assert first.text.encoded_text_string == "nccl_comm_num:\u20072\u2007#\u20070".ljust(120, "\u2007")
     (settings,) = visualdl_values(visualdl, "hyper_parameters", "hparam")
     assert [info.string_value for info in settings.hparam.hparamInfos if info.name == "name"] == ["from 10"]
     assert [v.id for v in visualdl_values(visualdl, "image", "test/confusion")] == [30]

@@ -1,0 +1,90 @@
+"""What a job of two real ranks reports: the tags of docs/watching.md, and the rank that the other waits for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.processes import ROOT
+from tests.support.ranks import RanksResult, run_ranks
+
+PAGE = ROOT / "docs" / "watching.md"
+RECIPE = "--model mlp --data digits --epochs 4 --log_every 5".split()
+# Of float16 mixed precision, which no CPU can run.
+NOT_ON_CPU = {"train/loss_scale"}
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RanksResult, Path]:
+    folder = tmp_path_factory.mktemp("slowed")
+    script = ROOT / "tests" / "support" / "train_with_a_slow_rank.py"
+    job = run_ranks(script, 2, folder=folder / "job", nodes=2, args=[*RECIPE, "--output_dir", str(folder / "run")])
+    return job, folder / "run"
+
+
+def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("kind") == kind]
+
+
+def test_the_slow_rank_is_named_once_on_rank_0(slowed: tuple[RanksResult, Path]) -> None:
+    zero, one = (rank.output for rank in slowed[0].ranks)
+    named = re.findall(
+        r"^rank 1 \(\S+:\d+\) takes (\d+\.\d)x the median step of the others; they waited (\d+) % of their time for it",
+        zero,
+        re.MULTILINE,
+    )
+    assert len(named) == 1, zero
+    assert float(named[0][0]) > 1.5
+    assert int(named[0][1]) > 20
+    assert "median step" not in one
+
+
+def test_per_rank_curves_show_who_is_slow_and_who_waits(slowed: tuple[RanksResult, Path]) -> None:
+    found = [record for record in records(slowed[1]) if "ranks/step_ms/1" in record]
+    assert len(found) > 10
+    typical = {tag: median(record[tag] for record in found) for tag in found[0] if tag.startswith("ranks/")}
+    assert typical["ranks/step_ms/1"] > 100
+    assert typical["ranks/slowest_step_ms"] == typical["ranks/step_ms/1"]
+    assert typical["ranks/wait_ms/0"] > 10 * typical["ranks/wait_ms/1"]
+
+
+def test_time_of_a_step_is_split_without_a_rest(slowed: tuple[RanksResult, Path]) -> None:
+    for record in records(slowed[1]):
+        if "speed/step_ms" in record:
+            parts = [record[f"speed/{part}_ms"] for part in ("data", "compute", "exposed_communication")]
+            assert sum(parts) == pytest.approx(record["speed/step_ms"])
+            shares = [record[f"speed/{part}_share"] for part in ("data_wait", "compute", "exposed_communication")]
+            assert sum(shares) == pytest.approx(1.0)
+            assert min(parts) >= 0
+
+
+def test_page_explains_exactly_the_tags_that_are_written(slowed: tuple[RanksResult, Path]) -> None:
+    written = {tag for record in records(slowed[1]) for tag in record if "/" in tag}
+    written |= {record["tag"] for kind in ("text", "image") for record in records(slowed[1], kind)}
+    generic = {re.sub(r"/\d+$", "/N", tag) for tag in written}
+    explained = set(re.findall(r"`([a-z_]+/[a-z0-9_]+(?:/N)?)`", PAGE.read_text()))
+    assert explained - NOT_ON_CPU == generic
+
+
+def test_settings_texts_and_confusion_are_reported(slowed: tuple[RanksResult, Path]) -> None:
+    output = slowed[1]
+    (settings,) = records(output, "hparams")
+    assert (settings["hparams"]["ranks"], settings["hparams"]["profile"]) == (2, "multi_node")
+    assert (settings["hparams"]["model"], settings["hparams"]["nccl_comm_num"]) == ("mlp", 2)
+    assert "output_dir" not in settings["hparams"]
+    texts = {record["tag"]: record["text"] for record in records(output, "text")}
+    assert "nccl_comm_num: 2" in texts["profile/settings"]
+    assert "bucket  gradients" in texts["plan/table"]
+    images = records(output, "image")
+    assert [(image["tag"], image["file"]) for image in images] == [("test/confusion", "images/test_confusion.png")] * 4
+    assert np.asarray(Image.open(output / images[-1]["file"])).std() > 20
+    names = sorted(str(path.relative_to(output)) for path in [*output.glob("*.*"), *output.glob("[iv]*/*")])
+    assert names == ["images/test_confusion.png", "metrics.jsonl", "summary.json", "visualdl/vdlrecords.train.log"]
