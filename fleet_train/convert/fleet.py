@@ -50,6 +50,7 @@ __all__ = [
     "capture_persistables",
     "communication",
     "distributed_optimizer",
+    "first_not_finite",
     "gather",
     "init",
     "is_first_worker",
@@ -296,6 +297,12 @@ def synchronize_parameters(main_program: Any = None) -> None:
     if exchange is not None:
         state = ProgramState(program, paddle.static.global_scope())
         make_equal(_current().job, state, exchange, with_optimizer=False)
+
+
+def first_not_finite(main_program: Any = None) -> str | None:
+    """The name of the first parameter or batch-norm statistic of this rank that holds NaN or infinity."""
+    program = main_program or __getattr__("main_program")
+    return ProgramState(program, paddle.static.global_scope()).first_not_finite()
 
 
 def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:

@@ -14,13 +14,14 @@ from fleet_train.convert.tensor_file import Array, Arrays
 from fleet_train.errors import CheckpointError
 
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
-"""Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass of the profile added."""
+"""Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
 
 _SUMS = re.compile(r".+@gradient_merge")
 _COUNT = re.compile(r"gradient_merge_count_\d+")
 _LOSS_SCALE = re.compile(r"loss_scaling(_good_steps|_bad_steps)?_\d+")
-# Equal on every rank by what they are. A mean over ranks could change their last bit.
-_NOT_AVERAGED = re.compile(r"learning_rate_\d+|.+_pow_acc_\d+")
+_OF_THE_TRAINER = re.compile(r".+@average|weight_average_updates|skipped_updates")
+# Equal on every rank by what they are: a mean over ranks could change their last bit. Sums are each rank's own.
+_NOT_AVERAGED = re.compile(rf"learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
 # Running mean and variance are the second and third operand.
 _WITH_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
@@ -67,8 +68,15 @@ class ProgramState:
         return [
             name
             for name, variable in self.variables.items()
-            if _numpy_dtype(variable) in floats and self.kinds[name] != PASS and not _NOT_AVERAGED.fullmatch(name)
+            if _numpy_dtype(variable) in floats and not _NOT_AVERAGED.fullmatch(name)
         ]
+
+    def first_not_finite(self) -> str | None:
+        """The first parameter or statistic that holds NaN or infinity."""
+        for name, kind in self.kinds.items():
+            if kind == PARAMETER and not _is_finite(borrowed(self.variables[name])):
+                return name
+        return None
 
     @property
     def statistics(self) -> list[str]:
@@ -91,9 +99,17 @@ class ProgramState:
 
 
 def _kind(name: str, is_parameter: bool) -> str:
-    if any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE)):
+    if any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
         return PASS
     return PARAMETER if is_parameter else OPTIMIZER
+
+
+def _is_finite(values: Array) -> bool:
+    if values.dtype.kind != "f":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(values, axis=None)  # one pass; a sum can overflow though its parts do not
+    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
 def _is_frozen(attributes: Mapping[str, Any]) -> bool:

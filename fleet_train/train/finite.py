@@ -124,13 +124,12 @@ def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arr
 
 def refuse_state(program: Any, step: int) -> None:
     """Raise NotFinite naming the first parameter or statistic of this rank that holds NaN or infinity."""
-    for name, tensor in program.state_dict("param", paddle.static.global_scope()).items():
-        values = np.asarray(tensor)
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise NotFinite(
-                f"'{name}' holds NaN or infinity after step {step}, though no fetched loss did; this is not saved, and "
-                "the last checkpoint is untouched. Try a lower learning rate, --clip_norm, or --on_nan skip"
-            )
+    name = fleet.first_not_finite(program)
+    if name is not None:
+        raise NotFinite(
+            f"'{name}' holds NaN or infinity after step {step}, though no fetched loss did; this is not saved, and "
+            "the last checkpoint is untouched. Try a lower learning rate, --clip_norm, or --on_nan skip"
+        )
 
 
 def _finite_per_sample(values: NDArray[Any]) -> NDArray[np.bool_]:

@@ -29,7 +29,7 @@ from fleet_train.train.reporting import Reporter
 from fleet_train.train.saving import Saver
 from fleet_train.train.seeds import stream_seed
 from fleet_train.train.settings import TrainerSettings
-from fleet_train.train.statistics import describe_statistics, share_statistics
+from fleet_train.train.statistics import describe_statistics
 from fleet_train.train.stopping import listening
 
 
@@ -187,8 +187,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self._evaluator is None:
             return
-        fleet.synchronize_parameters()  # LocalSGD lets the ranks drift between averagings
-        share_statistics(fleet.main_program)
+        fleet.synchronize_parameters()  # what LocalSGD and batch norm let drift between the ranks
         with self._average.in_place() if self._average is not None else nullcontext():
             result = self._evaluator(self._exe)
         self.outcome.evaluation = result
