@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
+from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.launch.request import (
-    DEFAULT_JOIN_TIMEOUT_SECONDS,
-    DEFAULT_STARTED_PORT,
     FaultPolicy,
     LaunchRequest,
     parse_devices,
-    parse_hosts,
 )
 
 _EXAMPLES = """
@@ -199,7 +198,7 @@ def read_request(
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:
-        from fleet_train.launch.paddlecloud import read_paddlecloud
+        from fleet_train.cluster.paddlecloud import read_paddlecloud
 
         cloud = read_paddlecloud(os.environ)
         hosts, node_ip, started_port = cloud.merged(hosts, node_ip, started_port)

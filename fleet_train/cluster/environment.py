@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.cluster.paddlecloud import read_as_rank
 from fleet_train.errors import ClusterError
 
 DEFAULT_STARTED_PORT = 6170
@@ -26,7 +27,7 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
     if asked and asked.ips():
         return _old_recipe(asked, environ)
     if asked and "use_paddlecloud" in asked.flags:
-        return paddlecloud(environ, local_index=_started(environ)[0], processes=_started(environ)[1])
+        return _paddlecloud(environ)
     if asked:
         refuse_unknown_flags(asked)
     if environ.get("PADDLE_TRAINER_ENDPOINTS"):
@@ -79,32 +80,15 @@ def rank_variables(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def paddlecloud(environ: Mapping[str, str], local_index: int, processes: int) -> Cluster:
-    """The cluster that a PaddleCloud pod or a PaddleJob describes.
-
-    ``PADDLE_TRAINERS`` (IPs) + ``POD_IP`` and a first port from ``PADDLE_PORT``. Raises ClusterError naming the
-    variable that is missing or contradicts another.
-    """
-    hosts = [host.strip() for host in environ.get("PADDLE_TRAINERS", "").split(",") if host.strip()]
-    if not hosts:
-        raise ClusterError("--use_paddlecloud: PADDLE_TRAINERS (the IPs of all pods, with commas) is not set")
-    pod_ip = environ.get("POD_IP", "")
-    if pod_ip not in hosts:
-        raise ClusterError(
-            f"--use_paddlecloud: POD_IP {pod_ip!r} is not among the {len(hosts)} pods of PADDLE_TRAINERS"
-        )
-    ports = _integer(environ, "TRAINER_PORTS_NUM", processes)
-    if ports < processes:
-        raise ClusterError(f"--use_paddlecloud: TRAINER_PORTS_NUM={ports} is too few for {processes} processes per pod")
-    node = hosts.index(pod_ip)
-    told = _integer(environ, "PADDLE_TRAINER_ID", node)
-    if told != node and len(hosts) > 1:
-        raise ClusterError(
-            f"--use_paddlecloud: PADDLE_TRAINER_ID={told}, but POD_IP is number {node} of PADDLE_TRAINERS"
-        )
-    first_port = _integer(environ, "PADDLE_PORT", DEFAULT_STARTED_PORT)
-    ranks = assign(hosts, processes, first_port)
-    return Cluster(ranks, node * processes + local_index, formed_by="PaddleCloud variables")
+def _paddlecloud(environ: Mapping[str, str]) -> Cluster:
+    """The cluster of a pod whose ranks were started by the stock launcher with ``--use_paddlecloud``."""
+    pod = read_as_rank(environ)
+    local_index, processes = _started(environ)
+    if pod.ports_per_node is not None and pod.ports_per_node < processes:
+        raise ClusterError(f"TRAINER_PORTS_NUM={pod.ports_per_node} is too few for {processes} processes per pod")
+    first_port = DEFAULT_STARTED_PORT if pod.started_port is None else pod.started_port
+    ranks = assign(pod.hosts, processes, first_port)
+    return Cluster(ranks, pod.hosts.index(pod.node_host) * processes + local_index, formed_by="PaddleCloud variables")
 
 
 def _started(environ: Mapping[str, str]) -> tuple[int, int]:

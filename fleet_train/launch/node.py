@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fleet_train.cluster import network
+from fleet_train.cluster.hosts import refuse_repeated
 from fleet_train.errors import ClusterError
 from fleet_train.launch.machine import Machine
-from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest, refuse_repeated
+from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
 
 _LAST_PORT = 65535
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.hosts import refuse_repeated
 from fleet_train.errors import ClusterError
 
 DEFAULT_HOST = "127.0.0.1"
-DEFAULT_STARTED_PORT = 6170
-DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,6 @@ class LaunchRequest:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
 
 
-def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
-    """``"10.0.0.1, 10.0.0.2"`` -> ``("10.0.0.1", "10.0.0.2")``. Raises ClusterError for a gap or a repetition."""
-    hosts = tuple(part.strip() for part in text.split(","))
-    if not all(hosts):
-        raise ClusterError(f"{flag}={text}: there is a comma with no address on one side; write A,B,C")
-    for host in hosts:
-        if ":" in host and host.count(":") == 1:
-            raise ClusterError(
-                f"{flag}={text}: {host} carries a port; give addresses only, ports come from --started_port"
-            )
-    refuse_repeated(hosts, f"{flag}={text}", "each node is listed once; processes per node are --nproc_per_node")
-    return hosts
-
-
 def parse_devices(text: str, flag: str = "--selected_gpus") -> tuple[str, ...]:
     """``"0,1"`` -> ``("0", "1")``. Raises ClusterError for anything but different whole numbers."""
     devices = tuple(part.strip() for part in text.split(","))
@@ -69,9 +54,3 @@ def parse_devices(text: str, flag: str = "--selected_gpus") -> tuple[str, ...]:
     devices = tuple(str(int(device)) for device in devices)
     refuse_repeated(devices, f"{flag}={text}", "each device serves one process")
     return devices
-
-
-def refuse_repeated(items: tuple[str, ...], given: str, rule: str) -> None:
-    repeated = [item for item, count in Counter(items).items() if count > 1]
-    if repeated:
-        raise ClusterError(f"{given}: {', '.join(repeated)} is listed more than once; {rule}")

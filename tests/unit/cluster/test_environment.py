@@ -97,15 +97,22 @@ def test_paddlecloud_pod() -> None:
         "PADDLE_TRAINERS": "10.0.0.1,10.0.0.2",
         "POD_IP": "10.0.0.2",
         "PADDLE_PORT": "7000",
-        "PADDLE_TRAINERS_NUM": "1",
     }
-    cluster = cluster_from_environ(pod, command)
+    # The stock launcher's own variables describe its lonely job: rank 0, whichever pod this is.
+    cluster = cluster_from_environ({**LONELY, **pod}, command)
     assert (cluster.rank, cluster.endpoints) == (1, ["10.0.0.1:7000", "10.0.0.2:7000"])
+
+
+def test_paddlecloud_with_fewer_ports_than_processes_is_refused() -> None:
+    command = "python -m paddle.distributed.launch --use_paddlecloud train.py".split()
+    pod = {"PADDLE_TRAINERS": "10.0.0.1", "POD_IP": "10.0.0.1", "TRAINER_PORTS_NUM": "1", "PADDLE_TRAINERS_NUM": "2"}
+    with pytest.raises(ClusterError, match="TRAINER_PORTS_NUM=1 is too few for 2 processes"):
+        cluster_from_environ(pod, command)
 
 
 def test_paddlecloud_without_pod_ip_names_the_variable() -> None:
     command = "python -m paddle.distributed.launch --use_paddlecloud train.py".split()
-    with pytest.raises(ClusterError, match="POD_IP '' is not among the 2 pods of PADDLE_TRAINERS"):
+    with pytest.raises(ClusterError, match="the variable POD_IP is not set"):
         cluster_from_environ({"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2"}, command)
 
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
-from fleet_train.launch.request import parse_devices, parse_hosts
+from fleet_train.launch.request import parse_devices
 
 
 def test_hosts_are_split_at_commas_and_stripped() -> None:

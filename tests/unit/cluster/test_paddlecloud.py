@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_train.cluster.paddlecloud import CloudNode, read_paddlecloud
 from fleet_train.errors import ClusterError
-from fleet_train.launch.paddlecloud import CloudNode, read_paddlecloud
 
 POD = {
     "PADDLE_TRAINERS": "10.1.0.4,10.1.0.5",

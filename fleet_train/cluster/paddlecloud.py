@@ -1,12 +1,12 @@
-"""Reads the variables that PaddleCloud and the PaddleJob operator give to every pod."""
+"""Reads the variables that PaddleCloud and the PaddleJob operator give to every pod: for the launcher and for ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
-from fleet_train.launch.request import parse_hosts
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
         raise ClusterError("TRAINER_PORTS_NUM=0: a pod needs at least one port")
     _check_endpoints(environ, hosts, started_port, ports)
     return CloudNode(hosts, node_host, started_port, ports)
+
+
+def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
+    """The same, in a rank that another launcher has started: that one has put its own job over two of the variables."""
+    theirs = ("PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
+    return read_paddlecloud({name: value for name, value in environ.items() if name not in theirs})
 
 
 def _check_node_number(environ: Mapping[str, str], hosts: tuple[str, ...], node_host: str) -> None:
