@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fleet_train.data.datasets import Arrays
@@ -14,24 +15,37 @@ def device_copy(place: Any) -> Finish | None:
     place: what `fleet.place()` answers. The executor takes tensors that lie on its device as they are; with the
     prefetcher's queue a batch is copied while the step on the one before it runs.
     """
-    return None if type(place).__name__ == "CPUPlace" else tensor_copy(place)
+    return None if device_index(place) is None else tensor_copy(place)
+
+
+def device_index(place: Any) -> int | None:
+    """The GPU's number; None for a CPU, or without a place."""
+    return None if place is None or type(place).__name__ == "CPUPlace" else int(place.get_device_id())
 
 
 def tensor_copy(place: Any) -> Finish:
     """The copy itself, also for a CPU."""
-    import paddle
-
-    class FeedTensor(paddle.base.core.DenseTensor):  # type: ignore[misc]
-        """What an executor accepts as a feed beside arrays, with the array's length."""
-
-        def __len__(self) -> int:
-            return int(self.shape()[0])
 
     def copy(arrays: Arrays) -> Any:
-        tensors = {}
+        tensors = {name: new_feed_tensor() for name in arrays}
         for name, array in arrays.items():
-            tensors[name] = FeedTensor()
             tensors[name].set(array, place)
         return tensors
 
     return copy
+
+
+def new_feed_tensor() -> Any:
+    """An empty tensor of the kind that an executor accepts as a feed beside arrays; once filled it has a length."""
+    return _feed_tensor_class()()
+
+
+@cache
+def _feed_tensor_class() -> Any:
+    import paddle
+
+    class FeedTensor(paddle.base.core.DenseTensor):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return int(self.shape()[0])
+
+    return FeedTensor

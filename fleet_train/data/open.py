@@ -6,18 +6,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fleet_train.data.augment import augmentation, image_augmentation_name
+from fleet_train.data.dali import DaliLoader
 from fleet_train.data.datasets import Dataset, Splits, load_splits
+from fleet_train.data.device import device_copy
 from fleet_train.data.image_folder import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
 from fleet_train.data.image_settings import ImageSettings
-from fleet_train.data.loader import BatchLoader, Finish, Loader
+from fleet_train.data.loader import BatchLoader, Loader
 from fleet_train.data.sampler import LAST_BATCHES, BatchSampler, EvaluationSampler, ShardedBatchSampler
 from fleet_train.data.uneven import UNEVEN_POLICIES, OwnDataSampler
 from fleet_train.data.worker_loader import WorkerLoader
 from fleet_train.errors import DataError
 
-LOADERS = ("auto", "thread", "workers")
+LOADERS = ("auto", "thread", "workers", "dali")
 SHARDINGS = ("sample", "folder")
 _MOST_WORKERS = 8
 
@@ -89,10 +92,10 @@ def open_splits(
     return image_splits(Path(data_dir), images, max_corrupt)
 
 
-def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, finish: Finish | None = None) -> Loader:
+def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, place: Any = None) -> Loader:
     """This rank's training batches. Call `settle` on all ranks before the first epoch, and `close` at the end.
 
-    finish: `device_copy(fleet.place())`.
+    place: `fleet.place()`. On a GPU the batches are copied to it in the prefetch thread; None = arrays in any case.
     """
     sampler: BatchSampler
     if settings.shard_by == "folder":
@@ -114,18 +117,16 @@ def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, 
             seed=settings.seed,
             last_batch=settings.last_batch,
         )
-    return _loader(dataset, sampler, settings, seat, finish, training=True)
+    return _loader(dataset, sampler, settings, seat, place, training=True)
 
 
-def make_evaluation_loader(
-    dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, finish: Finish | None = None
-) -> Loader:
+def make_evaluation_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, place: Any = None) -> Loader:
     """This rank's share of an evaluation, unchanged by augmentations: over all ranks each sample once."""
     rank, world_size = (
         (seat.local_rank, seat.local_size) if settings.shard_by == "folder" else (seat.rank, seat.world_size)
     )
     sampler = EvaluationSampler(dataset.num_samples, settings.batch_size, rank, world_size)
-    return _loader(dataset, sampler, settings, seat, finish, training=False)
+    return _loader(dataset, sampler, settings, seat, place, training=False)
 
 
 def default_workers(local_size: int) -> int:
@@ -134,20 +135,19 @@ def default_workers(local_size: int) -> int:
 
 
 def _loader(
-    dataset: Dataset, sampler: BatchSampler, settings: LoaderSettings, seat: Seat, finish: Finish | None, training: bool
+    dataset: Dataset, sampler: BatchSampler, settings: LoaderSettings, seat: Seat, place: Any, training: bool
 ) -> Loader:
     augment = settings.augment if training else "none"
     workers = default_workers(seat.local_size) if settings.workers is None else settings.workers
-    if settings.loader in ("workers", "dali") and not isinstance(dataset, ImageFolder):
-        raise DataError(f"--loader {settings.loader} decodes image files (--data_dir); {dataset.name} is in memory")
-    if settings.loader == "thread" or workers == 0 or not isinstance(dataset, ImageFolder):
-        return BatchLoader(dataset, sampler, augmentation(augment, dataset), settings.prefetch_depth, finish=finish)
-    return WorkerLoader(
-        dataset,
-        sampler,
-        image_augmentation_name(augment),
-        workers,
-        settings.prefetch_depth,
-        finish=finish,
-        keep_workers=training,
-    )
+    depth = settings.prefetch_depth
+    finish = device_copy(place)
+    if not isinstance(dataset, ImageFolder):
+        if settings.loader in ("workers", "dali"):
+            raise DataError(f"--loader {settings.loader} decodes image files (--data_dir); {dataset.name} is in memory")
+        return BatchLoader(dataset, sampler, augmentation(augment, dataset), depth, finish=finish)
+    name = image_augmentation_name(augment)
+    if settings.loader == "dali":
+        return DaliLoader(dataset, sampler, name, max(1, workers), depth, place=place)
+    if settings.loader == "thread" or workers == 0:
+        return BatchLoader(dataset, sampler, augmentation(name, dataset), depth, finish=finish)
+    return WorkerLoader(dataset, sampler, name, workers, depth, finish=finish, keep_workers=training)
