@@ -17,6 +17,7 @@ from fleet_train.errors import FleetTrainError
 COMMANDS = {
     "launch": "Start this node's share of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
+    "check": "Measure whether this machine reads its training data fast enough.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
 }

@@ -44,14 +44,14 @@ class ImageAugmentation:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._corrupt: CorruptImages | None = None
+        self.corrupt: CorruptImages | None = None
 
     def __call__(self, dataset: Dataset, draws: Draws) -> Arrays:
         if not isinstance(dataset, ImageFolder):
             raise DataError(f"--augment {self.name} needs images in files (--data_dir); {dataset.name} is none")
-        if self._corrupt is None:
-            self._corrupt = dataset.corrupt_images()
-        return dataset.augmented(draws, self.name, self._corrupt)
+        if self.corrupt is None:
+            self.corrupt = dataset.corrupt_images()
+        return dataset.augmented(draws, self.name, self.corrupt)
 
 
 AUGMENTATIONS = ("auto", "none", "shift", *(name for name in IMAGE_AUGMENTATIONS if name != "none"))

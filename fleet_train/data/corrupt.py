@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fleet_train.errors import DataError
 
 _NAMES_SHOWN = 10
@@ -16,13 +18,14 @@ class CorruptImages:
     """
 
     def __init__(self, num_samples: int, max_corrupt: float, where: str) -> None:
-        if max_corrupt < 0 or (max_corrupt >= 1 and max_corrupt != int(max_corrupt)):
+        if max_corrupt < 0 or (max_corrupt >= 1 and math.isfinite(max_corrupt) and max_corrupt != int(max_corrupt)):
             raise DataError(
                 f"--max_corrupt {max_corrupt:g}: give a share of the images (0.01 = 1 of 100) or a whole number"
             )
         self._num_samples = num_samples
         self._where = where
-        self.allowed = int(max_corrupt) if max_corrupt >= 1 else int(max_corrupt * num_samples)
+        allowed = max_corrupt if max_corrupt >= 1 else max_corrupt * num_samples
+        self.allowed = int(min(allowed, num_samples - 1))  # with none left there is nothing to read instead
         self._reasons: dict[int, tuple[str, str]] = {}
 
     def __len__(self) -> int:

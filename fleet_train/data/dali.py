@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fleet_train.data.corrupt import CorruptImages
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.decode import ImageDecoder, UnreadableImage
 from fleet_train.data.device import device_index, new_feed_tensor
@@ -61,12 +62,16 @@ class DaliLoader(Loader):
         super().__init__(dataset, sampler)
         _import_dali()
         self.images = dataset
-        self.corrupt = dataset.corrupt_images()
+        self._corrupt = dataset.corrupt_images()
         self._decoder = ImageDecoder(dataset.settings, augment, sampler.seed)
         self._augment = augment
         self._threads = threads
         self._prefetch_depth = prefetch_depth
         self._place = place
+
+    @property
+    def corrupt(self) -> CorruptImages:
+        return self._corrupt
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         self.sampler.set_epoch(epoch, consumed_samples)
@@ -111,13 +116,13 @@ class DaliLoader(Loader):
         images: list[_Image] = []
         indices = np.array(self.indices(step))
         for row, wanted in enumerate(indices.tolist()):
-            index = self.corrupt.skip(wanted)
+            index = self._corrupt.skip(wanted)
             while True:
                 try:
                     images.append(self._image(index))
                     break
                 except OSError as error:
-                    index = self.corrupt.replacement(
+                    index = self._corrupt.replacement(
                         index, self.images.paths[index], f"{type(error).__name__}: {error}"
                     )
             indices[row] = index
@@ -145,16 +150,16 @@ class DaliLoader(Loader):
 
     def _find_corrupt(self, first_step: int, error: RuntimeError) -> None:
         """Count the unreadable images of the steps that the pipeline may have been at; if there are none, give up."""
-        known = len(self.corrupt)
+        known = len(self._corrupt)
         out = np.empty(self.images.sample_shape, np.float32)
         for step in range(first_step, min(len(self), first_step + _PREFETCH_IN_DALI + 1)):
             for wanted in self.indices(step).tolist():
-                index = self.corrupt.skip(wanted)
+                index = self._corrupt.skip(wanted)
                 try:
                     self._decoder.decode(self.images.path(index), index, self.sampler.epoch, out)
                 except UnreadableImage as reason:
-                    self.corrupt.replacement(index, self.images.paths[index], str(reason))
-        if len(self.corrupt) == known:
+                    self._corrupt.replacement(index, self.images.paths[index], str(reason))
+        if len(self._corrupt) == known:
             raise DataError(
                 f"DALI failed on images that Pillow can read; try --loader workers. It said: {error}"
             ) from error

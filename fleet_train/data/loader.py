@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from fleet_train.data.augment import Augmentation, keep
+from fleet_train.data.augment import Augmentation, ImageAugmentation, keep
+from fleet_train.data.corrupt import CorruptImages
 from fleet_train.data.datasets import Arrays, Dataset, Indices
 from fleet_train.data.draws import Draws
 from fleet_train.data.prefetch import Prefetcher
@@ -38,6 +39,11 @@ class Loader(ABC):
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
 
+    @property
+    def corrupt(self) -> CorruptImages | None:
+        """The unreadable images that were met so far; None for data that is not images in files."""
+        return None
+
     def close(self) -> None:
         """Give back processes and memory; a later epoch starts anew."""
         return
@@ -63,6 +69,10 @@ class BatchLoader(Loader):
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         self.sampler.set_epoch(epoch, consumed_samples)
         return Prefetcher(self._read(), self._prefetch_depth)
+
+    @property
+    def corrupt(self) -> CorruptImages | None:
+        return self._augment.corrupt if isinstance(self._augment, ImageAugmentation) else None
 
     def _read(self) -> Iterator[Arrays]:
         for step in range(len(self)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fleet_train.data.corrupt import CorruptImages
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.image_folder import ImageFolder
 from fleet_train.data.loader import Finish, Loader
@@ -54,7 +55,7 @@ class WorkerLoader(Loader):
         super().__init__(dataset, sampler)
         self.images = dataset
         self.workers = workers
-        self.corrupt = dataset.corrupt_images()
+        self._corrupt = dataset.corrupt_images()
         self._augment = augment
         self._prefetch_depth = prefetch_depth
         self._finish = finish
@@ -64,6 +65,10 @@ class WorkerLoader(Loader):
         self._slots = SlotPool()
         self._batch_of: dict[int, _Batch] = {}
         self._open: Prefetcher[Arrays] | None = None
+
+    @property
+    def corrupt(self) -> CorruptImages:
+        return self._corrupt
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         """What is left of that epoch after `consumed_samples`, to be used with `with`. Closes the epoch before."""
@@ -118,7 +123,7 @@ class WorkerLoader(Loader):
         return WorkerPool(self.workers, hello, self._task_seconds)
 
     def _begin(self, pool: WorkerPool, indices: Indices) -> _Batch:
-        indices = np.array([self.corrupt.skip(index) for index in indices.tolist()], np.int64)
+        indices = np.array([self._corrupt.skip(index) for index in indices.tolist()], np.int64)
         slot = self._slots.take(4 * len(indices) * int(np.prod(self.images.sample_shape)))
         batch = self._batch_of[slot.number] = _Batch(slot, indices, len(indices))
         for row in range(0, len(indices), _IMAGES_PER_TASK):
@@ -136,7 +141,7 @@ class WorkerLoader(Loader):
         for place, reason in task.failed:
             index = task.images[place][1]
             row = task.row + place
-            batch.indices[row] = self.corrupt.replacement(index, self.images.paths[index], reason)
+            batch.indices[row] = self._corrupt.replacement(index, self.images.paths[index], reason)
             pool.add(self._task(batch, row, [int(batch.indices[row])]), first=True)
 
     def _feed(self, batch: _Batch) -> Arrays:

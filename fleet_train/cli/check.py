@@ -1,0 +1,156 @@
+"""`python -m fleet_train check`: is this data whole, and is it read fast enough? Needs neither Paddle nor a cluster."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from fleet_train.data import (
+    AUGMENTATIONS,
+    LOADERS,
+    Dataset,
+    ImageFolder,
+    ImageSettings,
+    LoaderSettings,
+    make_loader,
+    open_splits,
+)
+from fleet_train.data.corrupt import CorruptImages
+from fleet_train.data.measure import Progress, Situation, Speed, advice, describe, disk_speed, loader_speed
+from fleet_train.data.open import default_workers
+from fleet_train.errors import DataError
+
+EXIT_TOO_SLOW = 1
+_DISK_SECONDS = 5.0
+_NAMES_SHOWN = 10
+
+_EPILOG = """\b
+Examples:
+  python -m fleet_train check --data ./ImageNet
+  python -m fleet_train check --data ./ImageNet --samples_per_second 1200 --workers 8
+  python -m fleet_train check --data ./ImageNet --all        (every image is decoded once)
+
+\b
+Exit codes:
+  0   the data is usable and fast enough, or no speed was asked for
+  1   the data is usable, but read more slowly than --samples_per_second
+  10  the data cannot be used: no such folder, no images, too many corrupt ones
+
+\b
+How many samples per second training takes is in its progress line (all ranks
+together; divide by the number of machines), best measured on generated data:
+  python -m fleet_train train --model ResNet50 --data synthetic:3x224x224x1000
+"""
+
+
+@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--data", required=True, metavar="DIR", help="Image folder: train/<class>/, val/<class>/, or lists.")
+@click.option("--samples_per_second", type=float, help="What training on this machine takes, all its ranks together.")
+@click.option("--workers", type=int, help="Worker processes on this machine. Default: its cores, at most 8.")
+@click.option("--batch_size", type=int, default=64, show_default=True, help="Images per batch.")
+@click.option("--image_size", type=int, default=224, show_default=True, help="Pixels of a training image's side.")
+@click.option("--augment", type=click.Choice(AUGMENTATIONS), default="auto", show_default=True, help="As in training.")
+@click.option("--loader", type=click.Choice(LOADERS), default="auto", show_default=True, help="As in training.")
+@click.option("--seconds", type=float, default=15.0, show_default=True, help="How long the loader is measured.")
+@click.option("--all", "whole", is_flag=True, help="Decode every training image once, however long it takes.")
+@click.option("--max_corrupt", type=float, default=0.001, show_default=True, help="Share (or number) that may be.")
+def command(data: str, samples_per_second: float | None, whole: bool, max_corrupt: float, **options: Any) -> None:
+    """Count what is in a data folder, find unreadable images, and measure how fast this machine reads it.
+
+    The measurement does what training does (read, decode, crop, normalise, batch) and nothing else. If it is slower
+    than training, training waits: the trainer shows that as its share of waiting for data.
+    """
+    settings = LoaderSettings(
+        batch_size=options["batch_size"],
+        augment=options["augment"],
+        loader=options["loader"],
+        workers=default_workers(1) if options["workers"] is None else options["workers"],
+    )
+    images = ImageSettings(image_size=options["image_size"])
+    folder = None if data.startswith("synthetic") else data
+    # Here every image may be corrupt: they are counted, and the limit is applied to the result.
+    train = open_splits(data, folder, images=images, max_corrupt=math.inf).train
+    disk, shorter_side = _look_at_files(train, settings)
+    loader = make_loader(train, settings)
+    try:
+        with _bar("decoding", options["seconds"]) as progress:
+            speed = loader_speed(loader, options["seconds"], progress, whole)
+    finally:
+        loader.close()
+    how = f"{settings.workers} worker(s)" if isinstance(train, ImageFolder) else "memory"
+    click.echo(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
+    if loader.corrupt is not None:
+        _judge_corrupt(loader.corrupt, train.num_samples, max_corrupt, speed.num_samples)
+    if samples_per_second is not None:
+        situation = Situation(
+            wanted=samples_per_second,
+            measured=speed.samples_per_second,
+            disk=disk.samples_per_second,
+            workers=settings.workers or 1,
+            cores=len(os.sched_getaffinity(0)),
+            image_size=images.image_size,
+            shorter_side=shorter_side,
+            loader="workers" if settings.loader == "auto" else settings.loader,
+        )
+        sys.exit(_judge_speed(situation))
+
+
+def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int]:
+    """Print what is there and how fast the bare files come; the latter, and the shorter side of the images."""
+    click.echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
+    if not isinstance(train, ImageFolder):
+        return Speed(0.0), 0
+    there = describe(train)
+    (least, fewest), (most, largest) = there.smallest_class, there.largest_class
+    click.echo(f"classes  from {fewest} images ({least}) to {largest} ({most})")
+    click.echo(f"files    {there.width} x {there.height} pixels, {there.file_bytes / 1024:.0f} KiB (medians)")
+    with _bar("reading", _DISK_SECONDS) as progress:
+        disk = disk_speed(train, max(1, settings.workers or 1), _DISK_SECONDS, progress)
+    click.echo(
+        f"disk     {disk.samples_per_second:.0f} files/s, {disk.bytes_per_second / 1e6:.0f} MB/s, "
+        f"{disk.num_samples} files read, past the page cache"
+    )
+    return disk, min(there.width, there.height)
+
+
+def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float, looked_at: int) -> None:
+    shown = ", ".join(corrupt.names[:_NAMES_SHOWN]) + (", ..." if len(corrupt) > _NAMES_SHOWN else "")
+    colon = ": " if shown else ""
+    click.echo(f"corrupt  {len(corrupt)} of {min(looked_at, num_samples)} images looked at{colon}{shown}")
+    limit = CorruptImages(num_samples, max_corrupt, "").allowed
+    if len(corrupt) > limit:
+        raise DataError(
+            f"{len(corrupt)} image(s) cannot be read, --max_corrupt {max_corrupt:g} allows {limit} of {num_samples}: "
+            f"{shown}. Repair or delete them, or allow more"
+        )
+
+
+def _judge_speed(now: Situation) -> int:
+    """Print whether the loader keeps up, and else what to do; the exit code."""
+    share = now.measured / now.wanted
+    if share >= 1:
+        click.echo(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
+        return 0
+    click.echo(f"feeds    {now.wanted:g} samples/s: no, {share:.0%}; training would wait {1 - share:.0%} of its time")
+    for tip in advice(now):
+        click.echo(f"  - {tip}")
+    return EXIT_TOO_SLOW
+
+
+@contextmanager
+def _bar(what: str, seconds: float) -> Iterator[Progress]:
+    """Seconds that have gone by, for people; nothing where nobody looks."""
+    form = "{desc} {bar} {n:.0f} s"
+    with tqdm(total=seconds, desc=what, leave=False, disable=None, bar_format=form) as bar:
+
+        def show(elapsed: float) -> None:
+            bar.update(max(0.0, min(elapsed, seconds) - bar.n))
+
+        yield show

@@ -1,0 +1,126 @@
+"""`python -m fleet_train check`: what it counts, measures, says and exits with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fleet_train.cli.check import command
+from fleet_train.data import ImageFolder, ImageSettings, LoaderSettings, image_splits, load_splits, make_loader
+from fleet_train.data.measure import Situation, advice, describe, disk_speed, loader_speed
+from fleet_train.errors import DataError
+from tests.support.images import write_image, write_image_folder
+
+
+def check(*arguments: str) -> tuple[int, str]:
+    """Exit code and output."""
+    result = CliRunner().invoke(command, [*arguments, "--seconds", "0.3"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def small(folder: Path) -> Sequence[str]:
+    return ("--data", str(folder), "--image_size", "16", "--workers", "1", "--batch_size", "4")
+
+
+def test_fast_enough_data_exits_with_zero(tmp_path: Path) -> None:
+    code, output = check(*small(write_image_folder(tmp_path)), "--samples_per_second", "1")
+    assert code == 0
+    assert f"data     {tmp_path}/train: 12 samples in 2 classes\n" in output
+    assert "classes  from 6 images (class0) to 6 (class0)\n" in output
+    assert "12 files read" in output
+    assert "corrupt  0 of 12 images looked at\n" in output
+    assert "feeds    1 samples/s: yes, " in output
+
+
+def test_too_slow_data_exits_with_one_and_says_what_to_change(tmp_path: Path) -> None:
+    code, output = check(*small(write_image_folder(tmp_path)), "--samples_per_second", "10000000")
+    assert code == 1
+    assert "feeds    1e+07 samples/s: no, 0%; training would wait 100% of its time\n" in output
+    assert "  - the files alone come at " in output
+    assert "  - --loader dali decodes on the GPU" in output
+
+
+def test_corrupt_images_are_named_and_too_many_are_an_error(tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    (tmp_path / "train/class1/3.jpg").write_bytes(b"broken")
+    code, output = check(*small(tmp_path), "--all", "--max_corrupt", "1")
+    assert code == 0
+    assert "corrupt  1 of 12 images looked at: train/class1/3.jpg\n" in output
+    message = r"1 image\(s\) cannot be read, --max_corrupt 0.001 allows 0 of 12: train/class1/3.jpg. Repair"
+    with pytest.raises(DataError, match=message):
+        check(*small(tmp_path), "--all")
+
+
+def test_data_in_memory_is_measured_too() -> None:
+    code, output = check("--data", "synthetic:3x8x8x10x64", "--samples_per_second", "1")
+    assert code == 0
+    assert "data     synthetic:3x8x8x10x64/train: 64 samples in 10 classes\nloader   " in output
+
+
+def test_folder_is_described_by_counts_and_medians(tmp_path: Path) -> None:
+    for name, size in (("a/1", 100), ("a/2", 120), ("b/1", 300)):
+        write_image(tmp_path / "train" / f"{name}.png", size, 50)
+    write_image(tmp_path / "val/a/1.png")
+    (tmp_path / "train/a/3.jpg").write_bytes(b"broken")
+    train, _ = image_splits(tmp_path, ImageSettings(image_size=8))
+    assert isinstance(train, ImageFolder)
+    there = describe(train)
+    assert (there.num_images, there.num_classes, there.width, there.height) == (4, 2, 120, 50)
+    assert (there.smallest_class, there.largest_class) == (("b", 1), ("a", 3))
+
+
+def test_disk_speed_counts_files_and_bytes(tmp_path: Path) -> None:
+    train, _ = image_splits(write_image_folder(tmp_path), ImageSettings(image_size=8))
+    assert isinstance(train, ImageFolder)
+    seconds: list[float] = []
+    speed = disk_speed(train, 2, 5.0, seconds.append)
+    assert speed.num_samples == 12
+    size = sum((tmp_path / path).stat().st_size for path in train.paths)
+    assert speed.bytes_per_second / speed.samples_per_second == pytest.approx(size / 12)
+    assert len(seconds) == 1
+
+
+def test_loader_is_measured_for_the_given_time_or_exactly_one_epoch() -> None:
+    train = load_splits("synthetic:1x4x4x2x40").train
+    loader = make_loader(train, LoaderSettings(batch_size=8))
+    began = time.perf_counter()
+    speed = loader_speed(loader, 0.2, lambda _: None)
+    assert 0.2 <= time.perf_counter() - began < 5
+    assert speed.num_samples > 40  # several epochs
+    assert loader_speed(loader, 0.0, lambda _: None, whole=True).num_samples == 40
+
+
+SLOW = Situation(
+    wanted=1000, measured=200, disk=5000, workers=2, cores=16, image_size=224, shorter_side=300, loader="workers"
+)
+
+
+def test_fast_enough_needs_no_advice() -> None:
+    assert advice(replace(SLOW, wanted=200)) == []
+
+
+def test_advice_names_the_workers_that_are_needed() -> None:
+    assert advice(SLOW)[0] == "--workers 10: 2 did 200 images/s and this machine has 16 cores"
+    more = advice(replace(SLOW, cores=8))[0]
+    assert more == (
+        "--workers 8: 2 did 200 images/s and this machine has 8 cores, which would make about 800: not enough alone"
+    )
+    assert "--workers" not in " ".join(advice(replace(SLOW, cores=2)))
+
+
+def test_advice_tells_a_slow_disk_and_large_files() -> None:
+    tips = advice(replace(SLOW, disk=400, shorter_side=1200))
+    assert tips[0].startswith("the files alone come at 400 images/s, so the disk or network is too slow in any case")
+    assert tips[2].startswith("resize the files once to a shorter side of 256 pixels (now 1200)")
+    assert not any("disk" in tip or "resize" in tip for tip in advice(SLOW))
+
+
+def test_advice_does_not_send_a_dali_user_to_dali() -> None:
+    assert not any("dali" in tip for tip in advice(replace(SLOW, loader="dali")))
