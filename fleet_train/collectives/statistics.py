@@ -10,6 +10,8 @@ import paddle
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, token
 from fleet_train.collectives.job import Job
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import ITEM_BYTES
 
 
 class RankStatistics:
@@ -22,6 +24,8 @@ class RankStatistics:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: Any = None
+        self.exchanges: list[Sent] = []
+        """What one forward and backward pass exchanges, in order: for the plan."""
         self._moment = f"statistics of program {job.count('statistics')}"
 
     def connect(self) -> None:
@@ -40,6 +44,7 @@ class RankStatistics:
             self._talk(what, lambda: paddle.distributed.all_gather(rows, tensor, group=self._group))
             return link.clone(), paddle.stack(rows)
 
+        self._count("allgather", values)
         shape = [self._job.world_size, *values.shape]
         link, rows = _host_operator("gather", 2, [_TOKEN, (shape, values.dtype)], run)(chain, values)
         return rows, link
@@ -52,8 +57,13 @@ class RankStatistics:
             self._talk(what, lambda: paddle.distributed.all_reduce(summed, group=self._group))
             return link.clone(), summed
 
+        self._count("allreduce", values)
         link, summed = _host_operator("total", 2, [_TOKEN, (values.shape, values.dtype)], run)(chain, values)
         return summed, link
+
+    def _count(self, kind: str, values: Any) -> None:
+        item_bytes = ITEM_BYTES["float32"]
+        self.exchanges.append(Sent(kind, int(values.shape[0]) * item_bytes, item_bytes, flat=True))
 
     def _talk(self, what: str, communicate: Callable[[], Any]) -> None:
         try:

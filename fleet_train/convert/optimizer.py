@@ -171,7 +171,14 @@ class DistributedOptimizer:
 
     def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> CommPlan:
         averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]
-        plan = build_plan([item.gradient for item in ready], self._job.cluster, self._profile, averaged)
+        plan = build_plan(
+            [item.gradient for item in ready],
+            self._job.cluster,
+            self._profile,
+            averaged,
+            self._passes.exchanges,
+            _state_values_per_parameter(self._inner),
+        )
         number = self._job.count("plan")
         digests = self._job.gather(f"plan {number}", plan.digest)
         differing = [rank for rank, digest in digests.items() if digest != digests[0]]
@@ -180,6 +187,12 @@ class DistributedOptimizer:
             raise ScheduleMismatch(_explain_mismatch(self._job, plans, differing))
         self._job.agreed(plan)
         return plan
+
+
+def _state_values_per_parameter(optimizer: Any) -> int:
+    """How many moments or velocities an optimizer of Paddle keeps for each parameter, by its names for them."""
+    names = [name for name in dir(type(optimizer)) if name.endswith("_acc_str")]
+    return len([name for name in names if "pow" not in name])
 
 
 def _refuse_dynamic_mode() -> None:

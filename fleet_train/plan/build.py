@@ -8,19 +8,25 @@ from dataclasses import replace
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan.compression_settings import sent_of
-from fleet_train.plan.plan import Averaging, Bucket, CommPlan, Gradient, Note
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.notes import notes_of
+from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
 from fleet_train.profile import Profile
-
-MEGABYTE = 2**20
 
 
 def build_plan(
-    gradients: Sequence[Gradient], cluster: Cluster, profile: Profile, averaged: Sequence[Gradient] = ()
+    gradients: Sequence[Gradient],
+    cluster: Cluster,
+    profile: Profile,
+    averaged: Sequence[Gradient] = (),
+    statistics: Sequence[Sent] = (),
+    state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """The plan for ``gradients``, given in the order in which the backward pass finishes them.
 
-    ``averaged``: what LocalSGD averages (parameters and statistics). Pure: the same arguments give the same plan on
-    every rank. Raises ProfileError for a hierarchy that the cluster cannot have.
+    ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
+    norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
+    same plan on every rank. Raises ProfileError for a hierarchy that the cluster cannot have.
     """
     team_size = _team_size(cluster, profile)
     groups = fuse(gradients, profile) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
@@ -42,10 +48,12 @@ def build_plan(
         buckets=buckets,
         team_size=team_size,
         accumulate_steps=profile.accumulate_steps,
-        averaging=_averaging(averaged or gradients, profile) if profile.use_local_sgd else None,
+        waits_for_each=profile.sync_nccl_allreduce,
+        statistics=tuple(statistics),
+        averaging=_averaging(gradients, averaged, profile, state_values_per_parameter),
         profile_name=profile.name,
         profile_digest=profile.digest(),
-        notes=tuple(_notes(gradients, buckets, profile) + _strategy_notes(cluster, profile, team_size)),
+        notes=tuple(notes_of(gradients, buckets, cluster, profile, team_size, statistics)),
     )
 
 
@@ -105,81 +113,19 @@ def _team_size(cluster: Cluster, profile: Profile) -> int:
     return size if 1 < size < cluster.world_size else 0
 
 
-def _averaging(values: Sequence[Gradient], profile: Profile) -> Averaging:
+def _averaging(
+    gradients: Sequence[Gradient], averaged: Sequence[Gradient], profile: Profile, state_values: int
+) -> Averaging | None:
+    if not profile.use_local_sgd:
+        return None
+    trained = {gradient.name for gradient in gradients}
     return Averaging(
-        tuple(values),
+        tuple(value for value in averaged or gradients if value.name in trained),
+        tuple(value for value in averaged if value.name not in trained),
+        state_values if profile.local_sgd_momentum == "average" else 0,
         profile.local_sgd_is_warm_steps,
         profile.local_sgd_steps,
         profile.local_sgd_schedule,
         profile.local_sgd_dtype,
         profile.outer_optimizer,
     )
-
-
-def _notes(gradients: Sequence[Gradient], buckets: tuple[Bucket, ...], profile: Profile) -> list[Note]:
-    notes = [
-        Note(
-            "fuse_all_reduce_ops",
-            f"{len(gradients)} gradients in {len(buckets)} collectives"
-            if profile.fuse_all_reduce_ops
-            else f"off: each of {len(gradients)} gradients is a collective of its own",
-        ),
-        Note(
-            "nccl_comm_num",
-            f"{profile.nccl_comm_num} communicator{'s' if profile.nccl_comm_num > 1 else ''}, buckets in turn",
-        ),
-    ]
-    if profile.fuse_all_reduce_ops:
-        largest = max((bucket.nbytes for bucket in buckets), default=0) / MEGABYTE
-        notes += [
-            Note(
-                "fuse_grad_size_in_MB",
-                f"at most {profile.fuse_grad_size_in_MB:g} MB per bucket; largest {largest:.2f} MB",
-            ),
-            Note(
-                "fuse_parameter_groups_size",
-                f"at most {profile.fuse_parameter_groups_size} gradients per bucket; "
-                f"most {max((len(bucket.gradients) for bucket in buckets), default=0)}",
-            ),
-            Note(
-                "last_comm_group_size_MB",
-                f"first and last bucket at most {profile.last_comm_group_size_MB:g} MB: communication starts early, "
-                "little is left to send after the backward pass",
-            ),
-        ]
-    return notes
-
-
-def _strategy_notes(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:
-    notes = []
-    if profile.use_hierarchical_allreduce:
-        effect = (
-            f"teams of {team_size} ranks; {cluster.world_size // team_size} leaders send between teams"
-            if team_size
-            else "every team would be one rank, or all of them: the same as the flat allreduce"
-        )
-        notes.append(Note("use_hierarchical_allreduce", effect))
-    if profile.sync_nccl_allreduce:
-        notes.append(Note("sync_nccl_allreduce", "each bucket is waited for at once: nothing overlaps"))
-    if profile.compression != "none":
-        notes.append(Note("compression", f"float32 buckets go as {profile.compression}"))
-    if profile.accumulate_steps > 1:
-        notes.append(Note("accumulate_steps", f"all this once per {profile.accumulate_steps} micro-batches"))
-    if profile.use_local_sgd:
-        notes.append(
-            Note(
-                "use_local_sgd",
-                f"gradients are sent in the first {profile.local_sgd_is_warm_steps} steps only; then parameters "
-                f"are averaged "
-                f"every {profile.local_sgd_steps} steps ({profile.local_sgd_schedule})",
-            )
-        )
-        if profile.outer_optimizer != "none":
-            notes.append(
-                Note(
-                    "outer_optimizer",
-                    f"{profile.outer_optimizer}: lr {profile.outer_lr:g}, momentum {profile.outer_momentum:g} on the "
-                    f"averaged difference, sent as {profile.local_sgd_dtype}",
-                )
-            )
-    return notes

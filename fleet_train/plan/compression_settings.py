@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.plan.plan import ITEM_BYTES, Bucket, Gradient, Sent
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import ITEM_BYTES, Bucket, Gradient
 from fleet_train.profile import Profile
 
 Array = np.ndarray[Any, Any]

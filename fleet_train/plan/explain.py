@@ -22,14 +22,42 @@ def explain(plan: CommPlan) -> str:
         )
     lines += [
         "",
-        f"per step: {plan.collectives_per_step} collectives, {plan.gradient_bytes / 2**20:.3f} MB of gradients, "
-        f"{plan.sent_bytes_per_step / 2**20:.3f} MB sent by each rank in flat rings",
+        *_per_update(plan),
         f"digest: {plan.digest}",
         "",
         "what each knob did:",
     ]
     lines += [f"  {note.knob}: {note.effect}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _per_update(plan: CommPlan) -> list[str]:
+    """Collectives and bytes; with LocalSGD those of an averaging, and of the warm-up apart."""
+    gradients = f"{_collectives(plan, True)}, {_sent(plan, True)} for {_mb(plan.gradient_bytes)} MB of gradients"
+    lines = [f"per update: {gradients}"]
+    if plan.averaging is not None:
+        averaging = (
+            f"{_collectives(plan, False)} every {plan.averaging.period} updates, {_sent(plan, False)} per update"
+        )
+        lines = [f"in the warm-up, per update: {gradients}", f"after it: {averaging}"]
+    if plan.statistics:
+        number = _count(len(plan.statistics) * plan.accumulate_steps, "collective")
+        lines.append(f"of these for synchronised batch norm: {number}, which nothing hides")
+    return lines
+
+
+def _collectives(plan: CommPlan, warm_up: bool) -> str:
+    return _count(len(plan.legs(warm_up)), "collective")
+
+
+def _sent(plan: CommPlan, warm_up: bool) -> str:
+    sent = plan.sent_by_rank(warm_up)
+    low, high = _mb(min(sent)), _mb(max(sent))
+    return f"{high} MB sent by each rank" if low == high else f"{low} to {high} MB sent by a rank"
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.3f}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from fleet_train.errors import ConversionError
+from fleet_train.plan.legs import Leg, Sent, legs_of, sent_by_rank
 
+MEGABYTE = 2**20
 ITEM_BYTES = {
     "float32": 4,
     "float64": 8,
@@ -47,17 +49,6 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """One collective over all ranks: ``allreduce`` or ``allgather``, the bytes of one rank's buffer and of one item."""
-
-    kind: str
-    nbytes: int
-    item_bytes: int
-    between_item_bytes: int = 0
-    """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
-
-
-@dataclass(frozen=True)
 class Bucket:
     """Gradients that are communicated together, in the order in which the backward pass finishes them."""
 
@@ -89,9 +80,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Averaging:
-    """LocalSGD: which parameters are averaged instead of gradients after the warm-up, and how often."""
+    """LocalSGD: what is averaged instead of gradients after the warm-up, and how often."""
 
     values: tuple[Gradient, ...]
+    """The parameters."""
+    statistics: tuple[Gradient, ...]
+    """Running means and variances: averaged in float32, whatever the parameters are sent as."""
+    state_values_per_parameter: int
+    """Values of the optimizer's state that are averaged with each value of a parameter (``local_sgd_momentum``)."""
     warm_steps: int
     period: int
     """Steps of a period: the constant one, or the longest of a doubling schedule, or the first of an adaptive one."""
@@ -100,9 +96,17 @@ class Averaging:
     outer_optimizer: str
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes of one rank's values as they are sent."""
-        return sum(value.elements for value in self.values) * ITEM_BYTES[self.wire_dtype]
+    def sent(self) -> tuple[Sent, ...]:
+        """The exchanges of one averaging."""
+        item, float32 = ITEM_BYTES[self.wire_dtype], ITEM_BYTES["float32"]
+        elements = sum(value.elements for value in self.values)
+        others = [
+            sum(value.elements for value in self.statistics),
+            elements * self.state_values_per_parameter,
+            1 if self.schedule == "adaptive" else 0,  # the loss
+        ]
+        more = tuple(Sent("allreduce", number * float32, float32) for number in others if number)
+        return (Sent("allreduce", elements * item, item), *more)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ class CommPlan:
     averaging: Averaging | None = None
     accumulate_steps: int = 1
     """Micro-batches per update; the numbers of this plan are per update."""
+    waits_for_each: bool = False
+    """``sync_nccl_allreduce``: a bucket is waited for before the next operator starts."""
+    statistics: tuple[Sent, ...] = ()
+    """Synchronised batch norm: the exchanges of one forward and backward pass, each of which is waited for."""
     profile_name: str = ""
     profile_digest: str = ""
     notes: tuple[Note, ...] = ()
@@ -135,22 +143,31 @@ class CommPlan:
         """Bytes of all gradients of one rank."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    def exchanges(self, warm_up: bool = False) -> tuple[Sent, ...]:
+        """What all ranks exchange in an update that synchronises, in order: in an averaging of LocalSGD, or, with
+        ``warm_up`` and without LocalSGD, in an update with averaged gradients."""
+        if self.averaging is not None and not warm_up:
+            return self.averaging.sent
+        return (*self.statistics * self.accumulate_steps, *(sent for bucket in self.buckets for sent in bucket.sent))
+
+    def legs(self, warm_up: bool = False) -> list[Leg]:
+        """The collectives of `exchanges`, one after the other."""
+        return [leg for sent in self.exchanges(warm_up) for leg in legs_of(self.world_size, self.team_size, sent)]
+
+    def sent_by_rank(self, warm_up: bool = False) -> tuple[float, ...]:
+        """Payload bytes that each rank sends per update; LocalSGD: the mean of a period after the warm-up."""
+        share = 1 / self.averaging.period if self.averaging is not None and not warm_up else 1.0
+        return tuple(nbytes * share for nbytes in sent_by_rank(self.legs(warm_up), self.world_size))
+
     @property
     def sent_bytes_per_step(self) -> float:
-        """Bytes that each rank sends per step in flat ring allreduces; LocalSGD: mean of a period after warm-up."""
-        if self.averaging is not None:
-            return ring_bytes(self.averaging.wire_bytes, self.world_size) / self.averaging.period
-        return sum(
-            (self.world_size - 1) * sent.nbytes
-            if sent.kind == "allgather"
-            else ring_bytes(sent.nbytes, self.world_size)
-            for bucket in self.buckets
-            for sent in bucket.sent
-        )
+        """Of the rank that sends most: see `sent_by_rank`."""
+        return max(self.sent_by_rank())
 
     @property
     def collectives_per_step(self) -> int:
-        return len(self.buckets) if self.world_size > 1 else 0
+        """Collectives that a rank takes part in, at most, in an update that synchronises."""
+        return len(self.legs()) if self.world_size > 1 else 0
 
     @cached_property
     def digest(self) -> str:
@@ -165,20 +182,12 @@ class CommPlan:
         return content
 
 
-def ring_bytes(nbytes: float, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends in a ring allreduce of ``nbytes``: 2 (N - 1) / N of them.
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-    """
-    return 2 * (ranks - 1) / ranks * nbytes
-
-
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """Where two plans (as ``to_json`` gives them) part first, in words; None when they are equal.
 
     Shown to the user as ``<here> here, <there> there``.
     """
-    for key in ("world_size", "node_num", "communicators", "team_size", "profile_digest"):
+    for key in ("world_size", "node_num", "communicators", "team_size", "accumulate_steps", "profile_digest"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
     for one, other in zip(_flat(ours), _flat(theirs), strict=False):
@@ -188,7 +197,21 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
         longer, where = (ours, "here") if len(_flat(ours)) > len(_flat(theirs)) else (theirs, "there")
         extra = _flat(longer)[min(len(_flat(ours)), len(_flat(theirs)))]
         return f"{_say(extra)} {where} only"
+    for key, what in (("statistics", "exchanges of synchronised batch norm"), ("averaging", "what LocalSGD averages")):
+        if ours[key] != theirs[key]:
+            return f"{what}: {_short(ours[key])} here, {_short(theirs[key])} there"
     return None
+
+
+def _short(part: Any) -> str:
+    """A part of a plan in a few words: how many items, or what differs can be read from --json."""
+    return f"{len(part)} of {sum(item['nbytes'] for item in part)} bytes" if isinstance(part, list) else _averaged(part)
+
+
+def _averaged(part: dict[str, Any] | None) -> str:
+    if part is None:
+        return "nothing"
+    return f"{len(part['values'])} parameters, {len(part['statistics'])} statistics every {part['period']} steps"
 
 
 def _flat(plan: dict[str, Any]) -> list[tuple[int, str, tuple[int, ...], str, int, str]]:

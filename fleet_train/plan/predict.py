@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan.backend_bytes import rounds
+from fleet_train.plan.legs import Leg, Sent, legs_of
 from fleet_train.plan.plan import Averaging, CommPlan
 from fleet_train.plan.schedule import Phase, Task, finish_times
-from fleet_train.plan.traffic import Leg, averaging_legs, bucket_legs
 
 BACKWARD_SHARE = 2 / 3
 """Of the computing time, where nothing else was measured: the backward pass costs about two forward passes."""
@@ -69,28 +69,36 @@ class Prediction:
 def predict(
     plan: CommPlan, cluster: Cluster, network: Network, compute: Compute, batch_size: int = 0, warm_up: bool = False
 ) -> Prediction:
-    """Price one step. ``batch_size``: samples per rank. ``warm_up``: a step of LocalSGD's synchronous warm-up.
+    """Price one update. ``batch_size``: samples per rank and micro-batch. ``compute``: of one micro-batch. ``warm_up``:
+    an update of LocalSGD's synchronous warm-up.
 
-    Buckets become ready linearly in bytes during the backward pass; each communicator takes its buckets in turn;
-    communicators share the link. An averaging of LocalSGD hides behind nothing.
+    Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
+    communicators share the link. An averaging of LocalSGD and the statistics of batch norm hide behind nothing.
     """
     if plan.averaging is not None and not warm_up:
-        alone = sum(phase.seconds for phase in _phases(averaging_legs(plan), cluster, network))
-        communication = exposed = alone / plan.averaging.period
+        communication = exposed = _seconds(plan, plan.averaging.sent, cluster, network) / plan.averaging.period
     else:
-        ready = _ready_times(plan, compute)
-        tasks = [
-            Task(bucket.communicator, tuple(_phases(bucket_legs(plan, bucket), cluster, network)), seconds)
-            for bucket, seconds in zip(plan.buckets, ready, strict=True)
-        ]
-        communication = sum(phase.seconds for task in tasks for phase in task.phases)
-        start_of_update = compute.forward + compute.backward
-        exposed = max(0.0, max(finish_times(tasks), default=0.0) - start_of_update)
-        if _waits_for_each(plan):
-            exposed = communication
-    step = compute.total + exposed
-    samples = batch_size * cluster.world_size / step if step else 0.0
-    return Prediction(compute.total, communication, exposed, step, samples)
+        statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, cluster, network)
+        communication, exposed = _buckets(plan, cluster, network, compute)
+        communication, exposed = communication + statistics, exposed + statistics
+    computing = compute.total * plan.accumulate_steps
+    step = computing + exposed
+    samples = batch_size * plan.accumulate_steps * cluster.world_size / step if step else 0.0
+    return Prediction(computing, communication, exposed, step, samples)
+
+
+def _buckets(plan: CommPlan, cluster: Cluster, network: Network, compute: Compute) -> tuple[float, float]:
+    """Seconds of the gradients' communication, and how many of them end after the backward pass."""
+    ready = _ready_times(plan, compute)
+    tasks = [
+        Task(bucket.communicator, tuple(_phases(plan, bucket.sent, cluster, network)), seconds)
+        for bucket, seconds in zip(plan.buckets, ready, strict=True)
+    ]
+    communication = sum(phase.seconds for task in tasks for phase in task.phases)
+    if plan.waits_for_each:
+        return communication, communication
+    start_of_update = compute.forward + compute.backward
+    return communication, max(0.0, max(finish_times(tasks), default=0.0) - start_of_update)
 
 
 def _ready_times(plan: CommPlan, compute: Compute) -> list[float]:
@@ -102,12 +110,13 @@ def _ready_times(plan: CommPlan, compute: Compute) -> list[float]:
     return times
 
 
-def _waits_for_each(plan: CommPlan) -> bool:
-    # The plan says so in its notes only: for the ranks' agreement the order of buckets is the same either way.
-    return any(note.knob == "sync_nccl_allreduce" for note in plan.notes)
+def _seconds(plan: CommPlan, exchanges: Sequence[Sent], cluster: Cluster, network: Network) -> float:
+    """One after the other, with nothing beside them."""
+    return sum(phase.seconds for phase in _phases(plan, exchanges, cluster, network))
 
 
-def _phases(legs: Sequence[Leg], cluster: Cluster, network: Network) -> list[Phase]:
+def _phases(plan: CommPlan, exchanges: Sequence[Sent], cluster: Cluster, network: Network) -> list[Phase]:
+    legs = [leg for sent in exchanges for leg in legs_of(plan.world_size, plan.team_size, sent)]
     return [phase for leg in legs for phase in _leg_phases(leg, cluster, network)]
 
 
@@ -153,6 +162,6 @@ def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
     if 1 < ranks_per_node < plan.world_size:
         found["hierarchical"] = replace(flat, team_size=ranks_per_node)
     values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
-    averaging = plan.averaging or Averaging(values, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
+    averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
     found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
     return found

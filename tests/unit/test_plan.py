@@ -114,5 +114,5 @@ def test_other_world_size_is_the_first_difference() -> None:
 def test_explanation_names_knobs_and_totals() -> None:
     text = explain(build_plan(gradients(1, 1), CLUSTER, Profile(name="mine")))
     assert "profile mine: 2 ranks on 2 nodes, 1 communicator" in text
-    assert "per step: 2 collectives, 2.000 MB of gradients, 2.000 MB sent by each rank in flat rings" in text
+    assert "per update: 2 collectives, 2.000 MB sent by each rank for 2.000 MB of gradients" in text
     assert "  fuse_all_reduce_ops: 2 gradients in 2 collectives" in text

@@ -18,6 +18,7 @@ from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms, use_sync_batch_norm_operator
 from fleet_train.errors import ConversionError
+from fleet_train.plan.legs import Sent
 
 Pairs = list[tuple[Any, Any]]
 
@@ -43,6 +44,8 @@ class ProgramPasses:
         self._synchronizes = settings.sync_batch_norm and job.world_size > 1
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
+        self.exchanges: list[Sent] = []
+        """What synchronised batch norm exchanges in one pass; known after ``backward``."""
 
     @property
     def change_nothing(self) -> bool:
@@ -54,11 +57,14 @@ class ProgramPasses:
         settings = self._settings
         lower_precision(loss, settings.precision, on_gpu=self._on_gpu)
         if self._synchronizes and self._on_gpu:
-            use_sync_batch_norm_operator(loss.block.program)
+            channels = use_sync_batch_norm_operator(loss.block.program)
+            # Paddle's kernel sums two numbers per channel and a count, in the forward and in the backward pass.
+            self.exchanges = [Sent("allreduce", 4 * (2 * number + 1), 4, flat=True) for number in 2 * channels]
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes and not self._on_gpu:
             self._statistics = RankStatistics(self._job)
             pairs = synchronize_batch_norms(pairs, self._statistics)
+            self.exchanges = self._statistics.exchanges
         recompute_segments(loss, settings.recompute, emit_hold)
         return pairs
 

@@ -75,14 +75,15 @@ def synchronize_batch_norms(
     return [(parameter, _current(gradient, replaced)) for parameter, gradient in params_grads]
 
 
-def use_sync_batch_norm_operator(program: Any) -> int:
+def use_sync_batch_norm_operator(program: Any) -> list[int]:
     """Before the backward pass, on GPUs: make every training-mode batch norm Paddle's ``sync_batch_norm_``.
 
-    Returns how many. Its kernel exists for GPUs only; it talks over the process group of all ranks.
+    Returns the channels of each. Its kernel exists for GPUs only; it talks over the process group of all ranks.
     """
     operators = list(program.global_block().ops)
     _refuse_hidden(operators)
     forward = [operator for operator in operators if _is_training(operator)]
+    channels = [int(operator.operand_source(3).shape[0]) for operator in forward]
     for operator in forward:
         paddle.pir.set_insertion_point(operator)
         names = ("is_test", "momentum", "epsilon", "data_format", "use_global_stats", "trainable_statistics")
@@ -92,7 +93,7 @@ def use_sync_batch_norm_operator(program: Any) -> int:
             old.replace_all_uses_with(new)
         operator.erase()
     paddle.pir.reset_insertion_point_to_end()
-    return len(forward)
+    return channels
 
 
 def _is_training(operator: Any) -> bool:

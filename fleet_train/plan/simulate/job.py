@@ -81,8 +81,8 @@ class SimulatedJob:
         self._methods = [make_method(b, plan, profile, self._wire, momentum, nesterov) for b in plan.buckets]
         self._averaging: SimulatedAveraging | None = None
         if plan.averaging is not None:
-            averaged = [value.name for value in plan.averaging.values]
-            trained, others = [n for n in averaged if n in names], [n for n in averaged if n not in names]
+            trained = [value.name for value in plan.averaging.values]
+            others = [value.name for value in plan.averaging.statistics]
             self._averaging = SimulatedAveraging(profile, self._wire, start, trained, others)
         self._merged: list[list[Local]] = []
 

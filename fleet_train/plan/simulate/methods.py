@@ -17,7 +17,8 @@ from fleet_train.plan.compression_settings import (
     powersgd_reduced_elements,
     powersgd_settings,
 )
-from fleet_train.plan.plan import Bucket, CommPlan, Sent
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import Bucket, CommPlan
 from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, PowerSgdSimulation
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile

@@ -109,7 +109,7 @@ class _Run:
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
         values = [g for bucket in self.plan.buckets for g in bucket.gradients]
-        others = self.plan.averaging.values if self.plan.averaging else ()
+        others = self.plan.averaging.statistics if self.plan.averaging else ()
         shapes = {value.name: value.shape for value in (*values, *others)}
         self._start = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         self._shared = {g.name: random.standard_normal(g.shape, np.float32) for g in values}

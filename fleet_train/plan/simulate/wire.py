@@ -8,9 +8,9 @@ import numpy as np
 
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.hierarchy import teams
-from fleet_train.plan.plan import ITEM_BYTES, CommPlan, Sent
+from fleet_train.plan.legs import Sent, legs_of, sent_by_rank
+from fleet_train.plan.plan import ITEM_BYTES, CommPlan
 from fleet_train.plan.simulate.compression import ring_sum_16_bit, rounding_of
-from fleet_train.plan.traffic import legs_of
 
 
 class SimulatedWire:
@@ -28,9 +28,8 @@ class SimulatedWire:
 
     def count(self, payload: Sent) -> None:
         """Count one collective over all ranks, without carrying it out."""
-        for leg in legs_of(self._plan, payload):
-            for (sender, _), flow in leg.flows().items():
-                self.sent[sender] += flow.nbytes
+        legs = legs_of(self._plan.world_size, self._plan.team_size, payload)
+        self.sent += sent_by_rank(legs, self._plan.world_size)
 
     def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
         """The sum over the ranks of flat buffers [elements], one per rank, which travel as ``dtype``.

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan.legs import Sent
 from fleet_train.plan.predict import Compute, Link, Network, alternatives, on_paper, predict
 from fleet_train.profile import Profile
 
@@ -107,3 +110,22 @@ def test_teams_that_do_not_fit_are_refused_with_the_factors() -> None:
     plan = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
     with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which teams of 2 do not divide"):
         on_paper(plan, 3, 1)
+
+
+def test_statistics_of_batch_norm_hide_behind_nothing() -> None:
+    cluster = Cluster.imagined(2, 1)
+    plan = plan_of(cluster)
+    statistics = (Sent("allgather", 10**6, 4, flat=True),)
+    plain, more = (predict(one, cluster, NETWORK, COMPUTE) for one in (plan, replace(plan, statistics=statistics)))
+    seconds = 10**6 / NETWORK.between.bytes_per_second + NETWORK.between.latency_seconds
+    assert more.exposed - plain.exposed == pytest.approx(seconds)
+
+
+def test_an_update_of_merged_micro_batches_computes_each_of_them() -> None:
+    cluster = Cluster.imagined(2, 1)
+    once, merged = (
+        predict(plan_of(cluster, accumulate_steps=number), cluster, NETWORK, COMPUTE, batch_size=8) for number in (1, 4)
+    )
+    assert merged.compute == pytest.approx(4 * once.compute)
+    assert merged.exposed == pytest.approx(once.exposed)
+    assert merged.samples_per_second == pytest.approx(4 * 8 * 2 / merged.step)

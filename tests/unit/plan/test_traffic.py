@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import CommPlan, Gradient, build_plan
-from fleet_train.plan.traffic import Leg, bucket_legs, traffic
+from fleet_train.plan import CommPlan, Gradient, build_plan, explain
+from fleet_train.plan.legs import Leg, Sent
+from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 
 MEGABYTE = 2**20
@@ -31,7 +32,7 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside() -> None:
 def test_hierarchical_is_three_legs_in_the_order_in_which_they_run() -> None:
     cluster = Cluster.imagined(2, 2)
     plan = plan_of(cluster, use_hierarchical_allreduce=True)
-    assert bucket_legs(plan, plan.buckets[0]) == [
+    assert plan.legs() == [
         Leg("reduce", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
         Leg("allreduce", ((0, 2),), 4 * MEGABYTE, 4),
         Leg("broadcast", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
@@ -68,3 +69,34 @@ def test_what_leaves_all_nodes_enters_them() -> None:
     found = traffic(plan_of(cluster, use_hierarchical_allreduce=True), cluster)
     assert sum(found.leaving) == sum(found.entering)
     assert sum(found.sent) == sum(found.leaving) + sum(found.inside)
+
+
+def test_statistics_of_batch_norm_are_sent_flat_once_per_micro_batch() -> None:
+    cluster = Cluster.imagined(2, 2)
+    gradients = [Gradient("w", (MEGABYTE,), "float32")]
+    statistics = (Sent("allgather", 100, 4, flat=True), Sent("allreduce", 96, 4, flat=True))
+    profile = Profile(use_hierarchical_allreduce=True, sync_batch_norm=True, accumulate_steps=2)
+    plan = build_plan(gradients, cluster, profile, statistics=statistics)
+    without = build_plan(gradients, cluster, profile)
+    more = [one - other for one, other in zip(plan.sent_by_rank(), without.sent_by_rank(), strict=True)]
+    assert more == [2 * (3 * 100 + 1.5 * 96)] * 4
+    assert "4 collectives, which nothing hides" in explain(plan)
+    assert plan.digest != without.digest
+
+
+def test_an_averaging_counts_statistics_in_float32_and_the_optimizers_state() -> None:
+    cluster = Cluster.imagined(2, 1)
+    weight, mean = Gradient("w", (1000,), "float32"), Gradient("mean", (10,), "float32")
+    profile = Profile(use_local_sgd=True, local_sgd_steps=5, local_sgd_dtype="bfloat16", local_sgd_momentum="average")
+    plan = build_plan([weight], cluster, profile, [weight, mean], state_values_per_parameter=2)
+    assert plan.averaging is not None
+    assert [sent.nbytes for sent in plan.averaging.sent] == [2000, 40, 8000]
+    assert traffic(plan, cluster).sent == ((2000 + 40 + 8000) / 5,) * 2
+
+
+def test_the_explanation_has_the_bytes_of_each_rank() -> None:
+    hierarchical = explain(plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True))
+    assert "per update: 3 collectives, 4.000 to 10.000 MB sent by a rank for 4.000 MB of gradients" in hierarchical
+    local = explain(plan_of(Cluster.imagined(2, 1), use_local_sgd=True, local_sgd_steps=8))
+    assert "in the warm-up, per update: 1 collective, 4.000 MB sent by each rank for 4.000 MB" in local
+    assert "after it: 1 collective every 8 updates, 0.500 MB sent by each rank per update" in local

@@ -1,0 +1,63 @@
+"""What is sent, and the collectives that it takes, one after the other: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fleet_train.plan.backend_bytes import Edge, Flow, flows
+from fleet_train.plan.hierarchy import leaders_of, teams
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One exchange over all ranks: ``allreduce`` or ``allgather``, the bytes of one rank's buffer and of one item."""
+
+    kind: str
+    nbytes: int
+    item_bytes: int
+    between_item_bytes: int = 0
+    """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
+    flat: bool = False
+    """Over all ranks at once, although the plan has teams."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Collectives of one kind that run at the same time, one in each of ``groups`` (root first)."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    nbytes: int
+    item_bytes: int
+
+    def flows(self) -> dict[Edge, Flow]:
+        """Every edge that this leg uses; a rank is in one group only, so edges do not meet."""
+        return {
+            edge: flow
+            for group in self.groups
+            for edge, flow in flows(self.kind, group, self.nbytes, self.item_bytes).items()
+        }
+
+
+def legs_of(world_size: int, team_size: int, payload: Sent) -> list[Leg]:
+    """What an exchange consists of: itself, or with teams (0 = none) the three steps of a hierarchical allreduce."""
+
+    def leg(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> Leg:
+        nbytes = payload.nbytes // payload.item_bytes * item_bytes
+        return Leg(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
+
+    if not team_size or payload.flat or payload.kind != "allreduce":
+        return [leg(payload.kind, [range(world_size)])]
+    members = teams(world_size, team_size)
+    between = leg("allreduce", [leaders_of(members)], payload.between_item_bytes or payload.item_bytes)
+    return [leg("reduce", members), between, leg("broadcast", members)]
+
+
+def sent_by_rank(legs: Iterable[Leg], world_size: int) -> tuple[float, ...]:
+    """Payload bytes that each rank sends in these legs, to wherever."""
+    sent = [0.0] * world_size
+    for leg in legs:
+        for (sender, _), flow in leg.flows().items():
+            sent[sender] += flow.nbytes
+    return tuple(sent)

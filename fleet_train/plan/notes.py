@@ -1,0 +1,151 @@
+"""What each knob did to a plan, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import MEGABYTE, Bucket, Gradient, Note
+from fleet_train.profile import Profile
+
+
+def notes_of(
+    gradients: Sequence[Gradient],
+    buckets: Sequence[Bucket],
+    cluster: Cluster,
+    profile: Profile,
+    team_size: int,
+    statistics: Sequence[Sent],
+) -> list[Note]:
+    """One note for each knob that has a say in what is sent, or in the program around it."""
+    return [
+        *_fusing(gradients, buckets, profile),
+        *_strategies(cluster, profile, team_size),
+        *_local_sgd(profile),
+        *_program(profile, statistics),
+        *_running(profile),
+    ]
+
+
+def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: Profile) -> list[Note]:
+    notes = [
+        Note(
+            "fuse_all_reduce_ops",
+            f"{len(gradients)} gradients in {len(buckets)} collectives"
+            if profile.fuse_all_reduce_ops
+            else f"off: each of {len(gradients)} gradients is a collective of its own",
+        ),
+        Note(
+            "nccl_comm_num",
+            f"{profile.nccl_comm_num} communicator{'s' if profile.nccl_comm_num > 1 else ''}, buckets in turn",
+        ),
+    ]
+    if profile.fuse_all_reduce_ops:
+        largest = max((bucket.nbytes for bucket in buckets), default=0) / MEGABYTE
+        notes += [
+            Note(
+                "fuse_grad_size_in_MB",
+                f"at most {profile.fuse_grad_size_in_MB:g} MB per bucket; largest {largest:.2f} MB",
+            ),
+            Note(
+                "fuse_parameter_groups_size",
+                f"at most {profile.fuse_parameter_groups_size} gradients per bucket; "
+                f"most {max((len(bucket.gradients) for bucket in buckets), default=0)}",
+            ),
+            Note(
+                "last_comm_group_size_MB",
+                f"first and last bucket at most {profile.last_comm_group_size_MB:g} MB: communication starts early, "
+                "little is left to send after the backward pass",
+            ),
+        ]
+    return notes
+
+
+def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:
+    notes = []
+    if profile.use_hierarchical_allreduce:
+        effect = (
+            f"teams of {team_size} ranks; {cluster.world_size // team_size} leaders send between teams"
+            if team_size
+            else "every team would be one rank, or all of them: the same as the flat allreduce"
+        )
+        notes.append(Note("use_hierarchical_allreduce", effect))
+    if profile.sync_nccl_allreduce:
+        notes.append(Note("sync_nccl_allreduce", "each bucket is waited for at once: nothing overlaps"))
+    if profile.compression != "none":
+        notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
+    if profile.accumulate_steps > 1:
+        notes.append(Note("accumulate_steps", f"all this once per {profile.accumulate_steps} micro-batches"))
+    return notes
+
+
+def _tuning(profile: Profile) -> str:
+    """How the chosen compression is set: each of its knobs with its value."""
+    prefix = f"{profile.compression}_"
+    values = {name: value for name, value in profile if name.startswith(prefix)}
+    words = [f"{name.removeprefix(prefix)} {value}" for name, value in values.items()]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _local_sgd(profile: Profile) -> list[Note]:
+    if not profile.use_local_sgd:
+        return []
+    longest = f", at most {profile.local_sgd_max_steps}" if profile.local_sgd_schedule == "adaptive" else ""
+    notes = [
+        Note(
+            "use_local_sgd",
+            f"gradients are sent in the first {profile.local_sgd_is_warm_steps} steps only; then parameters are "
+            f"averaged every {profile.local_sgd_steps} steps ({profile.local_sgd_schedule}{longest})",
+        ),
+        Note("local_sgd_momentum", f"{profile.local_sgd_momentum}: the optimizer's own state at an averaging"),
+        Note("local_sgd_dtype", f"an averaging sends {profile.local_sgd_dtype}"),
+    ]
+    if profile.outer_optimizer != "none":
+        effect = (
+            f"{profile.outer_optimizer}: lr {profile.outer_lr:g}, momentum {profile.outer_momentum:g} on the averaged "
+            "difference"
+        )
+        notes.append(Note("outer_optimizer", effect))
+    return notes
+
+
+def _program(profile: Profile, statistics: Sequence[Sent]) -> list[Note]:
+    """What happens within a rank's own pass: nothing of it changes what is sent, but for batch norm."""
+    notes = []
+    if profile.sync_batch_norm:
+        nbytes = sum(sent.nbytes for sent in statistics)
+        effect = f"{len(statistics)} exchanges per pass, {nbytes} bytes of a rank in all"
+        notes.append(
+            Note("sync_batch_norm", effect if statistics else "no batch norm in training mode: nothing to send")
+        )
+    if profile.amp_level != "O0":
+        scale = ", with a loss scale" if profile.amp_dtype == "float16" else ""
+        notes.append(
+            Note("amp_level", f"{profile.amp_level} in {profile.amp_dtype}{scale}; gradients are sent as float32")
+        )
+    if cuts := _recompute_cuts(profile):
+        notes.append(Note("recompute", f"the forward pass is cut {cuts} and computed again; the same is sent"))
+    return notes
+
+
+def _recompute_cuts(profile: Profile) -> str:
+    if profile.recompute_segments > 1:
+        return f"in {profile.recompute_segments} pieces"
+    if profile.recompute_every_blocks:
+        return f"every {profile.recompute_every_blocks} blocks"
+    return f"at {', '.join(profile.recompute_checkpoints)}" if profile.recompute_checkpoints else ""
+
+
+def _running(profile: Profile) -> list[Note]:
+    """What happens beside the buckets while a job runs; none of it costs bytes worth counting."""
+    every = profile.divergence_check_steps
+    compared = f"at the first step and every {every} steps, or at averagings" if every else "never"
+    return [
+        Note("divergence_check_steps", f"a digest of the parameters is compared {compared}"),
+        Note(
+            "collective_timeout_seconds",
+            f"a rank that does not come is named after {profile.collective_timeout_seconds} s",
+        ),
+        Note("fetch_frequency", f"the loss is fetched every {profile.fetch_frequency} steps"),
+    ]
