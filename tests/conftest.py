@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support import ports
+from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces
 
 _GRACE_SECONDS = 3.0
@@ -117,15 +118,25 @@ def _in_ci() -> bool:
     return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
 
+# Markers of tests that need something of the machine: why it cannot run them, or None.
+_NEEDS: dict[str, Callable[[], str | None]] = {"root": why_no_namespaces, "browser": why_no_browser}
+
+
+def _needs(item: pytest.Item) -> list[str]:
+    return [name for name in _NEEDS if item.get_closest_marker(name)]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("root") and (reason := why_no_namespaces()):
-        pytest.skip(reason)
+    for name in _needs(item):
+        if reason := _NEEDS[name]():
+            pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and item.get_closest_marker("root") and _in_ci():
+    if report.skipped and _needs(item) and _in_ci():
         report.outcome = "failed"
-        report.longrepr = f"a test marked 'root' was skipped in CI, where it must run: {report.longrepr}"
+        marker = " and ".join(map(repr, _needs(item)))
+        report.longrepr = f"a test marked {marker} was skipped in CI, where it must run: {report.longrepr}"
     return report

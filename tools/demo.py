@@ -48,10 +48,6 @@ class Folders:
     def summary(self) -> Path:
         return self.output / "summary.json"
 
-    @property
-    def visualdl(self) -> Path:
-        return self.output / "visualdl"
-
     def prepare(self) -> None:
         """Nothing of an earlier demo may be taken for a result of this one."""
         self.log.mkdir(parents=True, exist_ok=True)
@@ -199,13 +195,12 @@ def say_results(folders: Folders, summary: dict[str, Any], seconds: float) -> No
         ("logs", folders.log),
         ("numbers", folders.output / "metrics.jsonl"),
         ("summary", folders.summary),
-        ("VisualDL", folders.visualdl),
     ]
     for name, place in places:
         click.echo(f"  {name:<11}{place}")
-    visualdl = Path(sys.executable).parent / "visualdl"
-    command = os.path.relpath(visualdl) if visualdl.is_relative_to(ROOT) else "visualdl"
-    click.echo(f"\nSee the curves:  {command} --logdir {folders.visualdl} --host 127.0.0.1")
+    python = Path(sys.executable)
+    shown = os.path.relpath(python) if python.is_relative_to(ROOT) else "python"
+    click.echo(f"\nSee the curves:  {shown} -m fleet_train monitor --logdir {folders.output}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "Start this node's share of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
     "check": "Measure whether this machine reads its training data fast enough.",
+    "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
 }

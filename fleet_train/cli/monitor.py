@@ -1,0 +1,90 @@
+"""``python -m fleet_train monitor``: the curves of runs in a browser, or as text in this terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from fleet_train.launch.signals import StopRequested, stopping_signals
+from fleet_train.launch.worker import die_with_parent
+from fleet_train.train.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs
+from fleet_train.train.terminal import table
+
+DEFAULT_PORT = 8040
+_REFRESH_SECONDS = 2.0
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--logdir",
+    "folders",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    default=("runs",),
+    show_default=True,
+    help="A run's --output_dir, or a folder above several; may be repeated.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every address.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="Port to listen on. A default that is in use is replaced by the next free port.",
+)
+@click.option("--text", is_flag=True, help="Show the numbers here, without VisualDL; on a terminal until Ctrl-C.")
+@click.pass_context
+def command(context: click.Context, folders: tuple[Path, ...], host: str, port: int, text: bool) -> None:
+    """Show the curves of runs while they train, or afterwards.
+
+    Starts VisualDL's server on this machine and prints the address to open in a browser. Ctrl-C ends it. Without
+    VisualDL the numbers are shown as text.
+    """
+    runs = find_runs(folders)
+    with stopping_signals():
+        try:
+            if text:
+                _show_text(runs)
+                return
+            is_asked_for = context.get_parameter_source("port") is not ParameterSource.DEFAULT
+            try:
+                _serve(folders, runs, host, choose_port(host, port, is_asked_for, _say))
+            except DashboardUnusable as error:
+                _say(f"{error}; this is metrics.jsonl instead")
+                _show_text(runs)
+        except StopRequested:
+            _say("ended")
+
+
+def _serve(folders: Sequence[Path], runs: Sequence[Path], host: str, port: int) -> None:
+    with Dashboard(folders, host, port, partial(die_with_parent, signal.SIGTERM)) as dashboard:
+        for run in runs:
+            _say(f"run {run}")
+        if host not in _LOCAL:
+            _say(f"everybody who reaches {host} can read these runs")
+        click.echo(f"{dashboard.address}/app/scalar")
+        _say("open it in a browser; Ctrl-C ends it")
+        dashboard.wait()
+
+
+def _show_text(runs: Sequence[Path]) -> None:
+    while True:
+        shown = "\n\n".join(table(run) for run in runs)
+        if not sys.stdout.isatty():
+            click.echo(shown)
+            return
+        click.clear()
+        click.echo(shown)
+        time.sleep(_REFRESH_SECONDS)
+
+
+def _say(message: str) -> None:
+    click.echo(f"fleet_train: {message}", err=True)

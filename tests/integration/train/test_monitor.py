@@ -1,0 +1,158 @@
+"""`python -m fleet_train monitor` as a real process: the page answers on this machine, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fleet_train.train.metrics import open_sinks
+from tests.support.processes import ROOT, Job, Started, clean_environ, python
+
+# Notes every connection that the server would make, and makes none but to this machine.
+_NO_INTERNET = """
+import os, socket
+connect = socket.socket.connect
+def guarded(self, address):
+    if self.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
+        with open(os.environ["CONNECTIONS"], "a") as file:
+            print(address, file=file)
+        raise OSError("this test has no internet")
+    return connect(self, address)
+socket.socket.connect = guarded
+lookup = socket.getaddrinfo
+def named(host, *args, **kwargs):
+    if host not in (None, "127.0.0.1", "localhost"):
+        with open(os.environ["CONNECTIONS"], "a") as file:
+            print("lookup", host, file=file)
+    return lookup(host, *args, **kwargs)
+socket.getaddrinfo = named
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> None:
+    """A run with two curves: runs/demo."""
+    sink = open_sinks(tmp_path / "runs" / "demo", reporting=True)
+    for step in range(0, 100, 10):
+        sink.write(step, {"train/loss": math.exp(-step / 30), "speed/samples_per_second": 100.0 + step})
+    sink.close()
+
+
+@contextmanager
+def monitor(folder: Path, *flags: str, **environ: str) -> Iterator[tuple[Job, Started]]:
+    with Job(folder) as job:
+        environment = clean_environ({"HOME": str(folder), **environ})
+        yield job, job.start("monitor", python("-m", "fleet_train", "monitor", *flags), environment, cwd=folder)
+
+
+def address_of(job: Job, started: Started) -> str:
+    job.wait_until(lambda: "/app/scalar" in started.output, 40, "the address is printed")
+    (line,) = [line for line in started.output.splitlines() if line.startswith("http://")]
+    return line.removesuffix("/app/scalar")
+
+
+def fetch(url: str) -> str:
+    request = urllib.request.Request(url, headers={"Accept-Language": "en"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def ends_without_a_trace(job: Job) -> None:
+    (ended,) = job.wait(timeout_seconds=60)
+    assert (ended.exit_code, ended.killed) == (0, False), ended.output
+    assert [process.cmdline() for process in job.orphans()] == []
+
+
+@pytest.mark.usefixtures("run")
+def test_page_answers_once_the_address_is_printed_and_nobody_else_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(_NO_INTERNET)
+    connections = tmp_path / "connections"
+    flags = ("--logdir", "runs/demo")
+    environ = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "CONNECTIONS": str(connections)}
+    with monitor(tmp_path, *flags, **environ) as (job, started):
+        address = address_of(job, started)
+        assert address.startswith("http://127.0.0.1:")
+        assert "<title>VisualDL</title>" in fetch(f"{address}/app/scalar")
+        assert json.loads(fetch(f"{address}/app/api/runs"))["data"] == ["runs/demo/visualdl"]
+        points = json.loads(fetch(f"{address}/app/api/scalar/list?run=runs/demo/visualdl&tag=train/loss"))["data"]
+        assert [step for _, step, _ in points] == list(range(0, 100, 10))
+        started.process.send_signal(signal.SIGINT)
+        ends_without_a_trace(job)
+    assert not connections.exists(), connections.read_text()
+
+
+@pytest.mark.usefixtures("run")
+def test_used_default_port_is_replaced_and_its_owner_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", 8040))
+        except OSError:
+            pass  # then somebody else holds it, which is as good
+        else:
+            holder.listen(1)
+        with monitor(tmp_path) as (job, started):
+            address = address_of(job, started)
+            assert "port 8040 is in use" in started.output
+            assert int(address.rsplit(":", 1)[1]) > 8040
+            started.process.send_signal(signal.SIGTERM)
+            ends_without_a_trace(job)
+
+
+@pytest.mark.usefixtures("run")
+def test_port_that_was_asked_for_is_not_replaced(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+    port = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)), monitor(tmp_path, "--port", str(port)) as (job, _):
+        (ended,) = job.wait(timeout_seconds=30)
+    assert ended.exit_code == 1
+    assert f"--port {port}: in use on 127.0.0.1 by " in ended.output
+    assert "is free" in ended.output
+
+
+@pytest.mark.usefixtures("run")
+def test_server_does_not_outlive_a_killed_monitor(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+    with monitor(tmp_path, "--logdir", "runs", "--port", str(free_ports(1))) as (job, started):
+        address_of(job, started)
+        started.process.kill()
+        started.process.wait()
+        assert [process.cmdline() for process in job.orphans()] == []
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    "broken", ["raise ImportError('incompatible protobuf')", "import sys; sys.exit('no templates')"]
+)
+def test_without_a_working_visualdl_the_numbers_are_shown_here(tmp_path: Path, broken: str) -> None:
+    (tmp_path / "site" / "visualdl").mkdir(parents=True)
+    (tmp_path / "site" / "visualdl" / "__init__.py").write_text(broken)
+    with monitor(tmp_path, PYTHONPATH=f"{tmp_path / 'site'}:{ROOT}") as (job, _):
+        (ended,) = job.wait(timeout_seconds=60)
+    assert ended.exit_code == 0, ended.output
+    assert "VisualDL does not start: " in ended.output
+    assert "this is metrics.jsonl instead" in ended.output
+    assert "train/loss" in ended.output
+
+
+@pytest.mark.usefixtures("run")
+def test_text_is_written_once_into_a_pipe(tmp_path: Path) -> None:
+    with monitor(tmp_path, "--text", "--logdir", "runs/demo") as (job, _):
+        (ended,) = job.wait(timeout_seconds=30)
+    assert ended.exit_code == 0
+    assert "runs/demo, step 90" in ended.output
+    assert "speed/samples_per_second         190         100         190" in ended.output
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with monitor(tmp_path, "--logdir", ".") as (job, _):
+        (ended,) = job.wait(timeout_seconds=30)
+    assert ended.exit_code == 1
+    assert "--logdir .: no run below it" in ended.output

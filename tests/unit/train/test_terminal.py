@@ -1,0 +1,31 @@
+"""Curves for a terminal, from a file that is still being written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_train.train.terminal import read_curves, sparkline, table
+
+
+def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_table_has_scalars_only_and_bears_a_half_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "time": 1, "kind": "text", "tag": "plan/table", "text": "x"}\n'
+        '{"step": 10, "time": 2, "train/loss": 2.0}\n{"step": 20, "time": 3, "train/loss": 0.5, "test/loss": null}\n'
+        '{"step": 30, "train/lo'
+    )
+    assert read_curves(tmp_path / "metrics.jsonl") == (20, {"train/loss": [2.0, 0.5]})
+    head, columns, row = table(tmp_path).splitlines()
+    assert head == f"{tmp_path}, step 20"
+    assert columns.split() == ["newest", "lowest", "highest"]
+    assert row.split() == ["train/loss", "0.5", "0.5", "2", "█▁"]
+
+
+def test_run_without_a_record_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert table(tmp_path) == f"{tmp_path}: no record yet"
