@@ -20,12 +20,15 @@ from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 
+# Ranks whose slowest step is shorter than this meet at the start of a step.
+_EARLY_MS = 5000.0
+
 
 class GradientExchange:
     """The communication of one converted program.
 
-    The host operators call ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank. Each
-    communicator has a thread of its own; buckets on one communicator keep their order.
+    The host operators call ``arrive``, ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank.
+    Each communicator has a thread of its own; buckets on one communicator keep their order.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class GradientExchange:
         """Updates so far; with gradient merge not every run of the program is one."""
         self._updates = True
         self._steps_since_check = 0
-        self._gate: Future[Passed] = Future()
+        self._gate: Future[Passed] | None = None
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
         averaging = plan.averaging
@@ -57,7 +60,16 @@ class GradientExchange:
     @property
     def sends_gradients(self) -> bool:
         """Whether the current run averages gradients: not between updates, and not in LocalSGD's local steps."""
-        return self._updates and (self.averager is None or self.averager.schedule.is_synchronous(self.step))
+        return self._updates and self._is_synchronous(self.step)
+
+    def arrive(self) -> None:
+        """Called at the start of a step that ends with an update: the ranks meet while they compute.
+
+        Behind the gate Gloo waits for 30 s only, so this is for ranks that are quicker than that by far; all have
+        read the same times at the last gate. Otherwise, and at the first step, they meet before the first bucket.
+        """
+        if self._is_synchronous(self.step + 1) and self._job.notes.slowest_step_ms < _EARLY_MS:
+            self._gate = self._begin_gate(self._moment_of(self.step + 1))
 
     @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
@@ -80,6 +92,7 @@ class GradientExchange:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
+        assert self._gate is not None
         bucket, method, gate, moment = self._plan.buckets[index], self._methods[index], self._gate, self._moment
         prepared = method.prepare(gradients)
         self._running[index] = self._threads[bucket.communicator].submit(
@@ -123,9 +136,8 @@ class GradientExchange:
 
     def communication(self) -> Communication:
         """What this job's communication has cost since the last call."""
-        averager = self.averager
-        is_local = averager is not None and not averager.schedule.is_synchronous(max(self.step, 1))
-        return self._job.notes.read(averager.schedule.period if averager and is_local else 1)
+        is_local = self.averager is not None and not self._is_synchronous(max(self.step, 1))
+        return self._job.notes.read(self.averager.schedule.period if self.averager and is_local else 1)
 
     def stop(self) -> None:
         for thread in self._threads:
@@ -133,20 +145,27 @@ class GradientExchange:
 
     @property
     def _moment(self) -> str:
-        return f"step {self.step}" if self._conversion == 0 else f"step {self.step} of program {self._conversion}"
+        return self._moment_of(self.step)
+
+    def _moment_of(self, step: int) -> str:
+        return f"step {step}" if self._conversion == 0 else f"step {step} of program {self._conversion}"
+
+    def _is_synchronous(self, step: int) -> bool:
+        return self.averager is None or self.averager.schedule.is_synchronous(step)
 
     def _next_step(self, updates: bool) -> None:
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()
-        if self.sends_gradients:
+        if self.sends_gradients and self._gate is None:
             self._gate = self._begin_gate(self._moment)
 
     def _end_step(self) -> None:
         self._job.clock.end_step()
-        if self.sends_gradients:
+        if self._gate is not None:
             self._job.clock.add_sent(self._gradient_bytes)
             self._pass(self._gate)
+            self._gate = None
 
     def _begin_gate(self, name: str) -> Future[Passed]:
         """Meet all ranks on the first communicator's thread; the note says how it was up to now."""

@@ -6,6 +6,7 @@ taken in on the computing thread, at the same point of the same step on every ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ class GateNotes:
         self._times = [RankTimes() for _ in cluster.ranks]
         self.stop: str | None = None
         """Who asked for a stop and why, once all ranks know it."""
+        self.slowest_step_ms = math.inf
+        """Of the slowest rank's own work, per step, up to the last gate; the same on every rank."""
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop; safe in a signal handler: it takes no lock. The first reason stands."""
@@ -71,6 +74,7 @@ class GateNotes:
 
     def take(self, notes: Mapping[int, list[Any]]) -> None:
         """Take in the notes of all ranks, by rank."""
+        self.slowest_step_ms = max(note[1] / note[0] if note[0] else math.inf for note in notes.values())
         for rank, (steps, busy, wait, *asked) in sorted(notes.items()):
             times = self._times[rank]
             times.steps += steps

@@ -63,6 +63,16 @@ def token() -> Any:
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
+def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:
+    """Insert the operator that says that this rank has begun a step; returns the chain's next token."""
+
+    def run(link: Any) -> Any:
+        exchange.arrive()
+        return link.clone()
+
+    return _host_operator("arrive", 1, [_TOKEN], run)(chain)
+
+
 def emit_launch(
     exchange: GradientExchange, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None
 ) -> Any:
@@ -140,6 +150,11 @@ def emit_meeting(job: Job, moment: str, chain: Any) -> Any:
         return link.clone()
 
     return _host_operator("meet", 1, [_TOKEN], run)(chain)
+
+
+def is_meeting(operator: Any) -> bool:
+    """Whether an operator of a program is one that ``emit_meeting`` has inserted."""
+    return "fleet_train_meet_" in operator.name()
 
 
 def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, Any]:

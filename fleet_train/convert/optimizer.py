@@ -20,9 +20,10 @@ from fleet_train.convert.profile_passes import (
     refuse_on_this_device,
     take_over_momentum,
 )
-from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_exchange
+from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_launches, insert_waits
+from fleet_train.convert.separable import updates_each_alone
 from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.plan import CommPlan, Gradient, build_plan, first_difference
+from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan, first_difference
 from fleet_train.profile import Profile
 
 ParamsGrads = list[tuple[Any, Any]]
@@ -136,13 +137,22 @@ class DistributedOptimizer:
         values = held_values(main, [item.parameter for item in ready], [])
         plan = self._agreed_plan(ready, values)
         exchange = GradientExchange(self._job, plan, self._profile, self._inner.get_lr, self._dgc)
-        averaged, chain = insert_exchange(exchange, plan, ready, values, merged.boundary)
-        operators = self._update(merged, averaged)
+        chain = insert_launches(exchange, plan, ready, values, merged.boundary)
+        operators = []
+        for buckets in self._updated_together(plan):
+            averaged, chain = insert_waits(exchange, buckets, ready, chain)
+            operators += self._update(merged, averaged)
         self._finish_step(exchange, values, chain)
         with paddle.static.program_guard(startup, startup):
             broadcast_start_state(self._job, startup)
         self._on_converted(main, startup, plan, exchange)
         return operators
+
+    def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
+        """Buckets whose parameters one update takes: each bucket alone, while the next ones travel, where that is
+        the same arithmetic."""
+        by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner)
+        return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
         update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients

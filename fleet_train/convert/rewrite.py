@@ -10,39 +10,43 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import (
     HeldValues,
+    emit_arrive,
     emit_begin,
     emit_broadcast,
     emit_launch,
     emit_meeting,
     emit_wait,
+    is_meeting,
     token,
 )
 from fleet_train.collectives.job import Job
 from fleet_train.convert.gradients import ReadyGradient
-from fleet_train.plan import CommPlan
+from fleet_train.plan import Bucket, CommPlan
 
 # Operators whose second and third operand are a running mean and variance.
 _HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 _STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
 
-def insert_exchange(
+def insert_launches(
     exchange: GradientExchange,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
     values: HeldValues,
     boundary: Any = None,
-) -> tuple[list[tuple[Any, Any]], Any]:
-    """Insert the plan's operators into the current program.
+) -> Any:
+    """Insert what starts the plan's buckets into the current program; returns the token of the last operator.
 
-    Returns (parameter, averaged gradient) pairs and the token that the last operator passes on.
-
-    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on; all
-    waits stand at the end of what there is now, before the optimizer's operators.
+    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on.
+    The ranks begin to meet at the very start of a step, if every run of the program is one (``boundary`` is None) and
+    they do not meet inside it for something else: two meetings at a time could cross.
     """
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
     chain: Any = None
+    if boundary is None and not any(is_meeting(operator) for operator in operators):
+        paddle.pir.set_insertion_point(operators[0])
+        chain = emit_arrive(exchange, token())
     behind = -1
     for bucket in plan.buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
@@ -50,16 +54,24 @@ def insert_exchange(
         # Two buckets can end at one operator: the second launch then stands behind the first.
         anchor = operators[position] if position > behind else chain.get_defining_op()
         paddle.pir.set_insertion_point_after(anchor)
-        if chain is None:
-            chain = token()
+        if bucket.index == 0:
+            chain = token() if chain is None else chain
             if exchange.averager is not None and exchange.averager.keeps_anchor:
                 chain = emit_begin(exchange, values.parameters, chain)
         gradients = [member.value for member in members]
         chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)
         behind = max(behind, position)
     paddle.pir.reset_insertion_point_to_end()
+    return chain
+
+
+def insert_waits(
+    exchange: GradientExchange, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """Append what waits for ``buckets``; returns (parameter, averaged gradient) pairs and the next token."""
+    by_name = {item.parameter.name: item for item in ready}
     averaged = []
-    for bucket in plan.buckets:
+    for bucket in buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         chain, results = emit_wait(exchange, bucket, [member.value.dtype for member in members], chain)
         averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]

@@ -52,6 +52,11 @@ class ProgramPasses:
         """Whether the program stays the one that the optimizer alone would make."""
         return replace(self._settings, sync_batch_norm=self._synchronizes) == PassSettings()
 
+    @property
+    def update_each_alone(self) -> bool:
+        """Whether ``update`` may be called several times in a step, for some of the parameters each."""
+        return self._settings.merge.accumulate_steps == 1 and self._scaler is None and self._statistics is None
+
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
         settings = self._settings
