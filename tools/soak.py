@@ -95,7 +95,7 @@ def main(
     folder = keep or Path(tempfile.mkdtemp(prefix="fleet_train-soak-"))
     train = f"--model=mlp --data=digits --augment=shift --batch_size=32 --epochs={epochs} --checkpoint_every=1"
     train += f" --evaluate_every={epochs} --log_every=1 --optimizer=adamw --strategy={strategy}"
-    flags = (*train.split(), "--resume")
+    flags = tuple(train.split())  # attempts after the first resume by themselves
     record: dict[str, Any] = {
         "circumstances": circumstances() | {"command": " ".join(["python", "tools/soak.py", *sys.argv[1:]])},
         "network": {"kind": network, "rate": rate if network == "namespaces" else None},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ class _Started:
     stock: subprocess.Popen[bytes]
     private: Path
     follower: Follower | NoFollower
-    stopping: Stopping
+    supervisor: Supervisor
     say: Say
 
     def end(self) -> list[RankEnd]:
@@ -69,9 +70,10 @@ def run_attempt(
     follower = Follower(files.log_file(0)) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     stock = processes.start_stock_launcher(launch.command(token, private), environ, private)
-    started = _Started(launch, meeting, files, stock, private, follower, stopping, say)
+    supervisor = Supervisor(files, meeting, stock, follower, stopping, launch.faults.grace_seconds)
+    started = _Started(launch, meeting, files, stock, private, follower, supervisor, say)
     try:
-        verdict = Supervisor(files, meeting, stock, follower, stopping, launch.faults.grace_seconds).watch()
+        verdict = supervisor.watch()
         return _CONCLUSIONS[verdict.cause](started, verdict)
     except StopRequested as stop:
         return _stopped(started, stop.number)
@@ -106,7 +108,8 @@ def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     is_host, restarts = started.launch.node.index == 0, started.launch.faults.max_restarts > 0
     if not (is_host or restarts or outcome.kind is Kind.PREEMPTED):
         return replace(outcome, ends=tuple(ends))
-    failure = started.meeting.await_others(_LINGER_AFTER_SUCCESS_SECONDS, started.say)
+    patience = max(_LINGER_AFTER_SUCCESS_SECONDS, started.launch.faults.grace_seconds)
+    failure = started.meeting.await_others(patience, started.say)
     # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
     return replace(outcome, ends=tuple(ends)) if failure is None else _told(started, ends, failure)
 
@@ -162,19 +165,26 @@ def _never_started(started: _Started) -> Outcome:
 
 
 def _was_stopped(started: _Started, _: Verdict) -> Outcome:
-    return _stopped(started, started.stopping.asked)
+    if started.supervisor.stopping.asked:
+        return _stopped(started, started.supervisor.stopping.asked)
+    notice = started.meeting.stop_announced() or {"why": "a rank was asked to stop"}
+    return _end_by_force(started, str(notice["why"]), 128 + signal.SIGTERM)
 
 
 def _stopped(started: _Started, number: int) -> Outcome:
-    """Ctrl-C, a second signal, or ranks that did not stop in good order within --grace_seconds."""
+    """Ctrl-C, a second signal, or ranks of this node that did not stop in good order after the first one."""
     message = f"{started.launch.node.describe()} was stopped by {signal_name(number)}"
+    return _end_by_force(started, message, 128 + number)
+
+
+def _end_by_force(started: _Started, message: str, exit_code: int) -> Outcome:
     still_there = len(started.files.wrapper_pids())
-    if started.stopping.asked and still_there:
+    if still_there and started.supervisor.grace_is_over:
         message += f" ({counted(still_there, 'rank')} did not end within {started.launch.faults.grace_seconds:g} s)"
-    started.meeting.fail(message, 128 + number, no_culprit=True, final=True)
+    started.meeting.fail(message, exit_code, no_culprit=True, final=True)
     ends = started.end()
     message = f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
-    return Outcome(Kind.FAILED, 128 + number, message, tuple(ends), final=True, without_culprit=True)
+    return Outcome(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_culprit=True)
 
 
 _CONCLUSIONS: dict[Cause, Callable[[_Started, Verdict], Outcome]] = {

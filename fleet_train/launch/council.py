@@ -35,6 +35,7 @@ class Council:
         self._facts = facts
         self._say = say
         self._earlier: list[Outcome] = []
+        self._last_word = ""
         self._every_node = tuple(range(len(roster.node.addresses)))
 
     # the first attempt
@@ -73,16 +74,27 @@ class Council:
             return self._lead(attempt, outcome)
         return self._follow(attempt, outcome)
 
-    def end(self, outcome: Outcome, message: str = "") -> None:
+    def end(self, outcome: Outcome) -> None:
         """Node 0 tells launchers that wait how the job has ended."""
         if self.roster.node.index == 0:
-            self.roster.give({"end": outcome.exit_code, "message": message or outcome.kind.value})
+            self.roster.give({"end": outcome.exit_code, "message": self._last_word or outcome.kind.value})
+
+    def stop(self, exit_code: int, message: str) -> None:
+        """This launcher is stopped on purpose while no rank is running: the job is not to go on without it."""
+        if self.roster.node.index == 0:
+            self.roster.give({"end": exit_code, "message": message})
+        else:
+            self.roster.stop(exit_code, message)
+
+    def _no_more(self, why: str) -> None:
+        self._last_word = f"not restarted: {why}"
+        self._say(self._last_word)
 
     def _lead(self, attempt: Attempt, outcome: Outcome) -> Attempt | None:
         why = why_not_again(outcome, self._earlier, self.policy)
         if why is not None:
             if why:
-                self._say(f"not restarted: {why}")
+                self._no_more(why)
             return None
         self._earlier.append(outcome)
         restart, pause = len(self._earlier), pause_seconds(len(self._earlier))
@@ -107,13 +119,16 @@ class Council:
                 return tuple(sorted(here))
             away = ", ".join(map(self.roster.node.describe, sorted(missing or set(self._every_node) - here)))
             waited = time.monotonic() - began
+            if (order := self.roster.stopped()) is not None:
+                self._no_more(str(order["message"]))
+                return None
             if waited > timeout and len(here) >= needed:
                 self._say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); going on without")
                 return tuple(sorted(here))
             if waited > timeout:
-                self._say(
-                    f"not restarted: {away} did not come back within {timeout:g} s (--rejoin_timeout), and "
-                    f"{counted(needed, 'node')} are needed (--min_nodes)"
+                self._no_more(
+                    f"{away} did not come back within {timeout:g} s (--rejoin_timeout), and {counted(needed, 'node')} "
+                    "are needed (--min_nodes)"
                 )
                 return None
             if time.monotonic() > word_at:

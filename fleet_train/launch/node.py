@@ -24,6 +24,8 @@ class Node:
     processes: int
     devices: tuple[str, ...] | None
     interface: str | None
+    numbers: tuple[int, ...] = ()
+    """Where ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
 
     @property
     def address(self) -> str:
@@ -48,11 +50,12 @@ class Node:
 
     def among(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes only (positions in ``addresses``), which must contain it."""
-        return replace(self, addresses=tuple(self.addresses[i] for i in nodes), index=nodes.index(self.index))
+        addresses = tuple(self.addresses[i] for i in nodes)
+        return replace(self, addresses=addresses, index=nodes.index(self.index), numbers=nodes)
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index
-        return f"node {index} ({self.addresses[index]})"
+        return f"node {self.numbers[index] if self.numbers else index} ({self.addresses[index]})"
 
 
 def place(request: LaunchRequest, machine: Machine) -> Node:

@@ -21,6 +21,7 @@ from fleet_train.launch.request import FaultPolicy
 _GROUP = "seat"
 _ORDER = "order"
 _FACTS = "facts"
+_STOPPED = "stopped"
 _POLL_SECONDS = 0.2
 _BEATS_PER_TIMEOUT = 4
 _GOODBYE_SECONDS = 1.5  # three looks of a launcher that is still at work
@@ -115,6 +116,16 @@ class Roster:
         """How node 0 was started."""
         facts: Facts = self._client.get(_FACTS) or {}
         return facts
+
+    def stop(self, exit_code: int, message: str) -> None:
+        """Tell node 0 that this launcher was stopped on purpose while no rank was running."""
+        with suppress(FleetTrainError):
+            self._client.set(_STOPPED, {"end": exit_code, "message": message})
+
+    def stopped(self) -> Order | None:
+        """What a launcher that was stopped on purpose has said."""
+        order: Order | None = self._client.get(_STOPPED)
+        return order
 
     # who is here
 

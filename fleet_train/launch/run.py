@@ -29,9 +29,9 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
     with stopping_signals() as stopping:
         try:
             roster = Roster(node, launch.faults, launch.join_timeout_seconds)
-            return _run_attempts(launch, roster, environ, stopping)
+            return _run_attempts(launch, Council(roster, launch.faults, launch.facts, say), environ, stopping)
         except StopRequested as stop:
-            say(f"{node.describe()} was stopped by {signal_name(stop.number)}; no rank was running")
+            say(f"{_stop_message(launch, stop)}; no rank was running")
             return 128 + stop.number
         finally:
             if roster is not None:
@@ -39,20 +39,26 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
                 roster.close()
 
 
-def _run_attempts(launch: Launch, roster: Roster, environ: Mapping[str, str], stopping: Stopping) -> int:
-    council = Council(roster, launch.faults, launch.facts, say)
+def _run_attempts(launch: Launch, council: Council, environ: Mapping[str, str], stopping: Stopping) -> int:
     try:
         attempt = council.first()
+        while True:
+            outcome = _run_one(launch, council, attempt, environ, stopping)
+            following = council.next(attempt, outcome)
+            if following is None:
+                council.end(outcome)
+                return _tell(outcome)
+            attempt = following
     except JobEnded as end:
         say(f"the job has ended before it could take this node in: {end}")
         return end.exit_code
-    while True:
-        outcome = _run_one(launch, council, attempt, environ, stopping)
-        following = council.next(attempt, outcome)
-        if following is None:
-            council.end(outcome)
-            return _tell(outcome)
-        attempt = following
+    except StopRequested as stop:
+        council.stop(128 + stop.number, _stop_message(launch, stop))
+        raise
+
+
+def _stop_message(launch: Launch, stop: StopRequested) -> str:
+    return f"{launch.node.describe()} was stopped by {signal_name(stop.number)}"
 
 
 def _run_one(
@@ -61,22 +67,23 @@ def _run_one(
     """One attempt. Raises FleetTrainError when the nodes do not come together for the first one."""
     launch = launch.for_nodes(attempt.nodes)
     meeting: Meeting | None = None
+    must_meet = attempt.number == 0
     try:
         meeting = Meeting.open(
             launch.node, attempt.scope, launch.join_timeout_seconds, launch.faults.lost_node_timeout_seconds
         )
         number = meeting.join(launch.facts, attempt.number, launch.join_timeout_seconds, say)
+        must_meet = False
         if attempt.scope == 0:
             council.begun(attempt)
         return run_attempt(launch, meeting, launch.environ_of(attempt.scope, number, environ), number, stopping, say)
     except (JoinTimeout, WorkerFailed) as error:
-        if attempt.number == 0:
+        if must_meet:
             raise
         return Outcome(Kind.FAILED, error.exit_code, str(error), without_culprit=True)
     except StopRequested as stop:
         if meeting is not None:
-            message = f"{launch.node.describe()} was stopped by {signal_name(stop.number)}"
-            meeting.fail(message, 128 + stop.number, no_culprit=True, final=True)
+            meeting.fail(_stop_message(launch, stop), 128 + stop.number, no_culprit=True, final=True)
         raise
     finally:
         if meeting is not None:

@@ -31,7 +31,7 @@ _NEWS_SECONDS = 5.0
 class Cause(Enum):
     ALL_ENDED_WELL = "all ranks of this node have ended with 0"
     PREEMPTED = "all ranks of this node have ended, and some stopped in good order because they were asked to"
-    STOPPED = "this launcher was asked to stop, and its ranks have not stopped in good order"
+    STOPPED = "the job was asked to stop, and the ranks of this node have not stopped in good order"
     RANK_FAILED = "a rank of this node has failed"
     TOLD = "somebody else has reported a failure"
     STORE_LOST = "node 0's launcher has vanished"
@@ -100,12 +100,14 @@ class Supervisor:
             if verdict is not None:
                 return verdict
         self._heed_stop(any(end.preempted for end in ends))
-        if self.stopping.asked:
-            assert self._stop_until is not None
-            return Verdict(Cause.STOPPED) if all_ended or self._clock() > self._stop_until else None
-        if self._stop_until is not None and self._clock() > self._stop_until:
+        if self.grace_is_over or (self.stopping.asked and all_ended):
             return Verdict(Cause.STOPPED)
-        return self._judge(ends) if failed else None
+        return self._judge(ends) if failed and not self.stopping.asked else None
+
+    @property
+    def grace_is_over(self) -> bool:
+        """Whether ranks have had their time to stop in good order."""
+        return self._stop_until is not None and self._clock() > self._stop_until
 
     def _heed_stop(self, one_has_stopped: bool) -> None:
         """From the first sign of an orderly stop on, wherever it was asked for, ranks have a bounded time to end."""

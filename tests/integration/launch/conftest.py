@@ -25,7 +25,7 @@ class Bench:
 
     def start(
         self,
-        script: str,
+        script: str | Path,
         *arguments: str,
         flags: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
@@ -39,7 +39,7 @@ class Bench:
         environment = clean_environ({"SECRET_TOKEN": SECRET, "TMPDIR": str(self.temporary), **(environ or {})})
         return self.job.start(name, python(*command, str(path), *arguments), environment, cwd=self.folder / name)
 
-    def start_two(self, script: str, *arguments: str, flags: Sequence[str] = ()) -> tuple[Started, Started]:
+    def start_two(self, script: str | Path, *arguments: str, flags: Sequence[str] = ()) -> tuple[Started, Started]:
         return (
             self.start(script, *arguments, flags=flags, node=0),
             self.start(script, *arguments, flags=flags, node=1),

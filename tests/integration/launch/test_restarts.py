@@ -127,6 +127,19 @@ def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) 
     bench.no_orphans_within(10.0)
 
 
+def test_a_launcher_that_is_stopped_between_two_attempts_ends_the_job(bench: Bench) -> None:
+    first, second = bench.start_two(_ATTEMPTS, "wait", flags=["--max_restarts=3", "--rejoin_timeout=60"])
+    wait_for_attempt(bench, 0)
+    send(second, signal.SIGKILL)
+    bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
+    send(first, signal.SIGTERM)
+    assert first.process.wait(timeout=10) == 143
+    assert first.output.splitlines()[-1] == (
+        "fleet_train: node 0 (127.0.0.2) was stopped by SIGTERM; no rank was running"
+    )
+    bench.no_orphans_within(1.0)
+
+
 # The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the gates.
 _SAVES = """
 import os, pathlib, signal, sys, time

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 
-from tests.integration.launch.conftest import SECRET, Bench
+from tests.integration.launch.conftest import SECRET, Bench, send
+from tests.support.processes import ROOT
 
 _TRAIN = """
 import os, signal
@@ -39,3 +42,20 @@ def test_a_rank_that_is_killed_in_the_middle_of_training(bench: Bench) -> None:
         assert other[3] in ("exit code 11 (another rank was lost)", "stopped by SIGTERM"), one.output
     assert bench.job.leftovers() == []
     assert bench.files_with(SECRET) == []
+
+
+def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12_everywhere(bench: Bench) -> None:
+    output = bench.folder / "out"
+    recipe = "--model=mlp --data=digits --epochs=10000 --log_every=1 --checkpoint_every=1000 --evaluate_every=1000"
+    _, second = bench.start_two(ROOT / "tools" / "train.py", *recipe.split(), f"--output_dir={output}")
+    metrics = output / "metrics.jsonl"
+    bench.wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 5, "steps", 60.0)
+    send(second, signal.SIGTERM)
+    assert [one.exit_code for one in bench.ended()] == [12, 12], bench.job.report()
+    (saved,) = (output / "checkpoints").glob("step-*")
+    state = json.loads((saved / "state.json").read_text())
+    assert state["step"] == int(saved.name.removeprefix("step-")) > 0
+    for node in (0, 1):
+        assert "Preempted" in bench.log(f"node{node}/log/workerlog.0"), bench.job.report()
+    assert "node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state" in second.output
+    assert bench.job.leftovers() == []
