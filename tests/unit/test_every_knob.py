@@ -1,0 +1,235 @@
+"""Nothing is ignored silently: every knob of the table, and every field of a stock strategy, is flipped mechanically.
+
+The values come from the schema: the other choices, the neighbours of the default, the ends of the range. A flip counts
+when the plan, the settings of the passes and of the compression, LocalSGD's schedule and outer step, or the workers'
+environment become different; when it is said on rank 0; or when it is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.outer import OuterOptimizer
+from fleet_train.convert.profile_passes import pass_settings
+from fleet_train.convert.strategy import DistributedStrategy
+from fleet_train.errors import ProfileError
+from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan.compression_settings import dgc_settings, powersgd_settings
+from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
+from fleet_train.profile.knobs import shown
+from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
+from fleet_train.profile.stock import differing
+from fleet_train.profile.stock_fields import STOCK_FIELDS
+from tests.support.processes import ROOT
+
+OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KNOBS]
+# 2.4 MB in all: past the bounds of the first and the last bucket, many and few gradients, large ones for DGC.
+GRADIENTS = [Gradient(f"w{i}", (400, 300), "float32") for i in range(5)] + [
+    Gradient(f"b{i}", (7,), "float32") for i in range(60)
+]
+CLUSTER = Cluster.imagined(2, 4)
+
+
+def other_values(knob: Knob) -> list[Any]:
+    """Values that the schema allows, without the default."""
+    if knob.choices:
+        values: list[Any] = list(knob.choices)
+    elif knob.kind is bool:
+        values = [True, False]
+    elif knob.kind is list:
+        values = [["w0"]]
+    elif knob.kind is dict:
+        values = [{"NCCL_DEBUG": "INFO"}]
+    else:
+        lowest = knob.minimum if knob.minimum is not None else (knob.above or 0) + 0.25
+        step = 1 if knob.kind is int else 0.25
+        values = [knob.kind(value) for value in (lowest, knob.default + step, lowest + step, 2 * lowest, 2, 4)]
+        values = [value for value in values if lowest <= value <= (knob.maximum or value)]
+    return [value for index, value in enumerate(values) if value != knob.default and value not in values[:index]]
+
+
+def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
+    """Settings without which the schema says that a knob has no effect."""
+    settings: dict[str, Any] = {}
+    if knob.needs:
+        settings |= what_it_stands_beside(KNOBS[knob.needs]) | {knob.needs: True}
+    if knob.only_with:
+        chosen = knob.only_with.values[0]
+        settings |= what_it_stands_beside(KNOBS[knob.only_with.knob]) | {knob.only_with.knob: chosen}
+    return settings
+
+
+def evidence(profile: Profile) -> dict[str, Any]:
+    """What the rest of the package makes of a profile; no digest and no name of a knob is in it."""
+    plan = build_plan(GRADIENTS, CLUSTER, profile).to_json()
+    del plan["profile_digest"], plan["profile_name"]
+    return {
+        "plan": plan,
+        "passes": pass_settings(profile),
+        "compression": (powersgd_settings(profile), dgc_settings(profile)),
+        "schedule": LocalSgdSchedule.of(profile),
+        "outer step": vars(OuterOptimizer(profile)),
+        "environment": profile.worker_environment(),
+    }
+
+
+def fate_of_flip(name: str, value: Any) -> str:
+    """``changes``, ``said`` or ``refused``; fails the test for a flip that does nothing."""
+    beside = what_it_stands_beside(KNOBS[name])
+    before = Profile(**beside)
+    refusal = ""
+    try:
+        after = Profile(**beside | {name: value})
+        changes = evidence(after) != evidence(before)
+    except ProfileError as refused:
+        refusal = str(refused)
+    if refusal:
+        assert len(refusal) > len(name) + 30, f"{name}: {value!r} is refused without a reason: {refusal}"
+        return "refused"
+    assert after.digest() != before.digest(), f"{name}: {value!r} does not reach the digest that the ranks compare"
+    if changes:
+        return "changes"
+    said = set(applied_mappings(after)) - set(applied_mappings(before))
+    return "said" if any(name in sentence for sentence in said) else "nothing"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_flipped_knob_is_never_ignored(name: str) -> None:
+    values = other_values(KNOBS[name])
+    assert values, f"the schema gives no other value for {name}"
+    fates = {repr(value): fate_of_flip(name, value) for value in values}
+    assert set(fates.values()) & {"changes", "said"}, f"no value of {name} has an effect: {fates}"
+    if KNOBS[name].kind is bool or KNOBS[name].choices:
+        assert "nothing" not in fates.values(), f"{name}: a value without effect: {fates}"
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].needs or KNOBS[name].only_with])
+def test_a_knob_is_refused_where_the_schema_says_that_it_has_no_effect(name: str) -> None:
+    knob = KNOBS[name]
+    off = {knob.needs: False} if knob.needs else {}
+    with pytest.raises(ProfileError, match=rf"{name}: has no effect while (\w+) is"):
+        Profile(**off | {name: other_values(knob)[0]})
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].maximum is not None])
+def test_a_value_outside_the_range_is_refused_with_the_range(name: str) -> None:
+    knob = KNOBS[name]
+    lowest = knob.minimum if knob.minimum is not None else knob.above
+    assert knob.maximum is not None
+    assert lowest is not None
+    for value in (knob.kind(lowest - 1), knob.kind(knob.maximum * 2 + 1)):
+        with pytest.raises(ProfileError, match=rf"{name}: given {shown(value)}; allowed: {knob.allowed}"):
+            Profile(**what_it_stands_beside(knob) | {name: value})
+
+
+@pytest.mark.parametrize("name", FLAG_KNOBS)
+def test_an_old_flag_is_its_knob(name: str) -> None:
+    knob = KNOBS[FLAG_KNOBS[name].becomes]
+    value = other_values(knob)[0]
+    text = str(int(value)) if isinstance(value, bool) else str(value)
+    assert Profile(environment={name: text}) == Profile(**{knob.name: value}, environment={})
+    assert Profile().overridden_by({name: text})[0] == Profile(**{knob.name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in OWN for value, _ in KNOBS[name].refused])
+def test_what_others_allow_is_refused_with_the_reason(name: str, value: str) -> None:
+    with pytest.raises(ProfileError, match="; use "):
+        Profile(**{name: value})
+
+
+@cache
+def attributes_read_outside_the_profile_room() -> frozenset[str]:
+    """Every ``something.name`` that the package reads, by name."""
+    found = set()
+    for path in (ROOT / "fleet_train").rglob("*.py"):
+        if "profile" in path.relative_to(ROOT).parts[:-1]:
+            continue
+        tree = ast.parse(path.read_text())
+        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].fate == "carried out"])
+def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) -> None:
+    assert name in attributes_read_outside_the_profile_room() or name == "environment"
+
+
+@pytest.fixture(scope="module")
+def stock() -> Callable[[], Any]:
+    import paddle
+
+    return paddle.distributed.fleet.DistributedStrategy
+
+
+def leaves(message: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """(message that holds it, field, dotted path) of every field that is no message itself; lists of messages count."""
+    for field in message.DESCRIPTOR.fields:
+        repeated = isinstance(getattr(message, field.name), (list, tuple)) or hasattr(
+            getattr(message, field.name), "append"
+        )
+        if field.message_type is None or repeated:
+            yield message, field, prefix + field.name
+        else:
+            yield from leaves(getattr(message, field.name), f"{prefix}{field.name}.")
+
+
+def flip(holder: Any, field: Any) -> None:
+    """Another value than the field has, of its own type."""
+    value = getattr(holder, field.name)
+    if hasattr(value, "append"):
+        if field.message_type is not None:
+            value.add()
+        else:
+            value.append(_another(field, None))
+    else:
+        setattr(holder, field.name, _another(field, value))
+
+
+def _another(field: Any, value: Any) -> Any:
+    if field.enum_type is not None:
+        return next(item.number for item in field.enum_type.values if item.number != value)
+    kinds = {field.CPPTYPE_BOOL: lambda: not value, field.CPPTYPE_STRING: lambda: f"{value or ''}x"}
+    if field.cpp_type in kinds:
+        return kinds[field.cpp_type]()
+    number = value or 0
+    return number + 1 if field.cpp_type not in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE) else number + 0.5
+
+
+def asks_for_what_happens_anyway(path: str, value: Any) -> bool:
+    """Fleet's default is another one than ours: flipped, it is ours."""
+    known = STOCK_FIELDS.get(path)
+    return (path in KNOBS and value == KNOBS[path].default) or (known is not None and value in known.silent)
+
+
+def test_every_field_of_a_stock_strategy_that_differs_is_never_ignored(stock: Callable[[], Any]) -> None:
+    paths = [path for _, _, path in leaves(stock().strategy)]
+    assert len(paths) > 200, "the walk over the protobuf has found too little"
+    ignored, carried = [], []
+    for number, path in enumerate(paths):
+        given = stock()
+        holder, field, _ = list(leaves(given.strategy))[number]
+        flip(holder, field)
+        assert [name for name, _ in differing(given.strategy, stock().strategy)], f"{path} was not flipped"
+        refusal = ""
+        try:
+            profile = DistributedStrategy.from_stock(given).to_profile()
+        except ProfileError as refused:
+            refusal = str(refused)
+        if refusal:
+            assert refusal.startswith("DistributedStrategy."), path
+            assert path.split(".")[0] in refusal, f"{path} is refused without its name: {refusal}"
+            continue
+        said = any(path.split(".")[0] in sentence for sentence in applied_mappings(profile))
+        if profile.digest() != Profile().digest() or said:
+            carried.append(path)
+        elif not asks_for_what_happens_anyway(path, getattr(holder, field.name)):
+            ignored.append(path)
+    assert ignored == []
+    assert len(carried) > 10
