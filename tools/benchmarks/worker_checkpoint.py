@@ -1,0 +1,98 @@
+"""A rank of the checkpoint benchmark: blocks of steps without a checkpoint, with one in the background, and waited for.
+
+argv: folder for checkpoints and the result, rounds, steps per block.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.train.checkpoint import Checkpoints
+from fleet_train.train.position import EpochLoss, Position
+from fleet_train.train.saving import Saver
+from fleet_train.train.settings import TrainerSettings
+from tools.benchmarks.paddle_network import Network
+from tools.benchmarks.task import TASKS, Batches
+
+KINDS = ("none", "background", "waiting")
+_WARMUP_BLOCKS = 1
+
+
+class Worker:
+    """One rank with its program, and a saver for each kind of block that saves."""
+
+    def __init__(self, folder: Path) -> None:
+        task = TASKS["digits_3m"]
+        features = paddle.static.data("features", [None, task.sizes[0]], "float32")
+        labels = paddle.static.data("labels", [None], "int64")
+        self._loss = paddle.nn.functional.cross_entropy(Network(task)(features), labels)
+        fleet.distributed_optimizer(paddle.optimizer.Momentum(task.learning_rate, task.momentum)).minimize(self._loss)
+        self._exe = paddle.static.Executor(fleet.place())
+        self._exe.run(fleet.startup_program)
+        self._batches = Batches(task, fleet.worker_index(), fleet.worker_num())
+        self._step = 0
+        self._savers = {kind: self._saver(folder / kind, kind == "background") for kind in KINDS[1:]}
+
+    def _saver(self, folder: Path, background: bool) -> Saver:
+        checkpoints = Checkpoints(folder, keep=2, background=background)
+        return Saver(self._exe, TrainerSettings(epochs=1), checkpoints, None, 1, {})
+
+    def block(self, kind: str, steps: int) -> dict[str, Any]:
+        """Seconds of a block of steps, a save after the first, and how long the training stood still for the save."""
+        saver = self._savers.get(kind)
+        fleet.barrier_worker()
+        began, stood = time.perf_counter(), 0.0
+        for number in range(steps):
+            self._train()
+            if number == 0 and saver is not None:
+                before = time.perf_counter()
+                assert saver.save(Position(step=self._step), EpochLoss(), None) is not None
+                stood = time.perf_counter() - before
+        seconds = time.perf_counter() - began
+        if saver is not None:
+            saver.finish()
+        return {"kind": kind, "seconds": seconds, "stood_ms": 1000 * stood, "late_ms": self._late(began + seconds)}
+
+    @staticmethod
+    def _late(ended: float) -> float:
+        """How long after its block a write in the background was done: it must be near 0 for the block to count."""
+        return 1000 * (time.perf_counter() - ended)
+
+    def _train(self) -> None:
+        images, labels = self._batches.at(self._step)
+        feed = {"features": images, "labels": labels}
+        fetched = self._exe.run(fleet.main_program, feed=feed, fetch_list=[self._loss])
+        assert fetched[0] == fetched[0], "the loss is NaN"
+        self._step += 1
+
+
+def main() -> None:
+    folder, rounds, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    worker = Worker(folder)
+    for kind in KINDS:
+        for _ in range(_WARMUP_BLOCKS):
+            worker.block(kind, min(steps, 10))
+    # Each round in another order: what comes first or last must not always be the same kind.
+    orders = [KINDS[shift:] + KINDS[:shift] for shift in range(len(KINDS))]
+    measured = [[worker.block(kind, steps) for kind in orders[number % len(orders)]] for number in range(rounds)]
+    if fleet.is_first_worker():
+        newest = sorted((folder / "background" / "checkpoints").glob("step-*"))[-1]
+        size = sum(path.stat().st_size for path in newest.iterdir())
+        result = {"rounds": measured, "checkpoint_bytes": size, "profile": fleet.profile().name}
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main()
