@@ -339,15 +339,18 @@ def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: A
 
 
 def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[Any], targets: list[Any]) -> None:
-    """Export the forward program, pruned to ``feeds`` -> ``targets`` (program values), with its parameters.
+    """Export the forward program, pruned to ``feeds`` -> ``targets``, with its parameters, for Paddle's inference.
 
-    Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks return once they are on disk.
+    ``targets``: values of the training program or, better, of one built with ``layer.eval()`` that has the same
+    parameters. ``feeds``: values or names of its inputs. LocalSGD's parameters are averaged first. Rank 0 writes
+    ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks return once they are on disk.
     """
-    program = __getattr__("main_program")
+    synchronize_parameters()
+    scope = paddle.static.global_scope()
     saving.on_first_worker(
         _current().job,
         f"export to {dirname}",
-        lambda: export_inference_model(exe, Path(dirname), feeds, targets, program),
+        lambda: export_inference_model(exe, Path(dirname), feeds, targets, scope),
     )
 
 

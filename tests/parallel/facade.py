@@ -11,6 +11,7 @@ import paddle
 
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.errors import FleetTrainError
+from fleet_train.profile import Profile
 from tests.parallel.small_training import RANK, build, state, train
 from tests.support.worker import digest, report
 
@@ -68,6 +69,34 @@ def backward_and_apply_apart() -> None:
         report(RANK, main_is_last=fleet.main_program is main)
 
 
+def export(folder: Path) -> None:
+    """From a training program whose batch norm talks to other ranks, and from one for evaluation."""
+    programs = []
+    for training in (True, False):
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("export_"):
+            features = paddle.static.data("features", [None, 4], "float32")
+            norm = paddle.nn.BatchNorm1D(6)
+            if not training:
+                norm.eval()
+            output = paddle.nn.Linear(6, 2)(norm(paddle.nn.Linear(4, 6)(features)))
+            if training:
+                fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(sync_batch_norm=True)).minimize(
+                    paddle.mean(output**2), startup
+                )
+        programs.append((main, startup, features, output))
+    (main, startup, features, output), (evaluation, _, _, outputs) = programs
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(startup)
+    exe.run(main, feed={"features": np.random.default_rng(RANK).standard_normal((5, 4)).astype("float32")})
+    report(RANK, talking=message_of(lambda: fleet.save_inference_model(exe, folder, [features], [output])))
+    report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["x"], [outputs])))
+    fleet.save_inference_model(exe, folder, ["features"], [outputs])
+    report(RANK, exported_to=str(folder))
+    feed = {"features": np.ones((3, 4), "float32")}
+    report(RANK, evaluated=exe.run(evaluation, feed=feed, fetch_list=[outputs])[0])
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     paddle.enable_static()
@@ -92,6 +121,7 @@ def main() -> None:
     fleet.save_persistables(exe, folder / "good")
     other_model(folder / "good")
     backward_and_apply_apart()
+    export(folder / "exported")
     fleet.shutdown()
     report(RANK, after=message_of(fleet.init))
 

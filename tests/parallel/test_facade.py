@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.inference import infer
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
@@ -82,6 +84,18 @@ def test_what_cannot_be_saved_or_loaded_is_told_to_every_rank(
     for rank in ranks:
         assert rank[case].startswith("CheckpointError: ")
         assert told in rank[case]
+
+
+def test_exported_program_gives_the_same_without_fleet_train(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    outputs = infer(ranks[0]["exported_to"], np.ones((3, 4), "float32"), tmp_path)
+    np.testing.assert_allclose(outputs, ranks[0]["evaluated"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(ranks[0]["evaluated"], ranks[1]["evaluated"])
+
+
+def test_targets_that_need_other_ranks_are_not_exported(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "which talks to other ranks (synchronised batch norm); build a second program" in rank["talking"]
+        assert rank["unknown_input"].endswith("the program has no input 'x'; it has features")
 
 
 def test_backward_and_apply_gradients_apart_communicate_too(ranks: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.convert.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
+from tests.support.inference import infer
 
 
 class Network:
@@ -74,6 +75,21 @@ def job() -> Iterator[None]:
     yield
     fleet.shutdown()
     paddle.disable_static()
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2, "recompute_segments": 2}])
+def test_exported_training_program_is_the_evaluation_program(tmp_path: Path, settings: dict[str, Any]) -> None:
+    trained, evaluated = Network(with_profile(**settings)), Network(None)
+    for seed in range(3):
+        trained.run(seed)
+    with paddle.static.scope_guard(trained.scope):
+        fleet.save_inference_model(trained.exe, tmp_path, ["x"], [trained.output])
+    trained.save(tmp_path / "saved")
+    evaluated.load(tmp_path / "saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.pdiparams", "saved"]
+    features = np.random.default_rng(9).standard_normal((5, 4)).astype("float32")
+    outputs = infer(tmp_path, features, tmp_path)
+    np.testing.assert_allclose(outputs, evaluated.run(9, evaluated.output), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

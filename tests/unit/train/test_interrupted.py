@@ -234,3 +234,24 @@ def test_kill_9_at_a_random_moment_leaves_what_was_published(tmp_path: Path) -> 
         assert snapshots.best(folder) == folder / "step-00000001"
         values = np.frombuffer((newest / "w.safetensors").read_bytes()[-400_000:], "float32")
         assert (values == step).all()
+
+
+@pytest.mark.root
+def test_small_disk_takes_what_fits_and_training_goes_on(tmp_path: Path) -> None:
+    disk, said = tmp_path / "disk", []
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        assert save(disk, 10, 1.0, said) is not None
+        filler = disk / "filler"
+        filler.write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 1)))
+        for step in (20, 21):  # waited for, and in the background
+            assert save(disk, step, 2.0, said) is None
+            assert "No space left on device" in said.pop()
+            assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000010"]
+        assert found(disk) == (10, 1.0)
+        filler.unlink()
+        assert save(disk, 30, 3.0, said) is not None
+        assert (found(disk), said) == ((30, 3.0), [])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
