@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_train import fleet
-from fleet_train.data import Dataset, evaluation_batches
+from fleet_train.data import Loader
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,30 @@ class ProgramEvaluator:
         program: reads the trained parameters by name; made under `paddle.utils.unique_name.guard()` like the training
             program, with `layer.eval()`. It has no collectives: ranks may have different numbers of batches.
         sums: name -> program value with one element: the sum over the samples of a batch. The result is the mean.
+        loader: feeds of this rank's share; over all ranks each sample once.
         confusion: program value [classes, classes] with the counts of a batch, row = true class; None = not counted.
-        dataset: `arrays(indices)` gives the feeds.
-        batch_size: samples per batch; a rank's last one may be smaller.
     """
 
-    def __init__(
-        self, program: Any, sums: Mapping[str, Any], dataset: Dataset, batch_size: int, confusion: Any = None
-    ) -> None:
+    def __init__(self, program: Any, sums: Mapping[str, Any], loader: Loader, confusion: Any = None) -> None:
         self._program = program
         self._sums = dict(sums)
         self._confusion = [] if confusion is None else [confusion]
-        self._dataset = dataset
-        self._batch_size = batch_size
+        self._loader = loader
 
     def __call__(self, exe: Any) -> Evaluation:
         # float64 holds counts exactly up to 2**53.
         totals = np.zeros(len(self._sums) + 1, dtype=np.float64)
         confusions = [np.zeros(value.shape, dtype=np.int64) for value in self._confusion]
         fetches = [*self._sums.values(), *self._confusion]
-        rank, ranks = fleet.worker_index(), fleet.worker_num()
-        for indices in evaluation_batches(self._dataset.num_samples, self._batch_size, rank, ranks):
-            fetched = exe.run(self._program, feed=self._dataset.arrays(indices), fetch_list=fetches)
-            totals += [*(float(value.item()) for value in fetched[: len(self._sums)]), len(indices)]
-            for confusion, counts in zip(confusions, fetched[len(self._sums) :], strict=True):
-                confusion += counts.astype(np.int64)
+        with self._loader.epoch(0) as batches:
+            for step, feed in enumerate(batches):
+                fetched = exe.run(self._program, feed=feed, fetch_list=fetches)
+                totals += [
+                    *(float(value.item()) for value in fetched[: len(self._sums)]),
+                    len(self._loader.indices(step)),
+                ]
+                for confusion, counts in zip(confusions, fetched[len(self._sums) :], strict=True):
+                    confusion += counts.astype(np.int64)
         *sums, count = fleet.all_reduce(totals, op="sum").tolist()
         values = {name: total / count for name, total in zip(self._sums, sums, strict=True)}
         return Evaluation(values, int(count), *(fleet.all_reduce(confusion, op="sum") for confusion in confusions))

@@ -116,7 +116,7 @@ def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arr
     """Which rank had which loss at which step, over which samples, and which of them were not finite to begin with."""
     text = f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; its batch: samples {_listed(indices)}"
     for name, values in batch.items():
-        broken = indices[~_finite_per_sample(values)]
+        broken = indices[~_finite_per_sample(np.asarray(values))]
         if len(broken):
             text += f"; '{name}' itself is not finite in samples {_listed(broken)}"
     return text

@@ -49,7 +49,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             config.trainer_settings(),
             scheduler=programs.scheduler,
             evaluator=ProgramEvaluator(
-                programs.evaluation, programs.evaluation_sums, test_data, config.batch_size, programs.confusion
+                programs.evaluation, programs.evaluation_sums, _evaluation_loader(config, test_data), programs.confusion
             ),
             checkpoints=checkpoints,
             average=programs.average,

@@ -58,7 +58,7 @@ class Trainer:
         loader: this rank's batches, as feeds of the training program.
         settings: how long, how often.
         scheduler: the learning-rate schedule (`paddle.optimizer.lr`), stepped after every update; None = constant. A
-            resume calls `scheduler.step(updates)`.
+            resume on another number of ranks calls `scheduler.step(updates)`.
         evaluator: called every `evaluate_every` epochs; None = no evaluation.
         checkpoints: where they go; None = nothing is saved.
         average: the weights' moving average, if the program has one: it is evaluated in their place.
@@ -143,7 +143,7 @@ class Trainer:
             for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
                 loss = self._train_step(index, batch, is_last=index + 1 == steps)
                 at.consumed_samples = self._loader.consumed_after(index + 1)
-                self._account(loss, batch)
+                self._account(loss, len(self._loader.indices(index)))
                 if index + 1 < steps and self._saver.is_due_within(at):
                     self._save()
                 self._stop_if_asked()
@@ -167,9 +167,8 @@ class Trainer:
         self._watch.look(loss, at.step, self._loader.indices(index), batch)
         return loss
 
-    def _account(self, loss: float | None, batch: Arrays) -> None:
-        """What is counted, written and shown of a step."""
-        samples = len(next(iter(batch.values())))
+    def _account(self, loss: float | None, samples: int) -> None:
+        """What is counted, written and shown of a step of that many samples on each rank."""
         self._meter.count(samples)
         self.outcome.samples += samples * fleet.worker_num()
         self._losses.add(loss)
@@ -223,15 +222,22 @@ class Trainer:
         self.position, self._losses = again.position, again.losses
         self.outcome.checkpoint = found.folder
         if self._scheduler is not None:
-            self._scheduler.set_state_dict(found.state.scheduler)
-            # Computed anew from the step: the same value for the same run, and right if epochs or ranks have changed.
-            self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+            self._resume_schedule(found)
         at = self.position
         inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
         self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
         if found.state.profile["digest"] != fleet.profile().digest():
             was, now = found.state.profile["name"], fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
+
+
+    def _resume_schedule(self, found: Found) -> None:
+        self._scheduler.set_state_dict(found.state.scheduler)
+        # A function of the step is computed anew: the same for the same run, and right if its settings have changed.
+        # Other schedules compute a rate from the one before, which only their state gives back bit by bit.
+        is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
+        if is_function or found.state.steps_per_epoch != self._steps_per_epoch:
+            self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
 
 
 def agreed_steps(steps: int) -> int:
