@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.data import AUGMENTATIONS, DATASETS
+from fleet_train.data import AUGMENTATIONS, DATASETS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
 from fleet_train.train.model_names import MODELS
 from fleet_train.train.schedules import SCHEDULES
@@ -38,7 +38,18 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "scikit-learn's handwritten digits, or generated data.", type=click.Choice(sorted(DATASETS)))
-@_option("--augment", "Random change of training images (shift: by a pixel).", type=click.Choice(list(AUGMENTATIONS)))
+@_option("--data_dir", "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.")
+@_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=int)
+@_option(
+    "--augment", "Random change of training images; auto: crop_flip for folders.", type=click.Choice(AUGMENTATIONS)
+)
+@_option("--loader", "Who decodes; auto: worker processes for folders.", type=click.Choice(LOADERS))
+@_option("--workers", "Decoding processes per rank. Default: the cores of this rank, at most 8.", type=int)
+@_option("--prefetch_depth", "Batches that lie ready while a step runs.", type=int)
+@_option("--shard_by", "Machines share the same files, or each reads all of its own.", type=click.Choice(SHARDINGS))
+@_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
+@_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
+@_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=float)
 @_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
 @_option("--epochs", "Passes over the training data.", type=int)
 @_option("--batch_size", "Samples per rank and step.", type=int)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fleet_train.data.image_folder import DEFAULT_MAX_CORRUPT
+from fleet_train.data.open import LoaderSettings
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.model_names import MODELS
 from fleet_train.train.schedules import SCHEDULES, Schedule
@@ -24,8 +26,21 @@ class TrainConfig:
 
     model: str = "cnn"
     data: str = "digits"
-    augment: str = "none"
+    data_dir: str | None = None
+    """Image folder, used instead of `data`."""
+    image_size: int = 224
+    """Images of data_dir become [3, image_size, image_size]."""
+    augment: str = "auto"
     """Random change of training batches, from fleet_train.data.AUGMENTATIONS."""
+    loader: str = "auto"
+    workers: int | None = None
+    prefetch_depth: int = 2
+    shard_by: str = "sample"
+    uneven: str = "truncate"
+    last_batch: str = "merge"
+    """These six: see fleet_train.data.LoaderSettings."""
+    max_corrupt: float = DEFAULT_MAX_CORRUPT
+    """Unreadable images that are left out: below 1 a share of them, from 1 on a number."""
     strategy: str | None = None
     """Profile name or file. None = the launcher's, else single_node or multi_node by what the cluster is."""
     epochs: int = 20
@@ -88,6 +103,7 @@ class TrainConfig:
             at_least(name, getattr(self, name), 0)
         for name in ("label_smoothing", "ema_decay"):
             _share(name, getattr(self, name))
+        self.loader_settings()
         self.schedule(steps_per_epoch=1)  # checks its own settings
         self.trainer_settings()  # checks what the loop is asked for
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -114,6 +130,15 @@ class TrainConfig:
             decay=self.lr_decay,
             power=self.lr_power,
         )
+
+    def loader_settings(self) -> LoaderSettings:
+        """What the loaders are asked for: what has the same name there."""
+        return LoaderSettings(**{field.name: getattr(self, field.name) for field in fields(LoaderSettings)})
+
+    @property
+    def data_name(self) -> str:
+        """For people."""
+        return self.data if self.data_dir is None else self.data_dir
 
     def trainer_settings(self) -> TrainerSettings:
         """The loop's part of it: what has the same name there."""

@@ -8,12 +8,12 @@ from typing import Any
 import paddle
 
 from fleet_train import DistributedStrategy, fleet, role_maker
-from fleet_train.data import BatchLoader, Dataset, ShardedBatchSampler, augmentation, load_splits
-from fleet_train.errors import DataError
+from fleet_train.data import Dataset
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluate import ProgramEvaluator
+from fleet_train.train.inputs import open_data, open_inputs
 from fleet_train.train.loop import Trainer
 from fleet_train.train.metrics import open_sinks
 from fleet_train.train.position import resumed
@@ -36,21 +36,18 @@ def run(config: TrainConfig) -> dict[str, Any]:
     seed_process(config.seed, fleet.worker_index())
     if config.deterministic:
         progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
-    train_data, test_data = load_splits(config.data)
-    loader = _make_loader(config, train_data)
-    programs, exe = _make_programs(config, train_data, len(loader))
-    first_step = 0 if found is None else resumed(found.state, len(loader)).position.step
+    inputs = open_inputs(config)
+    programs, exe = _make_programs(config, inputs.train.dataset, inputs.steps_per_epoch)
+    first_step = 0 if found is None else resumed(found.state, inputs.steps_per_epoch).position.step
     sinks = open_sinks(config.output_path, fleet.is_first_worker(), first_step)
     try:
         trainer = Trainer(
             exe,
             programs.loss,
-            loader,
+            inputs.train,
             config.trainer_settings(),
             scheduler=programs.scheduler,
-            evaluator=ProgramEvaluator(
-                programs.evaluation, programs.evaluation_sums, _evaluation_loader(config, test_data), programs.confusion
-            ),
+            evaluator=ProgramEvaluator(programs.evaluation, programs.evaluation_sums, inputs.test, programs.confusion),
             checkpoints=checkpoints,
             average=programs.average,
             skipping=programs.skipping,
@@ -58,11 +55,12 @@ def run(config: TrainConfig) -> dict[str, Any]:
             progress=progress,
             description=config.as_json(),
         )
-        progress.say(headline(config, len(loader)))
+        progress.say(headline(config, inputs.steps_per_epoch))
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
     finally:
+        inputs.close()
         sinks.close()
     summary = summarize(config, outcome, time.perf_counter() - began)
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
@@ -75,18 +73,7 @@ def convert_only(config: TrainConfig) -> None:
     """Join and convert the configured model, and stop there: for planning."""
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    train_data, _ = load_splits(config.data)
-    _make_programs(config, train_data, steps_per_epoch=1)
-
-
-def _make_loader(config: TrainConfig, data: Dataset) -> BatchLoader:
-    # Every rank is given the same seed: the order is global, the rank only picks its share of it.
-    sampler = ShardedBatchSampler(
-        data.num_samples, config.batch_size, fleet.worker_index(), fleet.worker_num(), seed=config.seed
-    )
-    if len(sampler) == 0:
-        raise DataError(f"{data.name} has {data.num_samples} samples, too few for one step on every rank")
-    return BatchLoader(data, sampler, augmentation(config.augment, data))
+    _make_programs(config, open_data(config).train, steps_per_epoch=1)
 
 
 def _make_programs(config: TrainConfig, data: Dataset, steps_per_epoch: int) -> tuple[Programs, Any]:

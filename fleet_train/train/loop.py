@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 
 from fleet_train import fleet
-from fleet_train.data import agree_steps
+from fleet_train.data import Loader, agree_steps
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import Preempted
 from fleet_train.train import finite
@@ -31,22 +29,6 @@ from fleet_train.train.seeds import stream_seed
 from fleet_train.train.settings import TrainerSettings
 from fleet_train.train.statistics import describe_statistics
 from fleet_train.train.stopping import listening
-
-
-class Loader(Protocol):
-    """This rank's batches; `fleet_train.data.BatchLoader` is one. In a step all ranks have batches of the same size."""
-
-    def __len__(self) -> int:
-        """Steps left in the epoch that was opened last; before the first one, of a whole epoch."""
-
-    def epoch(self, epoch: int, consumed_samples: int = 0) -> AbstractContextManager[Any]:
-        """Opens an epoch after `consumed_samples` of all ranks together: feeds (name -> array, samples first)."""
-
-    def indices(self, step: int) -> NDArray[np.int64]:
-        """Dataset indices of this rank's batch at one of the steps left."""
-
-    def consumed_after(self, steps: int) -> int:
-        """`consumed_samples` after that many of the steps left."""
 
 
 class Trainer:
@@ -229,7 +211,6 @@ class Trainer:
         if found.state.profile["digest"] != fleet.profile().digest():
             was, now = found.state.profile["name"], fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
-
 
     def _resume_schedule(self, found: Found) -> None:
         self._scheduler.set_state_dict(found.state.scheduler)

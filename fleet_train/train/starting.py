@@ -12,7 +12,7 @@ from fleet_train.train.checkpoint import Checkpoints, Found
 from fleet_train.train.config import TrainConfig
 
 # Another value of these means another run: its tensors or its random streams would not fit.
-_FIXED_FOR_A_RUN = ("model", "data", "augment", "optimizer", "seed")
+_FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
 
 
 def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:

@@ -20,7 +20,7 @@ def headline(config: TrainConfig, steps_per_epoch: int) -> str:
     ranks, rate = fleet.worker_num(), config.peak_learning_rate(fleet.worker_num())
     scaled = f" (scaled by {ranks} ranks)" if config.scale_lr and ranks > 1 else ""
     return (
-        f"{config.model} on {config.data}: {ranks} rank(s) on {fleet.node_num()} node(s), "
+        f"{config.model} on {config.data_name}: {ranks} rank(s) on {fleet.node_num()} node(s), "
         f"profile {fleet.profile().name}, global batch {config.batch_size * ranks}, {steps_per_epoch} steps per epoch, "
         f"{config.optimizer} with learning rate {rate:g}{scaled}, {config.lr_schedule}"
     )
@@ -41,7 +41,7 @@ def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str
         "seconds": round(seconds, 2),
         "train_seconds": round(outcome.train_seconds, 2),
         "model": config.model,
-        "data": config.data,
+        "data": config.data_name,
         "profile": profile.name,
         "profile_digest": profile.digest(),
         "optimizer": config.optimizer,

@@ -1,0 +1,48 @@
+"""What the reference trainer reads: data and loaders as configured, agreed on with all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_train import fleet
+from fleet_train.data import (
+    ImageSettings,
+    Loader,
+    Seat,
+    Splits,
+    device_copy,
+    make_evaluation_loader,
+    make_loader,
+    open_splits,
+    settle,
+)
+from fleet_train.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Close it at the end: loaders may have processes."""
+
+    train: Loader
+    test: Loader
+    steps_per_epoch: int
+
+    def close(self) -> None:
+        self.train.close()
+        self.test.close()
+
+
+def open_data(config: TrainConfig) -> Splits:
+    """The configured training and test data."""
+    images = ImageSettings(image_size=config.image_size)
+    return open_splits(config.data, config.data_dir, images=images, max_corrupt=config.max_corrupt)
+
+
+def open_inputs(config: TrainConfig) -> Inputs:
+    """Loaders of this rank's share. DataError on every rank where the data of the ranks does not go together."""
+    splits = open_data(config)
+    seat = Seat.of(fleet.worker_index(), fleet.worker_endpoints())
+    finish = device_copy(fleet.place())
+    train = make_loader(splits.train, config.loader_settings(), seat, finish)
+    test = make_evaluation_loader(splits.test, config.loader_settings(), seat, finish)
+    return Inputs(train, test, settle(train, fleet.gather))
