@@ -10,7 +10,6 @@ from fleet_train.data import (
     Loader,
     Seat,
     Splits,
-    device_copy,
     make_evaluation_loader,
     make_loader,
     open_splits,
@@ -42,7 +41,6 @@ def open_inputs(config: TrainConfig) -> Inputs:
     """Loaders of this rank's share. DataError on every rank where the data of the ranks does not go together."""
     splits = open_data(config)
     seat = Seat.of(fleet.worker_index(), fleet.worker_endpoints())
-    finish = device_copy(fleet.place())
-    train = make_loader(splits.train, config.loader_settings(), seat, finish)
-    test = make_evaluation_loader(splits.test, config.loader_settings(), seat, finish)
+    train = make_loader(splits.train, config.loader_settings(), seat, fleet.place())
+    test = make_evaluation_loader(splits.test, config.loader_settings(), seat, fleet.place())
     return Inputs(train, test, settle(train, fleet.gather))
