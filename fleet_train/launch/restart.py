@@ -14,6 +14,7 @@ from fleet_train.errors import (
     ClusterError,
     ConversionError,
     DataError,
+    NotFinite,
     PaddleUnusable,
     ProfileError,
     ScheduleMismatch,
@@ -32,6 +33,7 @@ _COMES_AGAIN = {_USAGE} | {
         ScheduleMismatch,
         CheckpointError,
         DataError,
+        NotFinite,
     )
 }
 # These come from outside: an operator, the kernel out of memory, a batch system.
@@ -90,10 +92,10 @@ def why_not_again(outcome: Outcome, earlier: Sequence[Outcome], policy: FaultPol
     culprit = outcome.culprit
     if outcome.final or policy.max_restarts == 0:
         return ""
-    if culprit is not None and culprit.exit_code in _COMES_AGAIN and not outcome.without_culprit:
-        return (
-            f"exit code {culprit.exit_code} stands for a mistake in flags, profile, data or state: it would come again"
-        )
+    is_mistake = culprit is not None and culprit.exit_code in _COMES_AGAIN
+    # With a node that is silent, a rank's error may only be how it has met that node's end.
+    if is_mistake and not outcome.without_culprit and not outcome.silent:
+        return f"exit code {outcome.exit_code} stands for a mistake in flags, profile, data or numbers: it comes again"
     if earlier and _same_failure(outcome, earlier[-1]):
         return "it has failed twice in the same way"
     if len(earlier) >= policy.max_restarts:

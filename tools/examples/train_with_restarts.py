@@ -17,13 +17,13 @@ STEPS, SAVE_EVERY = 1000, 100
 CHECKPOINTS = Path("checkpoints")
 
 
-def newest():
+def newest() -> int:
     """The step of the newest checkpoint, 0 without one. Rank 0's disk decides for all."""
     steps = [int(folder.name) for folder in CHECKPOINTS.glob("[0-9]*")]
-    return fleet.gather(max(steps, default=0))[0]
+    return int(fleet.gather(max(steps, default=0))[0])
 
 
-def save(step):
+def save(step: int) -> None:
     """Only what is whole gets a number: a rank may be killed while rank 0 writes."""
     fleet.save_persistables(exe, CHECKPOINTS / "draft")
     if fleet.is_first_worker():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fleet_train.launch.ends import RankEnd
@@ -24,9 +26,13 @@ def test_what_may_go_better_next_time_is_tried_again(outcome: Outcome) -> None:
     assert why_not_again(outcome, [], THREE) is None
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 9, 10])
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 9, 10, 13])
 def test_a_mistake_in_flags_profile_data_or_state_is_not_tried_again(code: int) -> None:
     assert f"exit code {code} stands for a mistake" in (why_not_again(failed(code), [], THREE) or "")
+
+
+def test_a_mistake_beside_a_silent_node_may_come_from_its_loss() -> None:
+    assert why_not_again(replace(failed(5), silent=("node 1 (10.0.0.2)",)), [], THREE) is None
 
 
 def test_the_same_exception_twice_is_not_tried_a_third_time() -> None:
