@@ -2,7 +2,8 @@
 
 The values come from the schema: the other choices, the neighbours of the default, the ends of the range. A flip counts
 when the plan, the settings of the passes and of the compression, LocalSGD's schedule and outer step, or the workers'
-environment become different; when it is said on rank 0; or when it is refused with a reason.
+environment become different; when the code that runs beside training reads the knob itself and the plan's notes say so;
+when it is said on rank 0; or when it is refused with a reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fleet_train.errors import ProfileError
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.plan.compression_settings import dgc_settings, powersgd_settings
 from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.plan.plan import Note
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
@@ -34,6 +36,7 @@ OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KN
 GRADIENTS = [Gradient(f"w{i}", (400, 300), "float32") for i in range(5)] + [
     Gradient(f"b{i}", (7,), "float32") for i in range(60)
 ]
+RUNNING = ("collectives", "convert", "train")
 CLUSTER = Cluster.imagined(2, 4)
 
 
@@ -69,7 +72,7 @@ def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
 def evidence(profile: Profile) -> dict[str, Any]:
     """What the rest of the package makes of a profile; no digest and no name of a knob is in it."""
     plan = build_plan(GRADIENTS, CLUSTER, profile).to_json()
-    del plan["profile_digest"], plan["profile_name"]
+    del plan["profile_digest"], plan["profile_name"], plan["notes"]
     return {
         "plan": plan,
         "passes": pass_settings(profile),
@@ -80,6 +83,17 @@ def evidence(profile: Profile) -> dict[str, Any]:
     }
 
 
+def notes(profile: Profile) -> tuple[Note, ...]:
+    return build_plan(GRADIENTS, CLUSTER, profile).notes
+
+
+@cache
+def read_in(rooms: tuple[str, ...]) -> frozenset[str]:
+    """Every ``something.name`` that the code of these packages reads, by name."""
+    trees = [ast.parse(path.read_text()) for room in rooms for path in (ROOT / "fleet_train" / room).rglob("*.py")]
+    return frozenset(node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
 def fate_of_flip(name: str, value: Any) -> str:
     """``changes``, ``said`` or ``refused``; fails the test for a flip that does nothing."""
     beside = what_it_stands_beside(KNOBS[name])
@@ -87,7 +101,7 @@ def fate_of_flip(name: str, value: Any) -> str:
     refusal = ""
     try:
         after = Profile(**beside | {name: value})
-        changes = evidence(after) != evidence(before)
+        changes = evidence(after) != evidence(before) or (name in read_in(RUNNING) and notes(after) != notes(before))
     except ProfileError as refused:
         refusal = str(refused)
     if refusal:
@@ -144,21 +158,9 @@ def test_what_others_allow_is_refused_with_the_reason(name: str, value: str) -> 
         Profile(**{name: value})
 
 
-@cache
-def attributes_read_outside_the_profile_room() -> frozenset[str]:
-    """Every ``something.name`` that the package reads, by name."""
-    found = set()
-    for path in (ROOT / "fleet_train").rglob("*.py"):
-        if "profile" in path.relative_to(ROOT).parts[:-1]:
-            continue
-        tree = ast.parse(path.read_text())
-        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return frozenset(found)
-
-
 @pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].fate == "carried out"])
 def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) -> None:
-    assert name in attributes_read_outside_the_profile_room() or name == "environment"
+    assert name in read_in((*RUNNING, "plan")) or name == "environment"
 
 
 @pytest.fixture(scope="module")
