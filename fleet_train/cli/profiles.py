@@ -32,7 +32,7 @@ def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
     """List the strategy profiles, or show one with each knob's fate.
 
     Without an argument: the profiles of the catalogue with the reason for each. With the name of one, or a file: every
-    knob with its value, where that was set, its default, its meaning and its fate.
+    knob with its value, where that was set, its default, its meaning and its fate, and what was measured with it.
 
     \b
     A knob is one of
@@ -110,6 +110,7 @@ def _compatibility_table(width: int) -> str:
 
 def _knob_table(profile: Profile, width: int) -> str:
     lines = [_wrapped(f"{profile.name}: ", profile.description, width), f"digest {profile.digest()}"]
+    lines += [_wrapped("measured: ", line, width) for line in profile.measured]
     for fate in FATES:
         lines += ["", f"{fate.upper()} ({EXPLAINED[fate]})"]
         for name in _rows():
@@ -165,6 +166,7 @@ def _details(profile: Profile) -> dict[str, Any]:
     return {
         "name": profile.name,
         "description": profile.description,
+        "measured": profile.measured,
         "digest": profile.digest(),
         "knobs": knobs,
         "flags": {name: flag.becomes for name, flag in FLAG_KNOBS.items()},

@@ -151,6 +151,8 @@ def broken_profiles() -> list[str]:
             continue
         if profile.name != name or not profile.description:
             found.append(f"strategies/{name}.yaml: needs a description, and no name other than its file's")
+        if not profile.measured:
+            found.append(f"strategies/{name}.yaml: needs what was measured with it, or 'not measured' and why")
     return found
 
 

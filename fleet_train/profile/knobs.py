@@ -17,7 +17,7 @@ NEEDS = {
     float: "a number",
     str: "text",
     dict: "a section of NAME: value lines",
-    list: "a list of names",
+    list: "a list of texts",
 }
 
 

@@ -33,6 +33,12 @@ class Settings(BaseModel):
         meaning="The reason for this profile in one line: for which network and cluster it is.",
         reason="Shown by `fleet_train profiles`; it changes nothing in training.",
     )
+    measured: list[str] = knob(
+        factory=list,
+        fate="carried out",
+        meaning="What was measured with this profile, a line each: on what, the figures, and the record they are from.",
+        reason="Shown by `fleet_train profiles NAME` and written by tools/write_measured.py.",
+    )
     nccl_comm_num: int = knob(
         1,
         fate="carried out",
@@ -497,7 +503,7 @@ class Settings(BaseModel):
     )
 
 
-DESCRIPTIVE = frozenset({"name", "description"})
+DESCRIPTIVE = frozenset({"name", "description", "measured"})
 """Fields that change nothing in training: not in the digest, not counted as knobs that were set."""
 
 

@@ -135,7 +135,7 @@ def profile_settings(profile: Profile) -> dict[str, Any]:
     default = Profile()
     changed = {name: value for name, value in profile if value != getattr(default, name)}
     return {"profile": profile.name} | {
-        name: value for name, value in changed.items() if name not in ("name", "description", "environment")
+        name: value for name, value in changed.items() if name not in ("name", "description", "measured", "environment")
     }
 
 

@@ -20,10 +20,12 @@ CATALOGUE = [
     "bf16_compression",
     "dgc",
     "diloco",
+    "ethernet_10g",
     "ethernet_1g",
     "fused_16mb",
     "gradient_merge",
     "hierarchical",
+    "infiniband",
     "local_sgd",
     "local_sgd_adaptive",
     "multi_node",
@@ -52,12 +54,14 @@ def test_a_profile_opens_with_its_reason_cost_and_command(name: str) -> None:
     assert text.startswith("# yaml-language-server: $schema=./schema.json\n")
     for word in ("# Why:", "# Costs:", "# Use:", f"--strategy {name} train.py"):
         assert word in text
+    assert profile.measured
+    assert all("docs/benchmarks" in line or line.startswith("not measured") for line in profile.measured)
 
 
 def test_the_profiles_ask_for_what_their_names_say() -> None:
     asked = {name: load_profile(name).settings() for name in CATALOGUE}
     for settings in asked.values():
-        del settings["name"], settings["description"]
+        del settings["name"], settings["description"], settings["measured"]
     assert asked == {
         "single_node": {"nccl_comm_num": 1},
         "multi_node": {"nccl_comm_num": 2, "fetch_frequency": 2},
@@ -65,6 +69,13 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
         "two_communicators": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 4.0},
         "unfused": {"nccl_comm_num": 1, "fuse_all_reduce_ops": False},
         "recompute": {"nccl_comm_num": 2, "fetch_frequency": 2, "recompute_segments": 4},
+        "ethernet_10g": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 8.0},
+        "infiniband": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "fuse_grad_size_in_MB": 32.0,
+            "environment": {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"},
+        },
         "ethernet_1g": {
             "nccl_comm_num": 1,
             "fetch_frequency": 2,
@@ -152,10 +163,8 @@ def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
     with pytest.raises(ProfileError) as caught:
         load_profile("multinode")
     assert str(caught.value) == (
-        "'multinode' is no profile of the catalogue; did you mean 'multi_node'? There are amp_bf16, "
-        "bf16_compression, dgc, diloco, ethernet_1g, fused_16mb, gradient_merge, hierarchical, local_sgd, "
-        "local_sgd_adaptive, multi_node, one_communicator, powersgd, recompute, single_node, slowmo, sync_batch_norm, "
-        "tcp_only, two_communicators, unfused; "
+        "'multinode' is no profile of the catalogue; did you mean 'multi_node'? There are "
+        f"{', '.join(CATALOGUE)}; "
         "a file is given by its path, such as ./multinode.yaml"
     )
 

@@ -442,7 +442,7 @@ def test_a_list_of_names_is_read_as_it_is_written(load: Load) -> None:
     with pytest.raises(ProfileError) as caught:
         load("recompute_checkpoints: linear_0.w_0")
     assert str(caught.value).endswith(
-        "recompute_checkpoints: given the single value 'linear_0.w_0'; allowed: a list of names"
+        "recompute_checkpoints: given the single value 'linear_0.w_0'; allowed: a list of texts"
     )
     with pytest.raises(ProfileError) as caught:
         load("recompute_checkpoints: [no]")
