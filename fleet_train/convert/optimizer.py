@@ -66,7 +66,8 @@ class DistributedOptimizer:
         """Let ``wrap(update, averaged pairs)`` make the operators of an update; it calls ``update(pairs)``.
 
         They run in the steps in which there is an update, behind the exchange: what they decide is the same on every
-        rank that has averaged gradients. Call it before ``minimize``; a later wrap goes around an earlier one.
+        rank that has averaged gradients. Call it before ``minimize``; a later wrap goes around an earlier one. A wrap
+        sees all parameters at once, so the update then waits for the last bucket.
         """
         self._wraps.append(wrap)
 
@@ -151,7 +152,7 @@ class DistributedOptimizer:
     def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
         """Buckets whose parameters one update takes: each bucket alone, while the next ones travel, where that is
         the same arithmetic."""
-        by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner)
+        by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
         return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:

@@ -48,13 +48,20 @@ class WeightAverage:
 
     def weights(self) -> dict[str, NDArray[Any]]:
         """The averaged weights by parameter, equal on every rank. All ranks call it."""
+        averages = self._of_this_rank()
+        if fleet.profile().use_local_sgd and fleet.worker_num() > 1:
+            return {
+                name: fleet.all_reduce(each, op="sum") / each.dtype.type(fleet.worker_num())
+                for name, each in averages.items()
+            }
+        return averages
+
+    def _of_this_rank(self) -> dict[str, NDArray[Any]]:
         updates = int(_read(self._updates).item())
         if updates == 0:
             return {parameter: _read(parameter) for parameter in self._names}
         correction = 1.0 - self.decay**updates
         averages = {parameter: _read(name) for parameter, name in self._names.items()}
-        if fleet.profile().use_local_sgd and fleet.worker_num() > 1:
-            averages = {name: fleet.all_reduce(each) / fleet.worker_num() for name, each in averages.items()}
         return {name: (each / correction).astype(each.dtype) for name, each in averages.items()}
 
     @contextmanager
