@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.data import AUGMENTATIONS, DATASETS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
+from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
 from fleet_train.train.model_names import MODELS
 from fleet_train.train.schedules import SCHEDULES
@@ -37,7 +37,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
-@_option("--data", "scikit-learn's handwritten digits, or generated data.", type=click.Choice(sorted(DATASETS)))
+@_option("--data", "digits (scikit-learn), synthetic, or synthetic:<channels>x<height>x<width>x<classes>.")
 @_option("--data_dir", "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.")
 @_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=int)
 @_option(

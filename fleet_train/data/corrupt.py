@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from fleet_train.errors import DataError
 
 _NAMES_SHOWN = 10
+_log = logging.getLogger(__name__)
 
 
 class CorruptImages:
@@ -39,6 +41,8 @@ class CorruptImages:
     def replacement(self, index: int, name: str, reason: str) -> int:
         """Count the file and answer which sample stands in for it: the next one of the dataset, on every rank alike."""
         self._reasons[index] = (name, reason)
+        if len(self._reasons) <= _NAMES_SHOWN:
+            _log.warning("cannot read %s (%s); another image takes its place", name, reason)
         if len(self._reasons) > self.allowed:
             raise DataError(self._message())
         return self.skip((index + 1) % self._num_samples)

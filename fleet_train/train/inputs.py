@@ -26,6 +26,11 @@ class Inputs:
     test: Loader
     steps_per_epoch: int
 
+    def corrupt_images(self) -> int:
+        """Files that could not be read, over all ranks that met them; every rank calls this."""
+        met = [loader.corrupt.names for loader in (self.train, self.test) if loader.corrupt is not None]
+        return len({name for names in fleet.gather(met) for part in names for name in part})
+
     def close(self) -> None:
         self.train.close()
         self.test.close()

@@ -59,10 +59,11 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
+        corrupt_images = inputs.corrupt_images()
     finally:
         inputs.close()
         sinks.close()
-    summary = summarize(config, outcome, time.perf_counter() - began)
+    summary = summarize(config, outcome, corrupt_images, time.perf_counter() - began)
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
     say_results(progress, config, summary)
     fleet.shutdown()

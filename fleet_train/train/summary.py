@@ -26,7 +26,7 @@ def headline(config: TrainConfig, steps_per_epoch: int) -> str:
     )
 
 
-def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, seconds: float) -> dict[str, Any]:
     """The content of summary.json; `seconds` is the whole job's time."""
     ranks = fleet.worker_num()
     profile = fleet.profile()
@@ -49,6 +49,7 @@ def summarize(config: TrainConfig, outcome: Outcome, seconds: float) -> dict[str
         "batch_size_per_rank": config.batch_size,
         "global_batch_size": config.batch_size * ranks,
         "seed": config.seed,
+        "corrupt_images": corrupt_images,
         "skipped_updates": outcome.skipped_updates,
         "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
         "versions": versions(),
@@ -63,6 +64,8 @@ def publish_summary(output: Path, summary: dict[str, Any]) -> None:
 
 
 def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]) -> None:
+    if summary["corrupt_images"]:
+        progress.say(f"note: {summary['corrupt_images']} images could not be read and were replaced by others")
     progress.say(
         f"done: test accuracy {summary['test_accuracy']:.4f}, {summary['steps']} steps, "
         f"{summary['samples_per_second']:.0f} samples/s, {summary['seconds']:.1f} s"

@@ -34,6 +34,8 @@ def test_two_ranks_learn_three_colours(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["steps"], summary["model"]) == (2, 25, "ResNet18"), said
     assert summary["learning_rate"] == 0.04
+    assert summary["corrupt_images"] == 1
+    assert "cannot read train/class1/5.jpg (UnidentifiedImageError: cannot identify image file it)" in said
     assert summary["test_accuracy"] >= 0.9, said
     curve = LogReader(file_path=str(tmp_path / "run" / "visualdl" / "vdlrecords.train.log"))
     assert [point.id for point in curve.get_data("scalar", "test/accuracy")] == [5, 10, 15, 20, 25]
