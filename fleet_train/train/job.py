@@ -53,7 +53,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             skipping=programs.skipping,
             sinks=sinks,
             progress=progress,
-            description=config.as_json(),
+            description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},
         )
         progress.say(headline(config, inputs.steps_per_epoch))
         if found is not None:

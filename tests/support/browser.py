@@ -45,6 +45,10 @@ class Browser:
 
     def __init__(self, driver: str, session: str) -> None:
         self._session = f"{driver}/session/{session}"
+        # By itself a page remembers its first 250 requests.
+        remember = {"source": "performance.setResourceTimingBufferSize(10000)"}
+        command = {"cmd": "Page.addScriptToEvaluateOnNewDocument", "params": remember}
+        _call(f"{self._session}/goog/cdp/execute", command)
 
     def open(self, url: str) -> None:
         _call(f"{self._session}/url", {"url": url})
@@ -57,7 +61,7 @@ class Browser:
         """What a person could read on the page."""
         return str(self.run("return document.body.innerText"))
 
-    def wait_for(self, condition: Callable[[], Any], what: str, timeout_seconds: float = 30.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout_seconds: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_seconds
         while not (found := condition()):
             if time.monotonic() > deadline:
@@ -69,10 +73,11 @@ class Browser:
         """The window as PNG."""
         path.write_bytes(base64.b64decode(_call(f"{self._session}/screenshot")))
 
-    def console(self) -> list[str]:
-        """What the page has complained about since the last call."""
-        entries = _call(f"{self._session}/se/log", {"type": "browser"})
-        return [str(entry["message"]) for entry in entries]
+    def requests(self) -> list[str]:
+        """The address of everything that the page has asked for."""
+        return [
+            str(name) for name in self.run("return performance.getEntriesByType('resource').map(each => each.name)")
+        ]
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def browser(folder: Path, width: int = 1280, height: int = 900) -> Iterator[Brow
         _wait_until_ready(address)
         flags = [*_FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}"]
         options = {"args": flags, "binary": shutil.which("chromium")}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        wanted = {"goog:chromeOptions": options}
         session = _call(f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
         try:
             yield Browser(address, session)
