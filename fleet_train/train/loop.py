@@ -154,7 +154,7 @@ class Trainer:
         self._meter.count(samples)
         self.outcome.samples += samples * fleet.worker_num()
         self._losses.add(loss)
-        self._progress.step(loss)
+        self._progress.step(loss, samples * fleet.worker_num())
         inside = self.position.step - self.position.epoch * self._steps_per_epoch
         every = self._settings.log_every
         is_short = inside == self._steps_per_epoch and self._reported < every  # an epoch of fewer steps than that

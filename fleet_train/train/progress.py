@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 
@@ -12,8 +13,8 @@ class Progress(Protocol):
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         """An epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""
 
-    def step(self, loss: float | None) -> None:
-        """One step is done; its loss where it was fetched."""
+    def step(self, loss: float | None, samples: int) -> None:
+        """One step over `samples` of all ranks is done; its loss where it was fetched."""
 
     def end(self, summary: str) -> None:
         """The epoch is done; `summary` is its one line."""
@@ -22,13 +23,37 @@ class Progress(Protocol):
         """A message between two epochs."""
 
 
+class Pace:
+    """Samples per second and the time that is left, from the steps of the epoch under way."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.begin(0, 0, 0, 0)
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        self._began, self._made, self._samples = self._clock(), 0, 0
+        self._left = steps - done + (epochs - epoch - 1) * steps
+
+    def step(self, samples: int) -> None:
+        self._made += 1
+        self._samples += samples
+
+    def describe(self) -> str:
+        """`1234 samples/s, 0:12:05 left`: of all epochs, without evaluations and checkpoints."""
+        seconds = self._clock() - self._began
+        if not self._made or seconds <= 0:
+            return ""
+        left = timedelta(seconds=round((self._left - self._made) * seconds / self._made))
+        return f"{self._samples / seconds:.0f} samples/s, {left} left"
+
+
 class SilentProgress:
     """For ranks that do not report."""
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         pass
 
-    def step(self, loss: float | None) -> None:
+    def step(self, loss: float | None, samples: int) -> None:
         pass
 
     def end(self, summary: str) -> None:
@@ -46,17 +71,20 @@ class LineProgress:
         self._clock = clock
         self._label, self._steps, self._done, self._said = "", 0, 0, 0.0
         self._loss: float | None = None
+        self._pace = Pace(clock)
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         self._label, self._steps, self._done, self._said = _label(epoch, epochs), steps, done, self._clock()
+        self._pace.begin(epoch, epochs, steps, done)
 
-    def step(self, loss: float | None) -> None:
+    def step(self, loss: float | None, samples: int) -> None:
         self._done += 1
+        self._pace.step(samples)
         self._loss = loss if loss is not None else self._loss
         if self._clock() - self._said >= self._interval_seconds:
             self._said = self._clock()
             shown = "" if self._loss is None else f"  loss {self._loss:.4f}"
-            self.say(f"{self._label}  step {self._done}/{self._steps}{shown}")
+            self.say(f"{self._label}  step {self._done}/{self._steps}{shown}  {self._pace.describe()}")
 
     def end(self, summary: str) -> None:
         self.say(f"{self._label}  {summary}")
@@ -70,17 +98,21 @@ class BarProgress:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._label = ""
+        self._label, self._loss = "", ""
+        self._pace = Pace(time.monotonic)
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         from tqdm import tqdm
 
         self._label = _label(epoch, epochs)
         self._bar = tqdm(total=steps, initial=done, desc=self._label, unit="step", leave=False, dynamic_ncols=True)
+        self._pace.begin(epoch, epochs, steps, done)
 
-    def step(self, loss: float | None) -> None:
+    def step(self, loss: float | None, samples: int) -> None:
+        self._pace.step(samples)
         if loss is not None:
-            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self._loss = f"loss {loss:.4f}, "
+        self._bar.set_postfix_str(self._loss + self._pace.describe(), refresh=False)
         self._bar.update(1)
 
     def end(self, summary: str) -> None:
