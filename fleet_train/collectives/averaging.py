@@ -32,6 +32,7 @@ class ParameterAverager:
     def __init__(self, profile: Profile, reducer: Reducer, world_size: int, rate: Callable[[], float]) -> None:
         self.schedule = LocalSgdSchedule.of(profile)
         self.outer = OuterOptimizer(profile)
+        self.overlap_steps = profile.local_sgd_overlap_steps
         self.anchor: Any = None
         self._profile = profile
         self._reducer = without_cast(reducer)
@@ -52,7 +53,8 @@ class ParameterAverager:
 
     def average(self, held: Held, loss: Any) -> None:
         """Make the parameters of all ranks equal and start the next period."""
-        self._average_parameters(held.parameters)
+        values = flatten([tensor.cast("float32") for tensor in held.parameters])
+        _write(held.parameters, self.agree(values, self._rate()))
         self.mean(held.statistics)
         self._treat_accumulators(held.accumulators)
         mean_loss = 0.0
@@ -63,20 +65,29 @@ class ParameterAverager:
     def mean(self, tensors: Sequence[Any]) -> None:
         """Replace tensors by their mean over all ranks, in place."""
         if tensors:
-            _write(tensors, self._sum(flatten([t.cast("float32") for t in tensors])))
+            _write(tensors, self.mean_of(flatten([t.cast("float32") for t in tensors])))
 
-    def _average_parameters(self, parameters: Sequence[Any]) -> None:
+    def mean_of(self, buffer: Any) -> Any:
+        """The mean over all ranks of a flat tensor, which is overwritten."""
+        return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
+
+    def agree(self, values: Any, rate: float) -> Any:
+        """What the ranks go on from after an averaging of their flat float32 ``values``, which are overwritten."""
         if not self.keeps_anchor:
-            self.mean(parameters)
-            return
-        difference = self.anchor - flatten(parameters)
+            return self.mean_of(values)
+        difference = self.anchor - values
         if self._profile.local_sgd_dtype == "bfloat16":
             # Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large.
             difference = self._reducer.sum(difference.cast("bfloat16")).cast("float32").scale_(1.0 / self._world_size)
         else:
-            difference = self._sum(difference)
-        self.anchor = self.outer.step(self.anchor, difference, self._rate())
-        _write(parameters, self.anchor)
+            difference = self.mean_of(difference)
+        self.anchor = self.outer.step(self.anchor, difference, rate)
+        return self.anchor
+
+    @property
+    def rate(self) -> float:
+        """The inner optimizer's learning rate now."""
+        return self._rate()
 
     def _treat_accumulators(self, accumulators: Sequence[Any]) -> None:
         if self._profile.local_sgd_momentum == "average":
@@ -85,11 +96,14 @@ class ParameterAverager:
             for tensor in accumulators:
                 tensor.zero_()
 
-    def _sum(self, buffer: Any) -> Any:
-        return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
-
 
 def _write(tensors: Sequence[Any], values: Any) -> None:
     """Put flat values into tensors, in place: the scope's variables share their memory."""
     for tensor, part in zip(tensors, unflatten(values, [tensor.shape for tensor in tensors]), strict=True):
         paddle.assign(part.cast(tensor.dtype), output=tensor)
+
+
+def add(tensors: Sequence[Any], values: Any) -> None:
+    """Add flat values to tensors, in place."""
+    for tensor, part in zip(tensors, unflatten(values, [tensor.shape for tensor in tensors]), strict=True):
+        paddle.assign((tensor.cast("float32") + part).cast(tensor.dtype), output=tensor)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from fleet_train.collectives import sentinel
+from fleet_train.collectives import overlap, sentinel
 from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.gate_notes import Communication
 from fleet_train.collectives.job import Job, Passed
@@ -56,6 +56,7 @@ class GradientExchange:
         averaging = plan.averaging
         self._averaging_bytes = traffic(plan, job.cluster).sent[rank] * averaging.period if averaging else 0.0
         self._running: dict[int, Future[list[Any]]] = {}
+        self._underway: overlap.Underway | None = None
 
     @property
     def sends_gradients(self) -> bool:
@@ -122,17 +123,50 @@ class GradientExchange:
             averager.after_synchronous_step(self.step, held)
             self._check(held, names, first=self.step == 1)
         elif averager.schedule.count():
-            self._on_communicator("averaging", lambda: averager.average(held, loss))
             self._job.clock.add_sent(self._averaging_bytes)
-            self._check(held, names)
+            if averager.overlap_steps:
+                self._start_averaging(averager, held)
+            else:
+                self._on_communicator("averaging", lambda: averager.average(held, loss))
+                self._check(held, names)
+        elif self._underway is not None and averager.schedule.local_steps >= averager.overlap_steps:
+            agreed = self.take_in(held)
+            self._check(Held(agreed, [], []), names)
 
-    def synchronise(self, held: Held) -> None:
-        """Make parameters, statistics and the given accumulators equal now, in the middle of a period or not."""
-        if self.averager is None:
+    def take_in(self, held: Held) -> list[Any]:
+        """Wait for the averaging under way and add its correction; returns what the ranks agreed on, in their shapes.
+
+        Nothing is under way: nothing is changed, and nothing is returned.
+        """
+        if self._underway is None:
+            return []
+        underway, self._underway = self._underway, None
+        with self._job.clock.exposed():
+            correction = underway.correction.result()
+        self._pass(underway.gate)
+        return overlap.apply(correction, held)
+
+    def synchronise(self, tensors: Mapping[str, Any]) -> None:
+        """Make tensors equal on all ranks now, in the middle of a period or not; in place, by their variables' names.
+
+        ``tensors``: parameters and statistics, all of them, and of the optimizer's state what is wanted. An averaging
+        that is under way is taken in first.
+        """
+        averager, averaging = self.averager, self._plan.averaging
+        if averager is None or averaging is None:
             return
-        averager = self.averager
-        everything = [*held.parameters, *held.statistics, *held.accumulators]
-        self._on_communicator("synchronisation", lambda: averager.mean(everything))
+        parameters, statistics = (
+            [tensors[value.name] for value in values] for values in (averaging.values, averaging.statistics)
+        )
+        self.take_in(Held(parameters, statistics, []))
+        self._on_communicator("synchronisation", lambda: averager.mean(list(tensors.values())))
+
+    def drop_averaging(self) -> None:
+        """Forget an averaging that is under way, on all ranks: other state is loaded."""
+        if self._underway is not None:
+            self._underway.correction.result()
+            self._pass(self._underway.gate)
+            self._underway = None
 
     def communication(self) -> Communication:
         """What this job's communication has cost since the last call."""
@@ -186,6 +220,18 @@ class GradientExchange:
             moment, f"{moment}, {bucket.describe()}", lambda: method.communicate(prepared)
         )
         return averages
+
+    def _start_averaging(self, averager: ParameterAverager, held: Held) -> None:
+        sent, moment = overlap.capture(held, averager.rate), f"averaging after {self._moment}"
+        gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
+
+        def run() -> overlap.Correction:
+            gate.result()
+            correction: overlap.Correction = self._blaming(moment, moment, lambda: overlap.correct(averager, sent))
+            return correction
+
+        self._underway = overlap.Underway(gate, self._threads[0].submit(run))
+        averager.schedule.begin_period()
 
     def _on_communicator(self, what: str, task: Callable[[], Any]) -> None:
         moment = f"{what} after {self._moment}"

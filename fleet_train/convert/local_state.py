@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
@@ -33,9 +32,9 @@ def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_o
         return
     names = [name for name in state.drifting if with_optimizer or state.kinds[name] == PARAMETER]
     with dynamic_mode():
-        tensors = [paddle.to_tensor(array, place=job.place) for array in state.read(names).values()]
-        exchange.synchronise(Held(tensors, [], []))
-        state.write(dict(zip(names, (tensor.numpy() for tensor in tensors), strict=True)), job.place)
+        tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in state.read(names).items()}
+        exchange.synchronise(tensors)
+        state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
 
 
 def _average_statistics(job: Job, state: ProgramState) -> None:
@@ -63,6 +62,7 @@ def position_of(exchange: GradientExchange) -> Arrays:
 
 def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
     """Go on from a saved position. State saved without LocalSGD starts its periods anew, from the loaded parameters."""
+    exchange.drop_averaging()
     if _STEP in arrays:
         exchange.step = int(arrays[_STEP][0])
     averager = exchange.averager

@@ -128,4 +128,5 @@ def _averaging(
         profile.local_sgd_schedule,
         profile.local_sgd_dtype,
         profile.outer_optimizer,
+        profile.local_sgd_overlap_steps,
     )

@@ -101,6 +101,9 @@ def _local_sgd(profile: Profile) -> list[Note]:
         Note("local_sgd_momentum", f"{profile.local_sgd_momentum}: the optimizer's own state at an averaging"),
         Note("local_sgd_dtype", f"an averaging sends {profile.local_sgd_dtype}"),
     ]
+    if profile.local_sgd_overlap_steps:
+        effect = f"what an averaging changes is added {profile.local_sgd_overlap_steps} steps later; they hide it"
+        notes.append(Note("local_sgd_overlap_steps", effect))
     if profile.outer_optimizer != "none":
         effect = (
             f"{profile.outer_optimizer}: lr {profile.outer_lr:g}, momentum {profile.outer_momentum:g} on the averaged "

@@ -94,6 +94,8 @@ class Averaging:
     schedule: str
     wire_dtype: str
     outer_optimizer: str
+    overlap_steps: int = 0
+    """Local steps of the next period beside which an averaging travels; 0 = the ranks wait for it."""
 
     @property
     def sent(self) -> tuple[Sent, ...]:

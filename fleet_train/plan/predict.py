@@ -73,10 +73,13 @@ def predict(
     an update of LocalSGD's synchronous warm-up.
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
-    communicators share the link. An averaging of LocalSGD and the statistics of batch norm hide behind nothing.
+    communicators share the link. An averaging of LocalSGD hides behind its overlap's steps, the statistics of batch
+    norm behind nothing.
     """
     if plan.averaging is not None and not warm_up:
-        communication = exposed = _seconds(plan, plan.averaging.sent, cluster, network) / plan.averaging.period
+        alone = _seconds(plan, plan.averaging.sent, cluster, network)
+        hidden = plan.averaging.overlap_steps * plan.accumulate_steps * compute.total
+        communication, exposed = (seconds / plan.averaging.period for seconds in (alone, max(0.0, alone - hidden)))
     else:
         statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, cluster, network)
         communication, exposed = _buckets(plan, cluster, network, compute)

@@ -94,6 +94,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
     return (
         found
         + _size_contradictions(settings)
+        + _overlap_contradictions(settings)
         + _loss_scale_contradictions(settings)
         + _recompute_contradictions(settings)
         + _executor_contradictions(settings)
@@ -120,6 +121,25 @@ def _size_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
         f"{shown(first)} is more than fuse_grad_size_in_MB, {shown(every)}, which limits every bucket; use that or less"
     )
     return [Problem("last_comm_group_size_MB", rule)]
+
+
+def _overlap_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    """An averaging beside local steps: where its end would be undefined, or the optimizer's state half treated."""
+    name = "local_sgd_overlap_steps"
+    steps = settings.get(name, 0)
+    if not steps:
+        return []
+    period = settings.get("local_sgd_steps", KNOBS["local_sgd_steps"].default)
+    schedule, momentum = settings.get("local_sgd_schedule", "constant"), settings.get("local_sgd_momentum", "keep")
+    rules = {
+        f"{steps} is not below local_sgd_steps, {period}: an averaging ends before the next one starts; use "
+        f"{max(period - 1, 0)} or less": steps >= period,
+        f"does not go with local_sgd_schedule: {schedule}, whose next period depends on the averaging, or can be "
+        "shorter than the overlap; use constant": schedule != "constant",
+        f"does not go with local_sgd_momentum: {momentum}, which treats the optimizer's state at an averaging while "
+        "local steps use it; use keep": momentum != "keep",
+    }
+    return [Problem(name, rule) for rule, broken in rules.items() if broken]
 
 
 def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:

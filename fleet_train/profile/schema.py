@@ -205,6 +205,19 @@ class Settings(BaseModel):
         "averaging, half the bytes.",
         reason="Every rank adds the same averaged difference to the same kept copy, so that all ranks hold equal bits.",
     )
+    local_sgd_overlap_steps: int = knob(
+        0,
+        fate="carried out",
+        unit="steps",
+        ge=0,
+        le=1_000_000,
+        needs="use_local_sgd",
+        meaning="Local steps of the next period beside which an averaging travels; what it changes is added behind "
+        "them. 0 = the ranks wait for it.",
+        reason="Each rank adds the average minus what it sent, after the same step on every rank: its progress since "
+        "then is kept. Sources: Wang, Liang and Joshi 2020 (Overlap-Local-SGD), Douillard et al. 2025 (Streaming "
+        "DiLoCo).",
+    )
     outer_optimizer: Literal["none", "slowmo", "diloco"] = knob(
         "none",
         fate="carried out",

@@ -56,6 +56,17 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
         {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9, "local_sgd_is_warm_steps": 0},
     ),
     "bfloat16 differences": (MLP, momentum, {"local_sgd_dtype": "bfloat16"}),
+    "overlap": (MLP, momentum, {"local_sgd_overlap_steps": 2}),
+    "overlap, diloco": (
+        MLP,
+        adam,
+        {"local_sgd_overlap_steps": 3, "outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9},
+    ),
+    "overlap, batch norm, two micro-batches": (
+        BATCH_NORM,
+        momentum,
+        {"local_sgd_overlap_steps": 1, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2, "accumulate_steps": 2},
+    ),
     "hierarchical": (MLP, momentum, {"use_hierarchical_allreduce": True, "nccl_comm_num": 2}),
     "hierarchical, diloco, bfloat16 differences": (
         MLP,
@@ -113,6 +124,7 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
         "averagings": averagings,
         "digests": equal_at,
         "warm": profile.local_sgd_is_warm_steps,
+        "overlap": profile.local_sgd_overlap_steps * profile.accumulate_steps,
     }
 
 

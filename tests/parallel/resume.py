@@ -43,7 +43,16 @@ NETWORKS: dict[str, tuple[Network, Any]] = {
     "sync_batch_norm": (BATCH_NORM, adam),
     "diloco": (MLP, adam),
 }
-MORE_OF_LOCAL_SGD = ("adam", "average momentum", "diloco", "bfloat16 differences", "doubling", "adaptive", "batch norm")
+MORE_OF_LOCAL_SGD = (
+    "adam",
+    "average momentum",
+    "diloco",
+    "bfloat16 differences",
+    "doubling",
+    "adaptive",
+    "batch norm",
+    "overlap, diloco",
+)
 Case = tuple[Network, Any, Profile]
 
 
@@ -62,6 +71,11 @@ def cases() -> dict[str, Case]:
         network, make, settings = local_sgd.CASES[name]
         found[f"LocalSGD, {name}"] = (network, make, Profile(**LOCAL | settings))
     found["batch norm"] = (BATCH_NORM, adam, Profile())
+    found["LocalSGD, overlap, bfloat16"] = (
+        BATCH_NORM,
+        adam,
+        Profile(**LOCAL | {"local_sgd_overlap_steps": 3, "local_sgd_dtype": "bfloat16"}),
+    )
     found["merge, LocalSGD"] = (MLP, adam, Profile(**LOCAL | {"accumulate_steps": 2}))
     found["merge, PowerSGD"] = (LARGE, sgd, Profile(accumulate_steps=2, compression="powersgd"))
     found["amp, merge"] = (MLP, adam, Profile(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2))

@@ -32,6 +32,8 @@ class SimulatedAveraging:
         self._trained, self._statistics = list(trained), others
         self._anchor = _flat(start, self._trained)
         self._velocity = np.zeros(self._anchor.shape)
+        self.overlap_steps = profile.local_sgd_overlap_steps
+        self._corrections: list[Values] = []
 
     def after_synchronous_step(self, values: Mapping[str, Array]) -> None:
         """All ranks hold ``values``: a period that starts now is measured from there."""
@@ -40,7 +42,13 @@ class SimulatedAveraging:
     def average(
         self, ranks: Sequence[Values], optimizers: Sequence[NumpyOptimizer], rate: float, losses: Sequence[float]
     ) -> None:
-        """Make the ranks' parameters and statistics equal, treat the optimizers' state, start the next period."""
+        """Make the ranks' parameters and statistics equal, treat the optimizers' state, start the next period.
+
+        With an overlap only what each rank will add is worked out here.
+        """
+        if self.overlap_steps:
+            self._send(ranks, rate)
+            return
         self._agree([_flat(values, self._trained) for values in ranks], rate)
         shapes = [ranks[0][name].shape for name in self._trained]
         for values in ranks:
@@ -51,6 +59,23 @@ class SimulatedAveraging:
         if self.schedule.kind == "adaptive":
             loss = float(self._wire.mean([np.array([one], np.float32) for one in losses])[0])
         self.schedule.begin_period(rate, loss)
+
+    def after_local_step(self, ranks: Sequence[Values]) -> None:
+        """Add what an averaging has changed, once its overlap has passed."""
+        if self._corrections and self.schedule.local_steps >= self.overlap_steps:
+            for values, correction in zip(ranks, self._corrections, strict=True):
+                values.update({name: (values[name] + change).astype(np.float32) for name, change in correction.items()})
+            self._corrections = []
+
+    def _send(self, ranks: Sequence[Values], rate: float) -> None:
+        shapes = [ranks[0][name].shape for name in self._trained]
+        self._agree([_flat(values, self._trained) for values in ranks], rate)
+        means: Values = dict(zip(self._trained, cut(self._anchor.copy(), shapes), strict=True))
+        tables = [{name: values[name] for name in self._statistics} for values in ranks]
+        self._mean(tables, self._statistics)
+        means |= tables[0]
+        self._corrections = [{name: mean - values[name] for name, mean in means.items()} for values in ranks]
+        self.schedule.begin_period()
 
     def _agree(self, held: Sequence[Array], rate: float) -> None:
         """Move the anchor, [elements] float32, to what all ranks go on from."""

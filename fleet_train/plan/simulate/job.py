@@ -111,7 +111,9 @@ class SimulatedJob:
         ends = averaging.schedule.count()
         if ends:
             averaging.average(self.ranks, self.optimizers, self.rate, losses)
-        return Step(True, ends, ends, self._wire.take(), {})
+        else:
+            averaging.after_local_step(self.ranks)
+        return Step(True, ends and not averaging.overlap_steps, ends, self._wire.take(), {})
 
     def _exchange(self, gradients: Sequence[Values]) -> Values:
         agreed: Values = {}

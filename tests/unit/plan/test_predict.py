@@ -60,6 +60,17 @@ def test_local_sgd_pays_one_averaging_per_period() -> None:
     assert predict(plan, cluster, NETWORK, COMPUTE, warm_up=True).exposed == pytest.approx(0.012)
 
 
+def test_an_averaging_hides_behind_the_steps_of_its_overlap() -> None:
+    cluster, slow = Cluster.imagined(2, 1), Compute(0.002, 0.004)
+    one_step, many = (
+        plan_of(cluster, use_local_sgd=True, local_sgd_steps=8, local_sgd_overlap_steps=steps) for steps in (1, 2)
+    )
+    # 12 ms in all, of which a step of 6 ms hides as much.
+    assert predict(one_step, cluster, NETWORK, slow).exposed == pytest.approx(0.006 / 8)
+    assert predict(one_step, cluster, NETWORK, slow).communication == pytest.approx(0.012 / 8)
+    assert predict(many, cluster, NETWORK, slow).exposed == 0.0
+
+
 def test_hierarchical_on_two_nodes_of_two_ranks() -> None:
     cluster = Cluster.imagined(2, 2)
     flat = predict(plan_of(cluster), cluster, NETWORK, COMPUTE)

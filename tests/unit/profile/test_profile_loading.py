@@ -200,6 +200,21 @@ def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) 
             "allowed: one of constant, doubling, adaptive",
         ),
         (
+            "use_local_sgd: true\nlocal_sgd_steps: 8\nlocal_sgd_overlap_steps: 8\n",
+            "a.yaml:3: local_sgd_overlap_steps: 8 is not below local_sgd_steps, 8: an averaging ends before the next "
+            "one starts; use 7 or less",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_schedule: doubling\n",
+            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_schedule: doubling, whose next period "
+            "depends on the averaging, or can be shorter than the overlap; use constant",
+        ),
+        (
+            "use_local_sgd: true\nlocal_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_momentum: average\n",
+            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which treats the "
+            "optimizer's state at an averaging while local steps use it; use keep",
+        ),
+        (
             "fuse_grad_size_in_MB: 0.5\nlast_comm_group_size_MB: 2\n",
             "a.yaml:2: last_comm_group_size_MB: 2 is more than fuse_grad_size_in_MB, 0.5, which limits every bucket; "
             "use that or less",
