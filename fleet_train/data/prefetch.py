@@ -22,13 +22,14 @@ class Prefetcher(Generic[Item]):
     """Iterate over `source` with up to `depth` items ready in advance; order and exceptions stay as they were.
 
     Use it in a `with` statement, or call `close`: a loop that stops early must not leave a thread behind.
+    `closing` is set by `close`: a source that may wait for long looks at it.
     """
 
-    def __init__(self, source: Iterable[Item], depth: int = 2) -> None:
+    def __init__(self, source: Iterable[Item], depth: int = 2, closing: threading.Event | None = None) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}; at least 1 item must be prepared in advance")
         self._queue: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
-        self._closing = threading.Event()
+        self._closing = closing or threading.Event()
         self._finished = False
         self._thread = threading.Thread(target=self._fill, args=(source,), name="fleet_train-prefetch", daemon=True)
         self._thread.start()

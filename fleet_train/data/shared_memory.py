@@ -50,6 +50,10 @@ class SlotPool:
         weakref.finalize(whole, self._free.append, slot).atexit = False
         return whole.reshape(shape)
 
+    def give_back(self, slot: Slot) -> None:
+        """A slot that was taken and not lent."""
+        self._free.append(slot)
+
     def close(self) -> None:
         """Let go of all slots. Arrays that were lent stay whole: the memory goes with the last of them."""
         for slot in self._slots:

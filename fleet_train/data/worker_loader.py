@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +77,8 @@ class WorkerLoader(Loader):
         if self._open is not None:
             self._open.close()
         self.sampler.set_epoch(epoch, consumed_samples)
-        self._open = Prefetcher(self._batches(), self._prefetch_depth)
+        leaving = threading.Event()
+        self._open = Prefetcher(self._batches(leaving), self._prefetch_depth, leaving)
         return self._open
 
     def close(self) -> None:
@@ -90,21 +93,21 @@ class WorkerLoader(Loader):
             self._slots.close()
             self._pool, self._slots = None, SlotPool()
 
-    def _batches(self) -> Iterator[Arrays]:
+    def _batches(self, leaving: threading.Event) -> Iterator[Arrays]:
         pool = self._pool = self._pool or self._start()
         usable = False
         try:
-            yield from self._decoded(pool)
-            usable = True
-        except GeneratorExit:
-            pool.drain()
-            usable = True
+            with contextlib.suppress(GeneratorExit):
+                yield from self._decoded(pool, leaving)
+            usable = pool.drain()
         finally:
+            for batch in self._batch_of.values():
+                self._slots.give_back(batch.slot)
             self._batch_of.clear()
             if not (usable and self._keep_workers):
                 self._end_workers()
 
-    def _decoded(self, pool: WorkerPool) -> Iterator[Arrays]:
+    def _decoded(self, pool: WorkerPool, leaving: threading.Event) -> Iterator[Arrays]:
         """The batches in order, always `prefetch_depth` of them with the workers."""
         begun: deque[_Batch] = deque()
         steps, next_step = len(self), 0
@@ -115,6 +118,8 @@ class WorkerLoader(Loader):
             while begun[0].missing:
                 for task in pool.done():
                     self._take(pool, task)
+                if leaving.is_set():
+                    return
             yield self._feed(begun.popleft())
 
     def _start(self) -> WorkerPool:

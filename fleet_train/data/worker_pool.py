@@ -26,6 +26,8 @@ TASK_SECONDS = 120.0
 # A second task waits at the worker while it is busy with the first. More would only delay the end of an epoch.
 _TASKS_PER_WORKER = 2
 _NAMES_SHOWN = 3
+_MOMENT_SECONDS = 0.5
+_DRAIN_SECONDS = 3.0
 
 
 @dataclass
@@ -112,20 +114,23 @@ class WorkerPool:
         self._hand_out()
 
     def done(self) -> list[Task]:
-        """Wait until at least one task is done and return those that are."""
+        """Tasks that have been done meanwhile; waits a moment for one if there is none."""
         finished: list[Task] = []
-        while not finished:
-            for key, _ in self._selector.select(timeout=min(1.0, self._task_seconds)):
-                finished += self._receive(key.data)
-            self._check_silence()
+        for key, _ in self._selector.select(timeout=min(_MOMENT_SECONDS, self._task_seconds)):
+            finished += self._receive(key.data)
+        self._check_silence()
         self._hand_out()
         return finished
 
-    def drain(self) -> None:
-        """Forget what no worker has begun, and wait for the rest: afterwards no slot is being written."""
+    def drain(self) -> bool:
+        """Forget what no worker has begun and wait for the rest: no slot is being written then. False if one hangs."""
         self._waiting.clear()
+        deadline = time.monotonic() + _DRAIN_SECONDS
         while any(worker.tasks for worker in self._workers):
+            if time.monotonic() > deadline:
+                return False
             self.done()
+        return True
 
     def close(self) -> None:
         """End the workers and wait for them. May be called twice."""
