@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.launchers import run_launchers
 from tests.support.namespaces import Namespace, two_machines
-from tests.support.processes import Job, Started, clean_environ, python, write_script
+from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
 
 _SAY = """
 import os
@@ -24,9 +26,17 @@ time.sleep(0 if int(os.environ["FLEET_TRAIN_ATTEMPT"]) else 120)
 """
 
 
-def launch_command(machines: tuple[Namespace, Namespace], script: Path, *flags: str) -> list[str]:
+def launch_command(machines: tuple[Namespace, Namespace], *flags_and_script: str | Path) -> list[str]:
     nodes = f"--cluster_node_ips={','.join(machine.address for machine in machines)}"
-    return python("-m", "fleet_train", "launch", nodes, "--started_port=6170", *flags, str(script))
+    return python("-m", "fleet_train", "launch", nodes, "--started_port=6170", *map(str, flags_and_script))
+
+
+def start_both(job: Job, machines: tuple[Namespace, Namespace], command: Sequence[str]) -> tuple[Started, Started]:
+    def start(node: int) -> Started:
+        prefix, folder = machines[node].prefix, job.folder / f"node{node}"
+        return job.start(f"node{node}", [*prefix, *command], clean_environ(), cwd=folder)
+
+    return start(0), start(1)
 
 
 @pytest.mark.root
@@ -44,16 +54,12 @@ def test_each_machine_finds_its_place_and_the_interface_to_the_other(tmp_path: P
 def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path: Path) -> None:
     script = write_script(_WAIT, tmp_path)
     with two_machines() as machines, Job(tmp_path) as job:
-        command = launch_command(machines, script, "--max_restarts=1", "--lost_node_timeout=3", "--rejoin_timeout=60")
-
-        def start(node: int) -> Started:
-            folder = tmp_path / f"node{node}"
-            return job.start(f"node{node}", [*machines[node].prefix, *command], clean_environ(), cwd=folder)
+        flags = "--max_restarts=1 --lost_node_timeout=3 --rejoin_timeout=60".split()
+        first, second = start_both(job, machines, launch_command(machines, *flags, script))
 
         def said(node: Started, text: str) -> bool:
             return text in node.output
 
-        first, second = start(0), start(1)
         logs = [tmp_path / f"node{node}" / "log" / "workerlog.0" for node in (0, 1)]
         job.wait_until(lambda: all(p.exists() and "attempt 0" in p.read_text() for p in logs), 30, "ranks have begun")
         machines[1].set_link("down")
@@ -66,4 +72,22 @@ def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path
         machines[1].set_link("up")
         assert [one.exit_code for one in job.wait(60)] == [0, 0], job.report()
         assert [p.read_text() for p in logs] == ["attempt 1 rank 0\n", "attempt 1 rank 1\n"]
+        assert job.leftovers() == []
+
+
+@pytest.mark.root
+def test_training_goes_on_from_its_checkpoint_on_the_machine_that_is_left(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    train = f"--model=mlp --data=digits --epochs=20 --checkpoint_every=1 --evaluate_every=20 --output_dir={output}"
+    flags = "--max_restarts=1 --min_nodes=1 --lost_node_timeout=3 --rejoin_timeout=2".split()
+    with two_machines() as machines, Job(tmp_path) as job:
+        command = launch_command(machines, *flags, ROOT / "tools" / "train.py", *train.split())
+        first, _ = start_both(job, machines, command)
+        job.wait_until(lambda: len(list((output / "checkpoints").glob("step-*"))) == 2, 60, "two checkpoints")
+        machines[1].set_link("down")
+        assert [one.exit_code for one in job.wait(120, None)] == [0, 11], job.report()
+        assert "node 1 (10.77.0.2) did not come back within 2 s (--rejoin_timeout); going on without" in first.output
+        assert "resumed from" in (tmp_path / "node0" / "log" / "workerlog.0").read_text()
+        summary = json.loads((output / "summary.json").read_text())
+        assert (summary["world_size"], summary["epochs"]) == (1, 20)
         assert job.leftovers() == []
