@@ -98,7 +98,7 @@ class LossWatch:
         if self._skipping is not None:
             print(f"fleet_train: {told}; this update is skipped on every rank", file=sys.stderr, flush=True)
             return
-        unseen = f" (steps {before + 1} to {step - 1} were not looked at, see fetch_frequency)"
+        unseen = f" (looked at before: the loss of step {before}, see fetch_frequency)"
         raise NotFinite(
             f"{told}{unseen if before + 1 < step else ''}; nothing of it is saved, the last checkpoint is untouched. "
             "Look at these samples, try a lower learning rate or a warm-up, or skip such updates (--on_nan skip)"

@@ -10,7 +10,10 @@ from fleet_train import fleet
 def statistics_of(program: Any) -> list[str]:
     """Names of the float parameters of `program` that are not trained, sorted."""
     values = program.global_block().all_parameters()
-    return sorted(each.name for each in values if not each.trainable and "float" in str(each.dtype).lower())
+    # The learning rate is such a parameter, too, but without a dimension.
+    return sorted(
+        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
+    )
 
 
 def describe_statistics(program: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def test_two_epochs_and_two_more_equal_four_in_one_go_on_two_nodes(
 def test_two_ranks_write_one_run(two_ranks: tuple[RanksResult, Path]) -> None:
     job, output = two_ranks
     lines = [rank.output.count("test accuracy") for rank in job.ranks]
+    assert "batch norm" not in job.report()
     assert lines == [5, 0], "rank 0 says one line per epoch and one at the end, the other rank none"
     expected = ["checkpoints", "images", "metrics.jsonl", "summary.json", "visualdl"]
     assert sorted(path.name for path in output.iterdir()) == expected
@@ -136,3 +138,22 @@ def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
         assert "persistables.safetensors: tensor '" in said
         assert "was altered after it was written (SHA-256 differs)" in said
     assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()
+
+
+def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alone(
+    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(two_ranks[1], output)
+    before = {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()}
+    flags = ("--resume", "--epochs", "8", "--lr", "1e30", "--lr_schedule", "constant", "--checkpoint_every", "1")
+    job = train(tmp_path / "job", 2, output, *flags, check=False)
+    assert 13 in job.exit_codes, job.report()
+    assert set(job.exit_codes) <= {13, 11}, "a rank that is not the first may hear of it before it looks itself"
+    said = re.search(
+        r"NotFinite: the loss of rank [01] is (nan|inf) at step (\d+); its batch: samples \d+, \d+, ", job.report()
+    )
+    assert said is not None, job.report()
+    assert 93 <= int(said[2]) <= 96
+    assert "the last checkpoint is untouched" in job.report()
+    assert {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()} == before

@@ -93,7 +93,7 @@ def test_loss_that_is_not_finite_ends_with_rank_step_and_samples() -> None:
     batch["features"][2, 1] = np.nan
     expected = (
         r"the loss of rank 0 is nan at step 15; its batch: samples 7, 1, 40, 3; 'features' itself is not finite in "
-        r"samples 40 \(steps 11 to 14 were not looked at, see fetch_frequency\); nothing of it is saved"
+        r"samples 40 \(looked at before: the loss of step 10, see fetch_frequency\); nothing of it is saved"
     )
     with pytest.raises(NotFinite, match=expected):
         watch.look(float("nan"), 15, np.array([7, 1, 40, 3]), batch)
