@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
 from tests.support.commands import fenced_blocks
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, clean_environ
 
 PAGE = ROOT / "docs" / "training.md"
 
 
-def test_example_is_true() -> None:
-    (example,) = fenced_blocks(PAGE.read_text(), "python")
-    exec(compile(example, str(PAGE), "exec"), {})
+@pytest.mark.parametrize("example", fenced_blocks(PAGE.read_text(), "python"))
+def test_example_is_true(example: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", example]  # in a process of its own: it may join a job
+    subprocess.run(command, cwd=tmp_path, env=clean_environ(), check=True, timeout=60)
