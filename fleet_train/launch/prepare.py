@@ -70,7 +70,7 @@ class Launch:
         command = shlex.join(self.command("<token>", Path("<private folder>")))
         ours = [f"  {name}={value}" for name, value in sorted(self.environment.shown().items())]
         lines = [self.summary(), f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}"]
-        lines += ["set for the ranks:", *ours]
+        lines += [self.faults.in_words(len(self.node.addresses)), "set for the ranks:", *ours]
         if self.environment.removed:
             lines.append(f"taken out of the environment: {', '.join(sorted(self.environment.removed))}")
         return "\n".join([*lines, "would start:", f"  {command}"])
@@ -128,10 +128,12 @@ def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
             f"--min_nodes={faults.min_nodes}: the job has {counted(len(node.addresses), 'node')} "
             "(--cluster_node_ips), so give a number from 1 to that"
         )
-    if faults.min_nodes is not None and faults.max_restarts == 0:
+    waits = faults.rejoin_timeout_seconds != FaultPolicy.rejoin_timeout_seconds
+    if (faults.min_nodes is not None or waits) and faults.max_restarts == 0:
+        flag = "--rejoin_timeout" if faults.min_nodes is None else "--min_nodes"
         raise ClusterError(
-            f"--min_nodes={faults.min_nodes} has no effect without restarts: going on without a node is a restart from "
-            "the last checkpoint; add --max_restarts=3"
+            f"{flag} has no effect without restarts: waiting for a lost node, or going on without it, means a restart "
+            "from the last checkpoint; add --max_restarts=3"
         )
     return faults
 

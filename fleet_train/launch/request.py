@@ -26,6 +26,15 @@ class FaultPolicy:
     grace_seconds: float = 30.0
     """How long ranks may take to save their state after SIGTERM."""
 
+    def in_words(self, node_num: int) -> str:
+        """One line for --dry-run."""
+        if self.max_restarts == 0:
+            return "when a rank or node fails: the job ends (--max_restarts)"
+        fewer = f"then the job goes on with {self.min_nodes} or more" if self.min_nodes else "then the job ends"
+        away = f"; a node is lost after {self.lost_node_timeout_seconds:g} s of silence and waited for "
+        away += f"{self.rejoin_timeout_seconds:g} s, {fewer}"
+        return f"when a rank or node fails: {self.max_restarts} restarts at most{away if node_num > 1 else ''}"
+
 
 @dataclass(frozen=True)
 class LaunchRequest:

@@ -8,7 +8,7 @@ from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
 from fleet_train.launch import prepare
 from fleet_train.launch.machine import Machine, visible_gpus
 from fleet_train.launch.node import Node
-from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
 
 def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
@@ -79,3 +79,17 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == ("0", "2", "10")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 0"}, tmp_path) == ("2", "0")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        (FaultPolicy(3, min_nodes=3), "--min_nodes=3: the job has 2 nodes"),
+        (FaultPolicy(3, min_nodes=0), "--min_nodes=0: the job has 2 nodes"),
+        (FaultPolicy(0, min_nodes=1), "--min_nodes has no effect without restarts"),
+        (FaultPolicy(0, rejoin_timeout_seconds=5.0), "--rejoin_timeout has no effect without restarts"),
+    ],
+)
+def test_flags_about_faults_that_make_no_sense_are_refused(faults: FaultPolicy, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        prepare.checked_faults(faults, Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 1, None, "eth0"))

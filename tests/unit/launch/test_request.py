@@ -4,7 +4,7 @@ import pytest
 
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
-from fleet_train.launch.request import parse_devices
+from fleet_train.launch.request import FaultPolicy, parse_devices
 
 
 def test_hosts_are_split_at_commas_and_stripped() -> None:
@@ -35,3 +35,12 @@ def test_devices_are_numbers_in_the_given_order() -> None:
 def test_device_lists_that_cannot_be_meant_are_refused(text: str, said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         parse_devices(text)
+
+
+def test_what_happens_after_a_fault_in_words() -> None:
+    assert FaultPolicy().in_words(2) == "when a rank or node fails: the job ends (--max_restarts)"
+    assert FaultPolicy(max_restarts=3).in_words(1) == "when a rank or node fails: 3 restarts at most"
+    assert FaultPolicy(max_restarts=3, min_nodes=2).in_words(3) == (
+        "when a rank or node fails: 3 restarts at most; a node is lost after 20 s of silence and waited for 300 s, "
+        "then the job goes on with 2 or more"
+    )
