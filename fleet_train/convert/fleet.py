@@ -28,7 +28,7 @@ from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
 from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.join import join  # noqa: E402
-from fleet_train.convert import saving  # noqa: E402
+from fleet_train.convert import agreement, saving  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
 from fleet_train.convert.exporting import export_inference_model  # noqa: E402
 from fleet_train.convert.local_state import make_equal  # noqa: E402
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     startup_program: Any
 
 __all__ = [
+    "agree",
     "all_reduce",
     "barrier_worker",
     "capture_persistables",
@@ -244,6 +245,14 @@ def all_reduce(array: Any, op: str = "sum") -> np.ndarray[Any, Any]:
     Raises ConversionError when the ranks bring different shapes, dtypes or operations.
     """
     return _current().job.reduce(np.asarray(array), op)
+
+
+def agree(name: str, value: Any) -> None:
+    """Stop every rank with ScheduleMismatch unless all bring the same JSON value: ``agree("steps", len(loader))``.
+
+    For what a job must have in common and fleet_train cannot see. All ranks call it in the same order.
+    """
+    agreement.agree(_current().job, name, value)
 
 
 def gather(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
 from fleet_train.collectives.job import Job
+from fleet_train.convert.agreement import agree_on_plan
 from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
@@ -22,8 +23,8 @@ from fleet_train.convert.profile_passes import (
 )
 from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_launches, insert_waits
 from fleet_train.convert.separable import updates_each_alone
-from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan, first_difference
+from fleet_train.errors import ConversionError
+from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan
 from fleet_train.profile import Profile
 
 ParamsGrads = list[tuple[Any, Any]]
@@ -190,12 +191,7 @@ class DistributedOptimizer:
             self._passes.exchanges,
             _state_values_per_parameter(self._inner),
         )
-        number = self._job.count("plan")
-        digests = self._job.gather(f"plan {number}", plan.digest)
-        differing = [rank for rank, digest in digests.items() if digest != digests[0]]
-        if differing:
-            plans = self._job.gather(f"plan {number} in full", plan.to_json())
-            raise ScheduleMismatch(_explain_mismatch(self._job, plans, differing))
+        agree_on_plan(self._job, plan, self._profile)
         self._job.agreed(plan)
         return plan
 
@@ -212,16 +208,6 @@ def _refuse_dynamic_mode() -> None:
             "Paddle is in dynamic mode, and fleet_train converts static programs: call paddle.enable_static() before "
             "building the network"
         )
-
-
-def _explain_mismatch(job: Job, plans: dict[int, Any], differing: list[int]) -> str:
-    other = differing[0]
-    where = first_difference(plans[0], plans[other])
-    return (
-        f"{job.cluster.describe(0)} and {job.cluster.describe(other)} would not communicate the same: {where} "
-        f"(here = rank 0, there = rank {other}); {len(differing)} of {job.world_size} ranks differ from rank 0. "
-        "Start every rank with the same script, arguments and profile"
-    )
 
 
 def _as_gradient(value: Any) -> Gradient:

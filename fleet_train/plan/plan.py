@@ -213,7 +213,11 @@ def _short(part: Any) -> str:
 def _averaged(part: dict[str, Any] | None) -> str:
     if part is None:
         return "nothing"
-    return f"{len(part['values'])} parameters, {len(part['statistics'])} statistics every {part['period']} steps"
+    state = part["state_values_per_parameter"]
+    return (
+        f"{len(part['values'])} parameters, {len(part['statistics'])} statistics and {state} values of the optimizer's "
+        f"state per parameter, every {part['period']} steps"
+    )
 
 
 def _flat(plan: dict[str, Any]) -> list[tuple[int, str, tuple[int, ...], str, int, str]]:

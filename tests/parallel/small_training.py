@@ -78,6 +78,11 @@ def other_version() -> None:
         fleet_train.__version__ = "0.0.7"
 
 
+def other_paddle() -> None:
+    if RANK == 1:
+        paddle.__version__ = "3.3.99"
+
+
 CASES = {
     "train": lambda: train(),
     "die": lambda: train(before_step=die),
@@ -96,6 +101,8 @@ def main() -> None:
     paddle.enable_static()
     if case == "other version":
         other_version()
+    if case == "other Paddle":
+        other_paddle()
     if case == "never come" and RANK == 1:
         return
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))

@@ -79,6 +79,7 @@ def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> N
         ("more layers", "float32 in bucket 0"),
         ("other profile", "communicators is 1 here, 2 there"),
         ("other version", "fleet_train version: rank 0 (127.0.0.2:"),
+        ("other Paddle", "Paddle version: rank 0 (127.0.0.2:"),
     ],
 )
 def test_ranks_that_disagree_are_told_what_differs_before_the_first_step(tmp_path: Path, case: str, told: str) -> None:

@@ -11,6 +11,7 @@ import fleet_train
 from tests.support.processes import clean_environ, python
 
 FACADE = {
+    "agree",
     "all_reduce",
     "barrier_worker",
     "communication",

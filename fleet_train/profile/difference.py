@@ -1,0 +1,31 @@
+"""Where the profiles of two ranks part, in words; values of variables are never shown, they may be secrets."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from fleet_train.profile.knobs import shown
+from fleet_train.profile.profile import Profile
+from fleet_train.profile.schema import DESCRIPTIVE
+
+
+def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
+    """What ranks send one another: knobs with their values, variables with a digest of theirs. JSON."""
+    knobs = {name: value for name, value in profile if name not in DESCRIPTIVE and name != "environment"}
+    digests = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in profile.environment.items()}
+    return {"knobs": knobs, "environment": digests}
+
+
+def first_differing_knob(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> str | None:
+    """The first difference of two profiles as `comparable` gives them; None when they are equal."""
+    for name, value in ours["knobs"].items():
+        other = theirs["knobs"].get(name)
+        if value != other:
+            return f"{name} is {shown(value)} here, {shown(other)} there"
+    for name in sorted(ours["environment"].keys() | theirs["environment"].keys()):
+        here, there = ours["environment"].get(name), theirs["environment"].get(name)
+        if here != there:
+            where = "another value there" if here and there else f"no value {'there' if here else 'here'}"
+            return f"environment.{name} has {where} (values are not shown)"
+    return None
