@@ -86,9 +86,13 @@ class VisualDLSink:
 def _with_lines(text: str) -> str:
     """The text so that the page shows its lines: it folds line ends and spaces, as any paragraph of HTML.
 
-    Spaces that do not break keep a line in one piece, and many of them at its end keep the next one out of it.
+    Spaces that do not break keep a line in one piece, and many of them at its end keep the next one out of it. A line
+    that is longer than that may be broken: the page would hide its end.
     """
-    return " ".join(line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE) for line in text.split("\n"))
+    return " ".join(
+        line if len(line) > _LINE_LENGTH else line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE)
+        for line in text.split("\n")
+    )
 
 
 def _now() -> int:

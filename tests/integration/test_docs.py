@@ -44,6 +44,12 @@ def test_no_command_hides_in_an_unlabelled_block(page: Path) -> None:
     assert hidden_commands(page) == [], f"put these lines of {page.name} into a block that opens with ```bash"
 
 
+@ALL_PAGES
+def test_every_linked_path_exists(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_each_table_belongs_to_a_page() -> None:
     assert {path.stem for path in TABLES.iterdir()} <= {page.stem for page in pages()}
 
