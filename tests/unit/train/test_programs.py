@@ -10,6 +10,7 @@ import pytest
 from paddle import nn
 
 from fleet_train.data import synthetic
+from fleet_train.profile import Profile
 from fleet_train.train import models
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.programs import Programs, build_programs
@@ -37,9 +38,9 @@ def feed() -> dict[str, np.ndarray]:
     return synthetic(SAMPLES).train.arrays(np.arange(SAMPLES))
 
 
-def built(**settings: Any) -> tuple[Programs, Any]:
+def built(profile: Profile | None = None, **settings: Any) -> tuple[Programs, Any]:
     config = TrainConfig(model="mlp", learning_rate=1e-9, **settings)
-    programs = build_programs(config, synthetic(SAMPLES).train, config.schedule(1), 1, None)
+    programs = build_programs(config, synthetic(SAMPLES).train, config.schedule(1), 1, profile)
     exe = paddle.static.Executor(paddle.CPUPlace())
     paddle.seed(0)
     exe.run(programs.startup)
@@ -73,3 +74,13 @@ def test_training_loss_spreads_the_targets(feed: dict[str, np.ndarray], smoothin
     hit = logits[np.arange(SAMPLES), labels]
     expected = -((1 - smoothing) * hit + smoothing * logits.mean(axis=1)).mean()
     assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_mixed_precision_of_the_profile_is_in_the_training_program_only(feed: dict[str, np.ndarray]) -> None:
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        programs, exe = built(Profile(amp_level="O1", amp_dtype="bfloat16"), ema_decay=0.9, on_nan="skip")
+        logits, labels = logits_of(programs, exe, feed), feed["labels"]
+        (loss,) = exe.run(programs.loss.block.program, feed=feed, fetch_list=[programs.loss])
+    expected = -logits[np.arange(SAMPLES), labels].mean()
+    assert loss.item() == pytest.approx(expected, rel=0.02)
+    assert loss.item() != pytest.approx(expected, rel=1e-5), "bfloat16 keeps 8 bits"

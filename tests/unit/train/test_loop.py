@@ -1,0 +1,151 @@
+"""The loop on one process: what happens when, whatever program it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train import DistributedStrategy, fleet
+from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
+from fleet_train.errors import NotFinite, Preempted
+from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+SAMPLES, BATCH = 40, 8
+STEPS_PER_EPOCH = 5
+
+
+class Watched(BatchLoader):
+    """Calls ``before(feed, step)`` with each batch, counted over all epochs."""
+
+    def __init__(self, before: Any = None) -> None:
+        super().__init__(
+            synthetic(SAMPLES, (6,), 3).train, ShardedBatchSampler(SAMPLES, BATCH, seed=1), prefetch_depth=1
+        )
+        self._before, self.step = before, 0
+
+    def _read(self) -> Iterator[Any]:
+        for feed in super()._read():
+            if self._before is not None:
+                self._before(feed, self.step)
+            self.step += 1
+            yield feed
+
+
+class Recorder:
+    """A sink that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.records.append((step, dict(scalars)))
+
+    def steps_of(self, tag: str) -> list[int]:
+        return [step for step, scalars in self.records if tag in scalars]
+
+    def values_of(self, tag: str) -> list[float]:
+        return [scalars[tag] for _, scalars in self.records if tag in scalars]
+
+    def text(self, *_: Any) -> None: ...
+
+    def hparams(self, *_: Any) -> None: ...
+
+    def image(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def scope() -> Iterator[None]:
+    with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
+        yield
+
+
+def trainer(loader: Any, settings: TrainerSettings, strategy: Any = None, **parts: Any) -> tuple[Trainer, Recorder]:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup):
+        features = paddle.static.data("features", [-1, 6], "float32")
+        labels = paddle.static.data("labels", [-1], "int64")
+        loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(6, 3)(features), labels)
+        scheduler = paddle.optimizer.lr.LambdaDecay(1.0, lambda update: 1.0 / (1 + update))
+        fleet.distributed_optimizer(paddle.optimizer.SGD(scheduler), strategy).minimize(loss, startup)
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    sinks = Recorder()
+    return Trainer(exe, loss, loader, settings, scheduler=scheduler, sinks=sinks, **parts), sinks
+
+
+def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_epoch(tmp_path: Path) -> None:
+    evaluated: list[int] = []
+
+    def evaluate(_: Any) -> Evaluation:
+        evaluated.append(len(evaluated))
+        return Evaluation({"accuracy": 0.5 if len(evaluated) == 1 else 0.25}, 7)
+
+    settings = TrainerSettings(epochs=5, evaluate_every=3, checkpoint_every=2, checkpoint_every_steps=7, log_every=2)
+    made, sinks = trainer(Watched(), settings, evaluator=evaluate, checkpoints=Checkpoints(tmp_path, keep=99))
+    outcome = made.fit()
+    assert (outcome.epochs, outcome.steps, outcome.samples) == (5, 25, 200)
+    assert sinks.steps_of("test/accuracy") == [15, 25]
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [7, 10, 14, 20, 21, 25]
+    assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000025"
+    assert sinks.steps_of("train/loss") == [2, 4, 7, 9, 12, 14, 17, 19, 22, 24]
+
+
+def test_gradient_merge_changes_the_rate_with_each_update_only() -> None:
+    strategy = DistributedStrategy()
+    strategy.accumulate_steps = 2
+    made, sinks = trainer(Watched(), TrainerSettings(epochs=1, log_every=1), strategy)
+    made.fit()
+    assert sinks.values_of("train/learning_rate") == pytest.approx([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3])
+
+
+def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(tmp_path: Path) -> None:
+    def stop(feed: Any, step: int) -> None:
+        del feed
+        if step == 7:
+            fleet.request_stop("the power goes")
+
+    made, _ = trainer(Watched(stop), TrainerSettings(epochs=3), checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(Preempted, match=r"stopped after step [678]: rank 0 .*: the power goes; resume from"):
+        made.fit()
+    found = Checkpoints(tmp_path).newest()
+    assert found is not None
+    assert (found.state.epoch, found.state.consumed_samples) == (1, (found.state.step - 5) * BATCH)
+
+
+def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
+    def spoil(feed: Any, step: int) -> None:
+        if step == 8:
+            feed["features"][3, 0] = np.nan
+
+    settings = TrainerSettings(epochs=3, checkpoint_every_steps=4)
+    made, _ = trainer(Watched(spoil), settings, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(
+        NotFinite, match=r"rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
+    ):
+        made.fit()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def test_a_call_may_stop_early_and_without_anything_left_only_evaluates() -> None:
+    made, _ = trainer(Watched(), TrainerSettings(epochs=3, stop_after_epochs=2))
+    assert made.fit().epochs == 2
+    evaluated: list[Any] = []
+
+    def evaluate(exe: Any) -> Evaluation:
+        evaluated.append(exe)
+        return Evaluation({"loss": 1.0}, 1)
+
+    done, _ = trainer(Watched(), TrainerSettings(epochs=2), evaluator=evaluate)
+    done.position.epoch = 2
+    assert done.fit().test_loss == 1.0
+    assert len(evaluated) == 1
