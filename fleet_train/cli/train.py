@@ -76,6 +76,8 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=int)
 @_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=int)
 @_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=int)
+@_option("--keep_best", "Also keep the checkpoint with the best evaluation.", is_flag=True)
+@_option("--background_checkpoints", "Write checkpoints while training goes on.", is_flag=True)
 @_option("--evaluate_every", "Epochs between two evaluations.", type=int)
 @_option("--log_every", "Steps between two metric records.", type=int)
 @_option("--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=float)

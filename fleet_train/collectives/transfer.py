@@ -1,14 +1,13 @@
 """Named numpy arrays between rank 0 and the others: through the process group, bounded, no pickle.
 
-Every call is made by all ranks in the same order. Who talks when is agreed in the job's store: Gloo's own wait ends
-after 30 s, and a rank may have to wait for longer than that until it is its turn. Arrays travel in pieces for the same
-reason.
+Every call is made by all ranks in the same order, and all of them take part in every collective. Not by sending and
+receiving: Paddle's Gloo numbers the operations of a group on each rank, and a message between two of three ranks waits
+for one of another number. Arrays travel in pieces, so that none takes the 30 s after which Gloo gives up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,13 @@ import paddle
 
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.errors import ScheduleMismatch
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 _PIECE_BYTES = 16 << 20
+"""What rank 0 sends or receives at a time, over all ranks."""
 
 
 def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
@@ -29,73 +30,82 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
         return dict(arrays)
     is_first = job.cluster.rank == 0
     described = job.gather(f"share {job.count('share')}", _describe(arrays) if is_first else None)[0]
-    received = {name: np.asarray(array, order="C") for name, array in arrays.items()} if is_first else _empty(described)
+    mine = _contiguous(arrays) if is_first else _empty(described)
 
-    def broadcast(piece: Array) -> None:
-        wire = paddle.to_tensor(piece, place=job.place)
+    def broadcast(pieces: Sequence[Array]) -> None:
+        wire = _tensor(job, pieces[0])
         paddle.distributed.broadcast(wire, src=0, group=job.communicators(1)[0])
         if not is_first:
-            piece[:] = wire.numpy()
+            pieces[0][:] = wire.numpy()
 
-    _each_piece(job, "sharing", received, broadcast)
-    return received
-
-
-def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
-    """Every rank's arrays, by rank, on rank 0; an empty list on the others."""
-    number, rank = job.count("collect"), job.cluster.rank
-    mine = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    described = job.gather(f"collect {number}", _describe(mine))
-    collected = [mine if one == 0 else _empty(described[one]) for one in range(job.world_size)] if rank == 0 else []
-    for sender in range(1, job.world_size):
-        job.gather(f"collect {number} from rank {sender}")
-        if rank == sender:
-            _each_piece(job, "sending to rank 0", mine, partial(_send, job, 0))
-        elif rank == 0:
-            _each_piece(job, f"receiving from rank {sender}", collected[sender], partial(_receive, job, sender))
-    return collected
-
-
-def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
-    """This rank's part of what rank 0 brings, one part per rank; what the others bring is not looked at."""
-    number, rank = job.count("hand out"), job.cluster.rank
-    described = job.gather(f"hand out {number}", [_describe(part) for part in parts] if rank == 0 else None)[0]
-    mine = dict(parts[0]) if rank == 0 else _empty(described[rank])
-    for receiver in range(1, job.world_size):
-        job.gather(f"hand out {number} to rank {receiver}")
-        if rank == receiver:
-            _each_piece(job, "receiving from rank 0", mine, partial(_receive, job, 0))
-        elif rank == 0:
-            theirs = {name: np.asarray(array, order="C") for name, array in parts[receiver].items()}
-            _each_piece(job, f"sending to rank {receiver}", theirs, partial(_send, job, receiver))
+    _each_piece(job, "sharing", [mine], _PIECE_BYTES, broadcast)
     return mine
 
 
-def _send(job: Job, receiver: int, piece: Array) -> None:
-    wire = paddle.to_tensor(piece, place=job.place)
-    paddle.distributed.send(wire, dst=receiver, group=job.communicators(1)[0])
+def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
+    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All bring the same names and shapes."""
+    rank, world_size = job.cluster.rank, job.world_size
+    described = job.gather(f"collect {job.count('collect')}", _describe(arrays))
+    for other in range(1, world_size):
+        if described[other] != described[0]:
+            raise ScheduleMismatch(
+                f"{job.cluster.describe(0)} and {job.cluster.describe(other)} have other state of their own to save: "
+                f"{described[0]} and {described[other]}"
+            )
+    mine = _contiguous(arrays)
+    parts = [mine, *(_empty(described[0]) for _ in range(1, world_size))] if rank == 0 else [mine]
+
+    def gather(pieces: Sequence[Array]) -> None:
+        wires: list[Any] = []
+        paddle.distributed.gather(_tensor(job, pieces[0]), wires, dst=0, group=job.communicators(1)[0])
+        for piece, wire in zip(pieces[1:], wires[1:], strict=True):
+            piece[:] = wire.numpy()
+
+    _each_piece(job, "collecting", parts, _PIECE_BYTES // world_size, gather)
+    return parts if rank == 0 else []
 
 
-def _receive(job: Job, sender: int, piece: Array) -> None:
-    wire = paddle.empty([piece.size], "uint8")
-    paddle.distributed.recv(wire, src=sender, group=job.communicators(1)[0])
-    piece[:] = wire.numpy()
+def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
+    """This rank's part of what rank 0 brings: one part per rank, of the same names and shapes."""
+    is_first, group = job.cluster.rank == 0, job.communicators(1)[0]
+    described = job.gather(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)[0]
+    own = [_contiguous(part) for part in parts] if is_first else [_empty(described)]
+
+    def scatter(pieces: Sequence[Array]) -> None:
+        wire = paddle.empty([pieces[0].size], "uint8")
+        sent = [_tensor(job, piece) for piece in pieces] if is_first else None
+        paddle.distributed.scatter(wire, sent, src=0, group=group)
+        if not is_first:
+            pieces[0][:] = wire.numpy()
+
+    _each_piece(job, "handing out", own, _PIECE_BYTES // job.world_size, scatter)
+    return own[0]
 
 
-def _each_piece(job: Job, what: str, arrays: Mapping[str, Array], action: Callable[[Array], None]) -> None:
-    """``action`` on all memory of the arrays (C-contiguous), as flat uint8 views."""
+def _each_piece(
+    job: Job, what: str, parts: Sequence[Mapping[str, Array]], size: int, action: Callable[[Sequence[Array]], None]
+) -> None:
+    """``action`` on all memory of arrays of the same names and shapes, as flat uint8 views of ``size`` bytes."""
     with dynamic_mode():
-        for name, array in arrays.items():
+        for name in parts[0]:
+            flat = [_bytes_of(part[name]) for part in parts]
             try:
-                for piece in _pieces(array):
-                    action(piece)
+                for start in range(0, flat[0].size, size):
+                    action([one[start : start + size] for one in flat])
             except Exception as error:
-                raise job.blame(what, f"{what} '{name}'", error) from error
+                raise job.blame(f"{what} '{name}'", f"{what} '{name}'", error) from error
 
 
-def _pieces(array: Array) -> Iterator[Array]:
-    flat = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-    return (flat[start : start + _PIECE_BYTES] for start in range(0, flat.size, _PIECE_BYTES))
+def _bytes_of(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+
+
+def _tensor(job: Job, piece: Array) -> Any:
+    return paddle.to_tensor(piece, place=job.place)
+
+
+def _contiguous(arrays: Mapping[str, Array]) -> Arrays:
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def _describe(arrays: Mapping[str, Array]) -> list[list[Any]]:

@@ -161,7 +161,8 @@ class _Attempt:
         if not in_thread:
             self._run()
             return
-        self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
+        # Not a daemon: a process that ends for another reason finishes its checkpoint first.
+        self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint")
         self._thread.start()
 
     def _run(self) -> None:

@@ -76,6 +76,10 @@ class TrainConfig:
     """Steps between two checkpoints within epochs. 0 = none."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the best evaluation, however old it is."""
+    background_checkpoints: bool = False
+    """Write checkpoints in a thread while training goes on."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     log_every: int = 10

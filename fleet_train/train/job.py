@@ -30,7 +30,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     progress = make_progress(fleet.is_first_worker())
-    checkpoints = Checkpoints(config.output_path, config.keep_checkpoints)
+    checkpoints = Checkpoints(
+        config.output_path,
+        config.keep_checkpoints,
+        keep_best=config.keep_best,
+        background=config.background_checkpoints,
+        say=progress.say,
+    )
     found = start_or_resume(config, checkpoints)
 
     seed_process(config.seed, fleet.worker_index())

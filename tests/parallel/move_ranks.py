@@ -1,0 +1,78 @@
+"""Run as several ranks by test_move_ranks.py: trains with `Trainer` and reports which samples each epoch was fed with.
+
+argv: where the run is, and the step with a checkpoint after which it ends in the step that follows (0 = it does not).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.data import BatchLoader, ShardedBatchSampler
+from fleet_train.data.datasets import ArrayDataset
+from fleet_train.profile import Profile
+from fleet_train.train.checkpoint import Checkpoints
+from fleet_train.train.loop import Trainer
+from fleet_train.train.settings import TrainerSettings
+from tests.support.worker import report
+
+SAMPLES, EPOCHS = 50, 2
+
+
+class Recording(BatchLoader):
+    """Remembers the samples of every batch that the trainer has taken, by epoch. Sample i has the value i."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken: dict[int, list[int]] = {}
+        self.ends_after = 0
+
+    def consumed_after(self, steps: int) -> int:
+        # The trainer asks this once after each step, whose number is then `steps`.
+        if self.ends_after and steps > self.ends_after:
+            report(fleet.worker_index(), taken=self.taken)
+            sys.exit()  # without a goodbye: the checkpoint may still be being written
+        self.taken.setdefault(self.sampler.epoch, []).extend(int(i) for i in self.indices(steps - 1))
+        return super().consumed_after(steps)
+
+
+def build() -> tuple[Any, Any]:
+    features = paddle.static.data("features", [None, 1], "float32")
+    labels = paddle.static.data("labels", [None], "int64")
+    hidden = paddle.tanh(paddle.nn.Linear(1, 40)(features / SAMPLES))
+    loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(40, 2)(hidden), labels)
+    # An update takes 4 micro-batches: the checkpoint is in the middle of one.
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(accumulate_steps=4)).minimize(loss)
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(fleet.startup_program)
+    return exe, loss
+
+
+def main() -> None:
+    output, ends_after = Path(sys.argv[1]), int(sys.argv[2])
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    rank, world = fleet.worker_index(), fleet.worker_num()
+    exe, loss = build()
+    values = np.arange(SAMPLES)
+    data = ArrayDataset("numbers", values.astype("float32")[:, None], (values % 2).astype("int64"), 2)
+    loader = Recording(data, ShardedBatchSampler(SAMPLES, 2, rank, world, seed=3))
+    loader.ends_after = ends_after
+    checkpoints = Checkpoints(output, background=True)
+    settings = TrainerSettings(epochs=EPOCHS, checkpoint_every_steps=ends_after)
+    trainer = Trainer(exe, loss, loader, settings, checkpoints=checkpoints)
+    found = checkpoints.newest()
+    if found is not None:
+        trainer.resume(found)
+    trainer.fit()
+    report(rank, taken=loader.taken)
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main()
