@@ -20,7 +20,7 @@ class Progress(Protocol):
         """The epoch is done; `summary` is its one line."""
 
     def say(self, message: str) -> None:
-        """A message between two epochs."""
+        """A message, also within an epoch."""
 
 
 class Pace:
@@ -117,10 +117,14 @@ class BarProgress:
 
     def end(self, summary: str) -> None:
         self._bar.close()
+        self._bar = None
         self.say(f"{self._label}  {summary}")
 
     def say(self, message: str) -> None:
-        print(message, flush=True)
+        if self._bar is None:
+            print(message, flush=True)
+        else:
+            self._bar.write(message)  # above the bar, which stays in one piece
 
 
 def make_progress(reporting: bool) -> Progress:

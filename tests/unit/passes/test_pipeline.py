@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 from fleet_train.cluster import Cluster, Rank
 from fleet_train.collectives.job import Job
+from fleet_train.convert import fleet
+from fleet_train.convert.passes import pipeline
 from fleet_train.convert.passes.gradient_merge import GradientMerge
 from fleet_train.convert.passes.loss_scale import LossScaling
 from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
@@ -69,3 +73,27 @@ def test_merge_and_recompute_train_like_plain_training() -> None:
     ours, expected = passed.parameters(), plain.parameters()
     difference = relative_difference({n: ours[n] for n in names}, {n: expected[n] for n in names}, floor=0.1)
     assert difference < 1e-5
+
+
+def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No CPU computes in float16: the scale is real here, the precision stays.
+    monkeypatch.setattr(pipeline, "lower_precision", lambda *_, **__: None)
+    settings = PassSettings(
+        precision=MixedPrecision("O1", "float16"), loss_scaling=LossScaling(256.0, decr_every_n_nan_or_inf=1)
+    )
+    passes = ProgramPasses(settings, alone())
+    session = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
+    monkeypatch.setattr(fleet, "_session", session)
+    assert fleet.loss_scale() is None
+
+    def minimize(optimizer: Any, loss: Any) -> None:
+        merged = passes.merge(passes.backward(loss, optimizer.backward))
+        passes.update(merged, merged.pairs, optimizer.apply_gradients)
+
+    trained = Trained(momentum, minimize)
+    session.optimizers[0].loss_scale_name = passes.loss_scale_name
+    with paddle.static.scope_guard(trained.scope):
+        assert fleet.loss_scale() == 256.0
+        (features, labels) = batches(1, 8, seed=0)[0]
+        trained.step((np.full_like(features, np.inf), labels))
+        assert fleet.loss_scale() == pytest.approx(0.8 * 256.0)

@@ -41,6 +41,7 @@ def test_bar_leaves_the_epochs_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress = BarProgress()
     progress.begin(0, 1, steps=2, done=0)
     progress.step(1.0, 8)
+    progress.say("rank 3 is slow")
     progress.step(None, 8)
     progress.end("train loss 1.0")
-    assert capsys.readouterr().out == "epoch 1/1  train loss 1.0\n"
+    assert capsys.readouterr().out == "rank 3 is slow\nepoch 1/1  train loss 1.0\n"
