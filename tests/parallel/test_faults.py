@@ -77,7 +77,7 @@ def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> N
     [
         ("other shapes", "'fc_2.w_0' [8, 1] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_2.w_0' [9, 1]"),
         ("more layers", "float32 in bucket 0"),
-        ("other profile", "communicators is 1 here, 2 there"),
+        ("other profile", "nccl_comm_num is 1 here, 2 there"),
         ("other version", "fleet_train version: rank 0 (127.0.0.2:"),
         ("other Paddle", "Paddle version: rank 0 (127.0.0.2:"),
     ],
