@@ -37,12 +37,14 @@ class Trial:
     """Updates after which the plan makes the replicas equal."""
     equal: tuple[int, ...]
     """Updates after which the parameters of all ranks were equal bit by bit."""
+    averaged: tuple[int, ...]
+    """Updates whose parameters LocalSGD averaged; with an overlap the ranks do not wait for it, and are not equal."""
     drift: float
     """Largest deviation of a rank's movement from that of rank 0 at any time."""
     gradient_deviation: float | None
     """Of what the ranks got for their gradients from the exact mean: the median over updates that send gradients."""
     movement_deviation: float
-    """Of the parameters' whole movement up to the last synchronisation from that with exact means in every update."""
+    """Of the whole movement of the parameters, their mean over the ranks, from that with exact means in every update."""
     sent_bytes_per_step: tuple[float, ...]
     """Payload that each rank sent, the mean over all updates."""
     most_sent_bytes: float
@@ -104,7 +106,6 @@ class _Run:
     equal: list[int] = field(default_factory=list)
     drift: float = 0.0
     deviations: list[float] = field(default_factory=list)
-    movement_deviation: float = 0.0
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
@@ -139,20 +140,22 @@ class _Run:
             self._exact[name] -= RATE * gradient
         if step.gradients:
             self.deviations.append(_deviation(step.gradients, mean))
-        self._compare(step.synchronised)
+        self._compare()
 
-    def _compare(self, synchronised: bool) -> None:
+    def _compare(self) -> None:
         first, number = self._job.ranks[0], len(self.steps)
         if all(np.array_equal(first[n], other[n]) for other in self._job.ranks[1:] for n in self._shared):
             self.equal.append(number)
         else:
             moved = self._movement(first)
             self.drift = max(self.drift, *(_deviation(self._movement(other), moved) for other in self._job.ranks[1:]))
-        if synchronised:
-            self.movement_deviation = _deviation(self._movement(first), self._exact)
 
     def _movement(self, values: Values) -> dict[str, Array]:
         return {name: values[name].astype(np.float64) - self._start[name] for name in self._shared}
+
+    def _mean_movement(self) -> dict[str, Array]:
+        ranks = [self._movement(values) for values in self._job.ranks]
+        return {name: np.asarray(np.mean([rank[name] for rank in ranks], axis=0)) for name in self._shared}
 
     def result(self, shortened: dict[str, int]) -> Trial:
         sent = np.array([step.sent for step in self.steps])
@@ -162,9 +165,10 @@ class _Run:
             shortened=shortened,
             synchronised=tuple(number for number, step in enumerate(self.steps, 1) if step.synchronised),
             equal=tuple(self.equal),
+            averaged=tuple(number for number, step in enumerate(self.steps, 1) if step.averaged),
             drift=self.drift,
             gradient_deviation=float(np.median(self.deviations)) if self.deviations else None,
-            movement_deviation=self.movement_deviation,
+            movement_deviation=_deviation(self._mean_movement(), self._exact),
             sent_bytes_per_step=tuple(float(nbytes) for nbytes in sent.mean(axis=0)),
             most_sent_bytes=float(sent.max()),
             on_purpose=_purpose(self.profile),
@@ -215,9 +219,11 @@ def _replicas(trial: Trial) -> str:
         return f"NOT equal after updates {_numbers(tuple(late))}, where the plan makes them equal"
     if len(trial.synchronised) == trial.updates:
         return "bit-equal after every update"
+    without_waiting = tuple(sorted(set(trial.averaged) - set(trial.synchronised)))
+    beside = f"; averaged beside the next steps after {_numbers(without_waiting)}" if without_waiting else ""
     return (
         f"bit-equal after updates {_numbers(trial.synchronised)}, the synchronisation points; between them up to "
-        f"{trial.drift:.1e} apart"
+        f"{trial.drift:.1e} apart{beside}"
     )
 
 

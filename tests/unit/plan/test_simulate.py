@@ -219,3 +219,11 @@ def test_broken_replicas_are_told() -> None:
     trial = replace(trial_of()[0], equal=(1, 2))
     assert not trial.holds
     assert "NOT equal after updates 3, 4, 5, 6, 7, 8" in describe(trial)
+
+
+def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait() -> None:
+    trial, _ = trial_of(use_local_sgd=True, local_sgd_steps=4, local_sgd_overlap_steps=1)
+    assert trial.synchronised == trial.equal == (1, 2)
+    assert trial.averaged == (6, 10)
+    assert trial.movement_deviation < 1e-6
+    assert "averaged beside the next steps after 6, 10" in describe(trial)
