@@ -37,6 +37,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd, doubling": LOCAL | {"local_sgd_schedule": "doubling", "local_sgd_steps": 8},
     "local_sgd, adaptive": LOCAL | {"local_sgd_schedule": "adaptive", "local_sgd_max_steps": 8},
     "local_sgd, bfloat16": LOCAL | {"local_sgd_dtype": "bfloat16", "local_sgd_momentum": "average"},
+    "local_sgd, overlap": LOCAL | {"local_sgd_overlap_steps": 1},
     "slowmo": LOCAL | {"outer_optimizer": "slowmo", "outer_momentum": 0.4},
     "diloco": LOCAL | {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.5},
     "merge": {"accumulate_steps": 2},

@@ -44,7 +44,7 @@ class Trial:
     gradient_deviation: float | None
     """Of what the ranks got for their gradients from the exact mean: the median over updates that send gradients."""
     movement_deviation: float
-    """Of the whole movement of the parameters, their mean over the ranks, from that with exact means in every update."""
+    """Of the whole movement of the parameters (mean over the ranks) from that with exact means in every update."""
     sent_bytes_per_step: tuple[float, ...]
     """Payload that each rank sent, the mean over all updates."""
     most_sent_bytes: float
