@@ -7,9 +7,11 @@ from pathlib import Path
 import click
 import pytest
 
-from tools.bench_strategies import chosen_contestants
+from tests.support.processes import ROOT
+from tools.bench_strategies import chosen_contestants, main
 from tools.benchmarks.contestants import parse
 from tools.benchmarks.jobs import Place, commands_of, shared_environment
+from tools.benchmarks.scenarios import SCENARIOS
 from tools.lab import Lab
 
 PLACE = Place(Lab(2, name="x"), ranks_per_node=2, port=6200)  # not up: nothing is made
@@ -24,6 +26,24 @@ def test_profiles_and_rivals_are_chosen_apart() -> None:
     assert names(["unfused"], "none") == ["alone:ours", "ours:unfused"]
     assert names([], "none", ["paddle:data_parallel"]) == ["alone:paddle", "paddle:data_parallel"]
     assert "torch:post_local_sgd_8" in names([], "default")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_is_made_of_flags_and_contestants_that_exist(name: str) -> None:
+    scenario = SCENARIOS[name]
+    assert scenario.keys() <= {option.name for option in main.params}
+    ours = [str(ROOT / word) if word.endswith(".yaml") else word for word in scenario["ours"]]
+    chosen = names(ours, scenario["rivals"])
+    assert chosen[0] == "alone:ours"
+    assert len(chosen) > len(ours)
+
+
+def test_flags_win_over_a_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+    monkeypatch.setattr(main, "callback", lambda **options: given.update(options))
+    main(["--scenario", "scaling", "--steps", "40"], standalone_mode=False)
+    assert (given["steps"], given["evaluate_every"], given["rivals"]) == (40, 144, "torch:post_local_sgd_8")
+    assert given["ours"] == tuple(SCENARIOS["scaling"]["ours"])
 
 
 def test_unknown_profile_is_refused_before_anything_runs() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleet_train.plan.predict import Link, Network
 from tools.benchmarks.figures import (
     block_means,
     job_steps,
@@ -18,7 +19,8 @@ from tools.benchmarks.figures import (
     time_to_target,
     wire_ms,
 )
-from tools.benchmarks.report import row_of, table
+from tools.benchmarks.prediction import predicted_step_ms
+from tools.benchmarks.report import measured, row_of, table
 
 
 def rank(seconds: Sequence[float], **changed: Any) -> dict[str, Any]:
@@ -108,7 +110,32 @@ def test_table_has_ratios_beside_times() -> None:
     assert (row.exposed_ms, row.wire_ms) == (pytest.approx(80.0), pytest.approx(8.4))
     assert row.sent_over_predicted == pytest.approx(1.0)
     assert row_of("torch:ddp", summaries, "1gbit").exposed_ms is None, "its compute-only run did not take part"
-    assert table(summaries, "1gbit").splitlines()[3] == (
-        "| ours:x | 100.0 (100.0 to 100.0) | 0.50 | 0.20 | 80.0 | 9.52 | 1,000.0 | 1.000 | 0.2500 | 0.9700 "
-        "| 2.90 (12) | 1.14 |"
+    assert table(summaries, "1gbit", {"ours:x": 90.0}).splitlines()[3] == (
+        "| ours:x | 100.0 (100.0 to 100.0) | 90.0 | 0.50 | 0.20 | 80.0 | 9.52 | 1,000.0 | 1.000 | 0.2500 | 0.9700 "
+        "|  | 2.90 (12) | 1.14 |"
     )
+    assert measured(summaries, "1gbit", "today") == (
+        "x: 100.0 ms per step, 0.50 of PyTorch DDP's, scaling efficiency 0.20, 1,000 kB sent per step and node, "
+        "accuracy 0.9700 (today)."
+    )
+
+
+def test_accuracy_is_compared_with_the_first_synchronous_profile() -> None:
+    planned = {"gradients": [["w", [4, 4], "float32"]]}
+    jobs = {
+        "alone:ours": [rank([0.02] * 8, facts={"profile": {}})],
+        "ours:local": [rank([0.1] * 8, facts=planned | {"profile": {"use_local_sgd": True}})],
+        "ours:whole": [rank([0.1] * 8, accuracies=[[16, 0.98]], facts=planned | {"profile": {}})],
+        "torch:ddp": [rank([0.1] * 8, accuracies=[[16, 0.975]])],
+    }
+    summaries = {name: summarise([ranks], 8, 1, 0.95) for name, ranks in jobs.items()}
+    points = [row_of(name, summaries, "1gbit").points_from_synchronous for name in jobs]
+    assert points == [None, pytest.approx(-1.0), 0.0, pytest.approx(-0.5)]
+
+
+def test_a_step_is_predicted_from_the_plan_of_the_record_and_the_measured_link() -> None:
+    facts = {"gradients": [["w", [250_000], "float32"]]}
+    network = Network(Link(1e-3, 1e8), Link(0.0, 1e12))
+    # 2 rounds of 1 ms and 1 MB at 100 MB/s behind 30 ms of computing.
+    assert predicted_step_ms("single_node", facts, 2, 1, network, 30.0) == pytest.approx(42.0)
+    assert predicted_step_ms("single_node", {}, 2, 1, network, 30.0) is None

@@ -27,6 +27,7 @@ class Summary:
     interface_bytes: float  # per step and node, mean of nodes and rounds
     wire_bytes: float
     predicted_bytes: float | None
+    synchronous: bool  # every step sends whole gradients
     loss: float
     accuracy: float
     seconds_to_target: tuple[float | None, ...]  # by round
@@ -55,6 +56,7 @@ def summarise(rounds: Sequence[Round], warmup_steps: int, ranks_per_node: int, t
         interface_bytes=fmean(item["interface"] for item in sent) / measured,
         wire_bytes=fmean(item["wire"] for item in sent) / measured,
         predicted_bytes=predicted(rounds[0][0]["facts"], ranks_per_node),
+        synchronous=is_synchronous(rounds[0][0]["facts"]),
         loss=fmean(fmean(record["losses"][-BLOCK_STEPS:]) for each in rounds for record in each),
         accuracy=fmean(each[0]["accuracies"][-1][1] for each in rounds),
         seconds_to_target=tuple(seconds for seconds, _ in reached),
@@ -99,6 +101,14 @@ def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
     # A rank's bytes are the link's bytes only where it has the node to itself.
     figure = facts.get("predicted_bytes_per_step") if ranks_per_node == 1 else None
     return None if figure is None else float(figure)
+
+
+def is_synchronous(facts: Mapping[str, Any]) -> bool:
+    """Whether one of our profiles averages all gradients, uncompressed, in every step."""
+    profile = facts.get("profile")
+    if profile is None or "gradients" not in facts:
+        return False
+    return not profile.get("use_local_sgd", False) and profile.get("compression", "none") == "none"
 
 
 def paired_ratio(ones: Sequence[float], others: Sequence[float]) -> float:

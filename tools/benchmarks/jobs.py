@@ -52,13 +52,17 @@ def run_job(contestant: Contestant, assignment: Assignment, place: Place) -> lis
     folder = Path(assignment.folder)
     folder.mkdir(parents=True)
     assignment.write(folder / "assignment.json")
-    commands = commands_of(contestant, folder, place)
-    with _started(commands, folder, place.lab) as processes:
-        _wait(contestant, processes, folder, assignment.timeout_seconds)
+    run_commands(contestant.name, commands_of(contestant, folder, place), folder, place.lab, assignment.timeout_seconds)
     try:
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(place.world_size)]
     except (OSError, ValueError) as error:
         raise JobFailed(f"{contestant.name} ended well without its records: {error}\n{_last_lines(folder)}") from None
+
+
+def run_commands(name: str, commands: Sequence[Command], folder: Path, lab: Lab, timeout_seconds: float) -> None:
+    """Start all, wait for all; ``folder`` gets their output as process0.log, ... Raises JobFailed."""
+    with _started(commands, folder, lab) as processes:
+        _wait(name, processes, folder, timeout_seconds)
 
 
 def commands_of(contestant: Contestant, folder: Path, place: Place) -> list[Command]:
@@ -141,16 +145,16 @@ def _started(commands: Sequence[Command], folder: Path, lab: Lab) -> Iterator[li
         lab.end_processes()  # also those that a launcher has left
 
 
-def _wait(contestant: Contestant, processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+def _wait(name: str, processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
     """Until all have ended with 0. One failure is enough to end the job."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > deadline:
-            raise JobFailed(f"{contestant.name} did not end within {timeout:g} s\n{_last_lines(folder)}")
+            raise JobFailed(f"{name} did not end within {timeout:g} s\n{_last_lines(folder)}")
         time.sleep(0.1)
     if any(process.poll() for process in processes):
         codes = [process.poll() for process in processes]
-        raise JobFailed(f"{contestant.name} ended with exit codes {codes}\n{_last_lines(folder)}")
+        raise JobFailed(f"{name} ended with exit codes {codes}\n{_last_lines(folder)}")
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:

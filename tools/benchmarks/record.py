@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmarks.figures import BLOCK_STEPS, SETUP_STEPS, Summary
-from tools.benchmarks.report import row_of, table
+from tools.benchmarks.report import measured, row_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("paddlepaddle", "torch", "numpy", "scikit-learn")
@@ -56,21 +56,27 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write(path: Path, record: Mapping[str, Any], summaries: Mapping[str, Summary]) -> None:
+def write(
+    path: Path, record: Mapping[str, Any], summaries: Mapping[str, Summary], predictions: Mapping[str, float]
+) -> None:
     """``path`` is without its ending: .json, .md and .png are written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rate = record["lab"]["rate"]
-    figures = {name: asdict(each) | asdict(row_of(name, summaries, rate)) for name, each in summaries.items()}
+    figures = {
+        name: asdict(each) | asdict(row_of(name, summaries, rate, predictions)) for name, each in summaries.items()
+    }
     # Raw times last and in one line per contestant and round: the file stays readable.
     content = json.dumps({key: value for key, value in record.items() if key != "rounds"}, indent=1)
     summary = json.dumps(figures, indent=1)
     rounds = ",\n".join(json.dumps(each) for each in record["rounds"])
     text = f'{content[:-2]},\n"summary": {summary},\n"rounds": [\n{rounds}\n]}}\n'
     path.with_suffix(".json").write_text(text, encoding="utf-8")
-    path.with_suffix(".md").write_text(page(path.name, record, summaries), encoding="utf-8")
+    path.with_suffix(".md").write_text(page(path.name, record, summaries, predictions), encoding="utf-8")
 
 
-def page(name: str, record: Mapping[str, Any], summaries: Mapping[str, Summary]) -> str:
+def page(
+    name: str, record: Mapping[str, Any], summaries: Mapping[str, Summary], predictions: Mapping[str, float]
+) -> str:
     """The markdown page of a record."""
     lab, at, task = record["lab"], record["circumstances"], record["task"]
     lines = [
@@ -91,21 +97,37 @@ def page(name: str, record: Mapping[str, Any], summaries: Mapping[str, Summary])
         "are left out.",
         f"- Command: `{at['command']}`",
         "",
-        table(summaries, lab["rate"]),
+        table(summaries, lab["rate"], predictions),
         "",
-        *_notes(record["failures"]),
+        *_notes(record),
+        "For the head of a profile:",
+        "",
+        "```",
+        measured(summaries, lab["rate"], f"{at['date'][:10]}, {lab['nodes']} x {lab['ranks_per_node']}, {lab['rate']}"),
+        "```",
+        "",
         f"![time to accuracy]({name}.png)",
         "",
     ]
     return "\n".join(lines)
 
 
-def _notes(failures: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    failures: Sequence[Mapping[str, Any]] = record["failures"]
+    link = record["lab"].get("link")
     notes = [
         "*sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: "
-        "what the limiter counted, with one header per packet of the link's size, at the link's rate.",
+        "what the limiter counted, with one header per packet of the link's size, at the link's rate. *scaling "
+        "efficiency*: the compute-only step, which is one node's, over the step.",
         "",
     ]
+    if link:
+        notes += [
+            f"*predicted step*: the plan's price with the compute-only step and a link that `plan --measure` found to "
+            f"have {link['latency_us']:.0f} us of latency and {link['bandwidth_mbps']:.0f} Mb/s.",
+            "",
+        ]
+    notes += []
     for failure in failures:
         notes.append(f"- **Failed**: {failure['contestant']} in round {failure['round']}: {failure['reason']}")
     return [*notes, ""] if failures else notes

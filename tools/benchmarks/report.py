@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.benchmarks.contestants import ALONE, REFERENCE, parse
+from tools.benchmarks.contestants import ALONE, OURS, REFERENCE, parse
 from tools.benchmarks.figures import Summary, paired_difference, paired_ratio, wire_ms
 
 _HEADINGS = {
     "contestant": "contestant",
     "step": "step ms (p10 to p90)",
+    "predicted_step": "predicted step ms",
     "ratio": f"step / {REFERENCE}",
-    "efficiency": "compute-only / step",
+    "efficiency": "scaling efficiency",
     "exposed": "exposed ms",
     "exposed_over_wire": "exposed / wire time",
     "sent": "kB sent per step and node",
     "predicted": "sent / predicted",
     "loss": "loss",
     "accuracy": "test accuracy",
+    "points": "points from synchronous",
     "target": "s to target (steps)",
     "target_ratio": f"{REFERENCE} / its s to target",
 }
@@ -36,17 +38,25 @@ class Row:
     wire_ms: float | None
     exposed_over_wire: float | None
     sent_over_predicted: float | None
+    predicted_step_ms: float | None
+    points_from_synchronous: float | None
     target_ratio: float | None
 
 
-def row_of(name: str, summaries: Mapping[str, Summary], rate: str) -> Row:
-    """Compares one contestant with its compute-only run and with the reference, where these took part."""
+def row_of(
+    name: str, summaries: Mapping[str, Summary], rate: str, predictions: Mapping[str, float] | None = None
+) -> Row:
+    """Compares one contestant with its compute-only run and with the reference, where these took part.
+
+    ``predictions``: milliseconds of a step by contestant, where there is a plan.
+    """
     summary = summaries[name]
     contestant = parse(name)
     is_alone = contestant.kind == ALONE
     baseline = None if is_alone else summaries.get(contestant.baseline)
     reference = None if is_alone else summaries.get(REFERENCE)
     exposed = paired_difference(summary.round_step_ms, baseline.round_step_ms) if baseline else None
+    synchronous = None if is_alone else next((each for each in summaries.values() if each.synchronous), None)
     on_wire = None if is_alone else wire_ms(summary.wire_bytes or summary.interface_bytes, rate)
     return Row(
         contestant=name,
@@ -56,6 +66,8 @@ def row_of(name: str, summaries: Mapping[str, Summary], rate: str) -> Row:
         wire_ms=on_wire,
         exposed_over_wire=exposed / on_wire if exposed is not None and on_wire else None,
         sent_over_predicted=summary.interface_bytes / summary.predicted_bytes if summary.predicted_bytes else None,
+        predicted_step_ms=(predictions or {}).get(name),
+        points_from_synchronous=100 * (summary.accuracy - synchronous.accuracy) if synchronous else None,
         target_ratio=_target_ratio(summary, reference),
     )
 
@@ -67,11 +79,11 @@ def _target_ratio(summary: Summary, reference: Summary | None) -> float | None:
     return theirs / ours if ours and theirs else None
 
 
-def table(summaries: Mapping[str, Summary], rate: str) -> str:
+def table(summaries: Mapping[str, Summary], rate: str, predictions: Mapping[str, float] | None = None) -> str:
     """The markdown table, in the order of ``summaries``."""
     lines = ["| " + " | ".join(_HEADINGS.values()) + " |", "|" + " --- |" * len(_HEADINGS)]
     for name, summary in summaries.items():
-        cells = _cells(summary, row_of(name, summaries, rate))
+        cells = _cells(summary, row_of(name, summaries, rate, predictions))
         lines.append("| " + " | ".join(cells[key] for key in _HEADINGS) + " |")
     return "\n".join(lines)
 
@@ -81,6 +93,7 @@ def _cells(summary: Summary, row: Row) -> dict[str, str]:
     return {
         "contestant": row.contestant,
         "step": f"{summary.step_ms:.1f} ({summary.step_ms_p10:.1f} to {summary.step_ms_p90:.1f})",
+        "predicted_step": _number(row.predicted_step_ms, 1),
         "ratio": _number(row.ratio, 2),
         "efficiency": _number(row.efficiency, 2),
         "exposed": _number(row.exposed_ms, 1),
@@ -89,6 +102,7 @@ def _cells(summary: Summary, row: Row) -> dict[str, str]:
         "predicted": _number(row.sent_over_predicted, 3),
         "loss": f"{summary.loss:.4f}",
         "accuracy": f"{summary.accuracy:.4f}",
+        "points": "" if row.points_from_synchronous is None else f"{row.points_from_synchronous:+.1f}",
         "target": _NOTHING if is_alone else _target(summary),
         "target_ratio": _number(row.target_ratio, 2),
     }
@@ -106,3 +120,18 @@ def _target(summary: Summary) -> str:
     steps = [each for each in summary.steps_to_target if each is not None]
     shown = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     return f"{seconds:.2f} ({shown})"
+
+
+def measured(summaries: Mapping[str, Summary], rate: str, where: str) -> str:
+    """A sentence per profile, as the head of a file in ``strategies/`` has it; ``where``: date and lab."""
+    lines = []
+    for name, summary in summaries.items():
+        if parse(name).kind != OURS:
+            continue
+        row = row_of(name, summaries, rate)
+        parts = [f"{summary.step_ms:.1f} ms per step"]
+        parts += [f"{row.ratio:.2f} of PyTorch DDP's"] if row.ratio else []
+        parts += [f"scaling efficiency {row.efficiency:.2f}"] if row.efficiency else []
+        parts += [f"{summary.interface_bytes / 1e3:,.0f} kB sent per step and node", f"accuracy {summary.accuracy:.4f}"]
+        lines.append(f"{parse(name).variant}: {', '.join(parts)} ({where}).")
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -12,6 +13,8 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
+from fleet_train.cluster import Cluster
+from fleet_train.plan.traffic import traffic
 from tools.benchmarks.loop import Assignment, run
 from tools.benchmarks.paddle_network import Network
 from tools.benchmarks.task import Weights
@@ -22,6 +25,7 @@ class OurTrainee:
         task = assignment.task
         features = paddle.static.data("features", [None, task.sizes[0]], "float32")
         labels = paddle.static.data("labels", [None], "int64")
+        self._cluster = Cluster.imagined(assignment.node_num, assignment.ranks_per_node)
         self._network = Network(task)
         self._loss = paddle.nn.functional.cross_entropy(self._network(features), labels)
         optimizer = paddle.optimizer.Momentum(task.learning_rate, task.momentum)
@@ -51,9 +55,10 @@ class OurTrainee:
             return facts
         return facts | {
             "predicted_bytes_per_step": plan.sent_bytes_per_step,
-            "predicted_link_bytes_per_step": getattr(plan, "link_bytes_per_step", None),
+            "predicted_link_bytes_per_step": fmean(traffic(plan, self._cluster).leaving),
             "collectives_per_step": plan.collectives_per_step,
             "gradient_bytes": plan.gradient_bytes,
+            "gradients": [[g.name, g.shape, g.dtype] for bucket in plan.buckets for g in bucket.gradients],
         }
 
 
