@@ -76,18 +76,13 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
     images = ImageSettings(image_size=options["image_size"])
     folder = None if data.startswith("synthetic") else data
     # Here every image may be corrupt: they are counted, and the limit is applied to the result.
-    train = open_splits(data, folder, images=images, max_corrupt=math.inf).train
+    train, test = open_splits(data, folder, images=images, max_corrupt=math.inf)
+    click.echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
+    click.echo(f"         {test.name}: {test.num_samples} samples, counted only")
     disk, shorter_side = _look_at_files(train, settings)
-    loader = make_loader(train, settings)
-    try:
-        with _bar("decoding", options["seconds"]) as progress:
-            speed = loader_speed(loader, options["seconds"], progress, whole)
-    finally:
-        loader.close()
-    how = f"{settings.workers} worker(s)" if isinstance(train, ImageFolder) else "memory"
-    click.echo(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
-    if loader.corrupt is not None:
-        _judge_corrupt(loader.corrupt, train.num_samples, max_corrupt, speed.num_samples)
+    speed, corrupt = _measure(train, settings, options["seconds"], whole)
+    if corrupt is not None:
+        _judge_corrupt(corrupt, train.num_samples, max_corrupt, speed.num_samples)
     if samples_per_second is not None:
         situation = Situation(
             wanted=samples_per_second,
@@ -104,7 +99,6 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
 
 def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int]:
     """Print what is there and how fast the bare files come; the latter, and the shorter side of the images."""
-    click.echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
     if not isinstance(train, ImageFolder):
         return Speed(0.0), 0
     there = describe(train)
@@ -118,6 +112,21 @@ def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int
         f"{disk.num_samples} files read, past the page cache"
     )
     return disk, min(there.width, there.height)
+
+
+def _measure(
+    train: Dataset, settings: LoaderSettings, seconds: float, whole: bool
+) -> tuple[Speed, CorruptImages | None]:
+    """Run the loader with nothing behind it and print its speed."""
+    loader = make_loader(train, settings)
+    try:
+        with _bar("decoding", seconds) as progress:
+            speed = loader_speed(loader, seconds, progress, whole)
+    finally:
+        loader.close()
+    how = f"{settings.workers} worker(s)" if isinstance(train, ImageFolder) else "memory"
+    click.echo(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
+    return speed, loader.corrupt
 
 
 def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float, looked_at: int) -> None:

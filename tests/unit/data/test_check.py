@@ -33,6 +33,7 @@ def test_fast_enough_data_exits_with_zero(tmp_path: Path) -> None:
     code, output = check(*small(write_image_folder(tmp_path)), "--samples_per_second", "1")
     assert code == 0
     assert f"data     {tmp_path}/train: 12 samples in 2 classes\n" in output
+    assert f"         {tmp_path}/val: 4 samples, counted only\n" in output
     assert "classes  from 6 images (class0) to 6 (class0)\n" in output
     assert "12 files read" in output
     assert "corrupt  0 of 12 images looked at\n" in output
@@ -61,7 +62,8 @@ def test_corrupt_images_are_named_and_too_many_are_an_error(tmp_path: Path) -> N
 def test_data_in_memory_is_measured_too() -> None:
     code, output = check("--data", "synthetic:3x8x8x10x64", "--samples_per_second", "1")
     assert code == 0
-    assert "data     synthetic:3x8x8x10x64/train: 64 samples in 10 classes\nloader   " in output
+    assert "data     synthetic:3x8x8x10x64/train: 64 samples in 10 classes\n" in output
+    assert "\nloader   " in output
 
 
 def test_folder_is_described_by_counts_and_medians(tmp_path: Path) -> None:
