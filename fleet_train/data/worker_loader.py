@@ -17,7 +17,7 @@ from fleet_train.data.loader import Finish, Loader
 from fleet_train.data.prefetch import Prefetcher
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.data.shared_memory import Slot, SlotPool
-from fleet_train.data.worker_pool import TASK_SECONDS, Task, WorkerPool
+from fleet_train.data.worker_pool import TASK_SECONDS, TASKS_PER_WORKER, Task, WorkerPool
 
 # Small enough that a batch is shared out evenly, large enough that messages cost nothing.
 _IMAGES_PER_TASK = 8
@@ -108,11 +108,12 @@ class WorkerLoader(Loader):
                 self._end_workers()
 
     def _decoded(self, pool: WorkerPool, leaving: threading.Event) -> Iterator[Arrays]:
-        """The batches in order, always `prefetch_depth` of them with the workers."""
+        """The batches in order; so many are begun that no worker is ever without work."""
         begun: deque[_Batch] = deque()
         steps, next_step = len(self), 0
+        begun_at_once = max(self._prefetch_depth, batches_ahead(self.workers, len(self.indices(0)))) if steps else 0
         while next_step < steps or begun:
-            while next_step < steps and len(begun) < self._prefetch_depth:
+            while next_step < steps and len(begun) < begun_at_once:
                 begun.append(self._begin(pool, self.indices(next_step)))
                 next_step += 1
             while begun[0].missing:
@@ -154,3 +155,9 @@ class WorkerLoader(Loader):
         features = self._slots.lend(batch.slot, (len(batch.indices), *self.images.sample_shape))
         feed: Arrays = {"features": features, "labels": self.images.labels[batch.indices]}
         return feed if self._finish is None else self._finish(feed)
+
+
+def batches_ahead(workers: int, batch_size: int) -> int:
+    """Batches with the workers at once: their tasks keep all workers busy while the first of them is completed."""
+    tasks_per_batch = -(-batch_size // _IMAGES_PER_TASK)
+    return 1 + -(-workers * TASKS_PER_WORKER // tasks_per_batch)

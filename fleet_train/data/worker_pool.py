@@ -27,7 +27,7 @@ _PROGRAM = "fleet_train.data.decode_worker"
 TASK_SECONDS = 120.0
 """How long one task (a handful of images) may take before the disk is taken for gone."""
 # A second task waits at the worker while it is busy with the first. More would only delay the end of an epoch.
-_TASKS_PER_WORKER = 2
+TASKS_PER_WORKER = 2
 _NAMES_SHOWN = 3
 _MOMENT_SECONDS = 0.5
 _DRAIN_SECONDS = 3.0
@@ -141,7 +141,7 @@ class WorkerPool:
     def _hand_out(self) -> None:
         while self._waiting:
             worker = min(self._workers, key=lambda one: len(one.tasks))
-            if len(worker.tasks) >= _TASKS_PER_WORKER:
+            if len(worker.tasks) >= TASKS_PER_WORKER:
                 return
             try:
                 worker.give(self._waiting.popleft())
