@@ -18,6 +18,7 @@ from fleet_train.plan.predict import BACKWARD_SHARE, Compute, Link, Network
 from fleet_train.plan.pricing import Conditions, describe, price
 from fleet_train.plan.simulate.trial import describe as describe_trial
 from fleet_train.plan.simulate.trial import try_out
+from fleet_train.train.model_names import MODELS, VISION_MODELS
 
 if TYPE_CHECKING:
     from fleet_train.convert.planning import Planned
@@ -85,7 +86,7 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes of the cluster to plan for.")
 @click.option("--ranks_per_node", type=click.IntRange(1), default=1, show_default=True, help="Processes on each node.")
 @click.option("--strategy", metavar="NAME|FILE", help="Profile for a script that names none. Default: by the cluster.")
-@click.option("--model", type=click.Choice(["mlp", "cnn"]), help="Plan for a model of the reference trainer.")
+@click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second and direction of a node.")
 @_positive("--inside_latency_us", "The same inside a node.")
@@ -229,4 +230,6 @@ def _plan(script: str | None, arguments: tuple[str, ...], model: str | None, clu
     from fleet_train.train.config import TrainConfig
     from fleet_train.train.job import convert_only
 
-    return plan_of(lambda: convert_only(TrainConfig(model=str(model))), cluster)
+    # Those for images are planned with ImageNet's classes; the size of the images changes no parameter.
+    data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"
+    return plan_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster)
