@@ -53,7 +53,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
             inputs.train,
             config.trainer_settings(),
             scheduler=programs.scheduler,
-            evaluator=ProgramEvaluator(programs.evaluation, programs.evaluation_sums, inputs.test, programs.confusion),
+            evaluator=ProgramEvaluator(
+                programs.evaluation, programs.evaluation_sums, inputs.test, programs.confusion, programs.probabilities
+            ),
             checkpoints=checkpoints,
             average=programs.average,
             skipping=programs.skipping,

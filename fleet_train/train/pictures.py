@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet_train.train.mistakes import Mistake
+
 _SIDE_PIXELS = 640
 _MARGIN = 56
 _MOST_CLASSES_WITH_NUMBERS = 20
+_TILE, _GAP = 112, 8
 _HIT, _MISS = (36, 105, 189), (201, 68, 44)
 
 
@@ -54,3 +58,25 @@ def _label_axes(draw: Any, font: Any, classes: int, cell: int) -> None:
         middle = _MARGIN + index * cell + cell / 2
         draw.text((middle, 40), str(index), fill="black", font=font, anchor="mm")
         draw.text((_MARGIN - 12, middle), str(index), fill="black", font=font, anchor="rm")
+
+
+def mistakes_picture(mistakes: Sequence[Mistake], columns: int = 6) -> NDArray[np.uint8]:
+    """Images in rows, below each its true and its predicted class: uint8 [height, width, 3].
+
+    Each image is stretched from its darkest to its lightest value: the network's normalisation is not undone.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    rows = -(-len(mistakes) // columns)
+    width, height = _TILE + 2 * _GAP, _TILE + 3 * _GAP + 14
+    picture = Image.new("RGB", (columns * width, rows * height), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    for index, mistake in enumerate(mistakes):
+        left, top = index % columns * width + _GAP, index // columns * height + _GAP
+        low, span = mistake.image.min(), max(float(np.ptp(mistake.image)), 1e-9)
+        levels = ((mistake.image - low) / span * 255).astype(np.uint8).transpose(1, 2, 0)
+        tile = Image.fromarray(np.broadcast_to(levels, (*levels.shape[:2], 3)).copy())
+        picture.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST), (left, top))
+        caption = f"{mistake.true_class}, not {mistake.predicted_class} ({mistake.confidence:.2f})"
+        draw.text((left + _TILE / 2, top + _TILE + _GAP), caption, fill="black", font=font, anchor="mt")
+    return np.asarray(picture)

@@ -14,7 +14,7 @@ from fleet_train.profile import Profile
 from fleet_train.train.evaluate import Evaluation
 from fleet_train.train.meter import Speed
 from fleet_train.train.metrics import MetricSink
-from fleet_train.train.pictures import confusion_picture
+from fleet_train.train.pictures import confusion_picture, mistakes_picture
 from fleet_train.train.progress import Progress
 from fleet_train.train.straggler import StragglerWatch
 
@@ -85,11 +85,13 @@ class Reporter:
             self._progress.say(said)
 
     def evaluated(self, at: Position, evaluation: Evaluation, epoch_loss: float) -> None:
-        """An evaluation is done; its confusion matrix, if it has one, becomes a picture."""
+        """An evaluation is done; its confusion matrix and its mistakes, if it has them, become pictures."""
         scalars = {f"test/{name}": value for name, value in evaluation.values.items()}
         self._sinks.write(at.step, {**scalars, "train/epoch": float(at.epoch), "train/epoch_loss": epoch_loss})
         if evaluation.confusion is not None:
             self._sinks.image(at.step, "test/confusion", confusion_picture(evaluation.confusion))
+        if evaluation.mistakes:
+            self._sinks.image(at.step, "test/mistakes", mistakes_picture(evaluation.mistakes))
 
 
 def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float]:

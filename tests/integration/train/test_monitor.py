@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import socket
 import urllib.request
@@ -119,9 +120,13 @@ def test_port_that_was_asked_for_is_not_replaced(tmp_path: Path, free_ports: Cal
 
 
 @pytest.mark.usefixtures("run")
-def test_server_does_not_outlive_a_killed_monitor(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+def test_several_runs_are_shown_and_the_server_does_not_outlive_a_killed_monitor(
+    tmp_path: Path, free_ports: Callable[..., int]
+) -> None:
+    shutil.copytree(tmp_path / "runs" / "demo", tmp_path / "runs" / "other")
     with monitor(tmp_path, "--logdir", "runs", "--port", str(free_ports(1))) as (job, started):
-        address_of(job, started)
+        shown = json.loads(fetch(f"{address_of(job, started)}/app/api/runs"))["data"]
+        assert sorted(shown) == ["runs/demo/visualdl", "runs/other/visualdl"]
         started.process.kill()
         started.process.wait()
         assert [process.cmdline() for process in job.orphans()] == []

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.integration.train.conftest import Watched
 from tests.support.browser import Browser, browser
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, clean_environ, python
-from tests.support.ranks import run_ranks
+from tests.support.processes import Job, clean_environ, python
 
 pytestmark = pytest.mark.browser
 
@@ -29,22 +29,13 @@ return [...document.querySelectorAll('.echarts canvas')].map(canvas => {
 })"""
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs/page, a run of two ranks on two nodes."""
-    folder = tmp_path_factory.mktemp("page")
-    args = "--model mlp --epochs 3 --log_every 5 --output_dir".split()
-    run_ranks(ROOT / "tools" / "train.py", 2, folder=folder / "job", nodes=2, args=[*args, f"{folder}/runs/page"])
-    return folder
-
-
 @pytest.fixture
-def page(trained: Path, tmp_path: Path) -> Iterator[tuple[Browser, str]]:
+def page(slowed: Watched, tmp_path: Path) -> Iterator[tuple[Browser, str]]:
     """A browser, and the address of the monitor."""
     port = free_ports(1)
     with Job(tmp_path / "job") as job:
-        command = python("-m", "fleet_train", "monitor", "--logdir", "runs/page", f"--port={port}")
-        monitor = job.start("monitor", command, clean_environ({"HOME": str(tmp_path)}), cwd=trained)
+        command = python("-m", "fleet_train", "monitor", "--logdir", "runs/slow", f"--port={port}")
+        monitor = job.start("monitor", command, clean_environ({"HOME": str(tmp_path)}), cwd=slowed.folder)
         job.wait_until(lambda: "/app/scalar" in monitor.output, 60, "the monitor's page answers")
         with browser(tmp_path / "browser") as window:
             yield window, f"http://127.0.0.1:{port}/app"
@@ -59,9 +50,9 @@ def colours(path: Path) -> int:
     return len(np.unique(np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3), axis=0))
 
 
-def test_every_curve_is_on_the_page_and_drawn(page: tuple[Browser, str], trained: Path, tmp_path: Path) -> None:
+def test_every_curve_is_on_the_page_and_drawn(page: tuple[Browser, str], slowed: Watched, tmp_path: Path) -> None:
     window, address = page
-    tags = curves(trained / "runs" / "page")
+    tags = curves(slowed.run)
     assert {"train/loss", "speed/exposed_communication_ms", "ranks/step_ms/1"} <= tags
     window.open(f"{address}/scalar")
     groups = Counter(tag.split("/")[0] for tag in tags)
@@ -102,5 +93,6 @@ def test_settings_texts_and_confusion_are_on_their_pages(page: tuple[Browser, st
     window.open(f"{address}/sample/image")
     loaded = "return [...document.querySelectorAll('img')].some(image => image.naturalWidth === 712)"
     window.wait_for(lambda: window.run(loaded), "the confusion matrix")
+    assert "test/mistakes" in window.text()
     window.save_screenshot(tmp_path / "confusion.png")
     assert colours(tmp_path / "confusion.png") > 50

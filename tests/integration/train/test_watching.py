@@ -12,21 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.integration.train.conftest import Watched
 from tests.support.processes import ROOT
-from tests.support.ranks import RanksResult, run_ranks
 
 PAGE = ROOT / "docs" / "watching.md"
-RECIPE = "--model mlp --data digits --epochs 4 --log_every 5".split()
 # Of float16 mixed precision, which no CPU can run.
 NOT_ON_CPU = {"train/loss_scale"}
-
-
-@pytest.fixture(scope="module")
-def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RanksResult, Path]:
-    folder = tmp_path_factory.mktemp("slowed")
-    script = ROOT / "tests" / "support" / "train_with_a_slow_rank.py"
-    job = run_ranks(script, 2, folder=folder / "job", nodes=2, args=[*RECIPE, "--output_dir", str(folder / "run")])
-    return job, folder / "run"
 
 
 def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -34,8 +25,8 @@ def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("kind") == kind]
 
 
-def test_the_slow_rank_is_named_once_on_rank_0(slowed: tuple[RanksResult, Path]) -> None:
-    zero, one = (rank.output for rank in slowed[0].ranks)
+def test_the_slow_rank_is_named_once_on_rank_0(slowed: Watched) -> None:
+    zero, one = (rank.output for rank in slowed.job.ranks)
     named = re.findall(
         r"^rank 1 \(\S+:\d+\) takes (\d+\.\d)x the median step of the others; they waited (\d+) % of their time for it",
         zero,
@@ -47,8 +38,8 @@ def test_the_slow_rank_is_named_once_on_rank_0(slowed: tuple[RanksResult, Path])
     assert "median step" not in one
 
 
-def test_per_rank_curves_show_who_is_slow_and_who_waits(slowed: tuple[RanksResult, Path]) -> None:
-    found = [record for record in records(slowed[1]) if "ranks/step_ms/1" in record]
+def test_per_rank_curves_show_who_is_slow_and_who_waits(slowed: Watched) -> None:
+    found = [record for record in records(slowed.run) if "ranks/step_ms/1" in record]
     assert len(found) > 10
     typical = {tag: median(record[tag] for record in found) for tag in found[0] if tag.startswith("ranks/")}
     assert typical["ranks/step_ms/1"] > 100
@@ -56,8 +47,8 @@ def test_per_rank_curves_show_who_is_slow_and_who_waits(slowed: tuple[RanksResul
     assert typical["ranks/wait_ms/0"] > 10 * typical["ranks/wait_ms/1"]
 
 
-def test_time_of_a_step_is_split_without_a_rest(slowed: tuple[RanksResult, Path]) -> None:
-    for record in records(slowed[1]):
+def test_time_of_a_step_is_split_without_a_rest(slowed: Watched) -> None:
+    for record in records(slowed.run):
         if "speed/step_ms" in record:
             parts = [record[f"speed/{part}_ms"] for part in ("data", "compute", "exposed_communication")]
             assert sum(parts) == pytest.approx(record["speed/step_ms"])
@@ -66,16 +57,16 @@ def test_time_of_a_step_is_split_without_a_rest(slowed: tuple[RanksResult, Path]
             assert min(parts) >= 0
 
 
-def test_page_explains_exactly_the_tags_that_are_written(slowed: tuple[RanksResult, Path]) -> None:
-    written = {tag for record in records(slowed[1]) for tag in record if "/" in tag}
-    written |= {record["tag"] for kind in ("text", "image") for record in records(slowed[1], kind)}
+def test_page_explains_exactly_the_tags_that_are_written(slowed: Watched) -> None:
+    written = {tag for record in records(slowed.run) for tag in record if "/" in tag}
+    written |= {record["tag"] for kind in ("text", "image") for record in records(slowed.run, kind)}
     generic = {re.sub(r"/\d+$", "/N", tag) for tag in written}
     explained = set(re.findall(r"`([a-z_]+/[a-z0-9_]+(?:/N)?)`", PAGE.read_text()))
     assert explained - NOT_ON_CPU == generic
 
 
-def test_settings_texts_and_confusion_are_reported(slowed: tuple[RanksResult, Path]) -> None:
-    output = slowed[1]
+def test_settings_texts_and_confusion_are_reported(slowed: Watched) -> None:
+    output = slowed.run
     (settings,) = records(output, "hparams")
     assert (settings["hparams"]["ranks"], settings["hparams"]["profile"]) == (2, "multi_node")
     assert (settings["hparams"]["model"], settings["hparams"]["nccl_comm_num"]) == ("mlp", 2)
@@ -83,8 +74,9 @@ def test_settings_texts_and_confusion_are_reported(slowed: tuple[RanksResult, Pa
     texts = {record["tag"]: record["text"] for record in records(output, "text")}
     assert "nccl_comm_num: 2" in texts["profile/settings"]
     assert "bucket  gradients" in texts["plan/table"]
-    images = records(output, "image")
-    assert [(image["tag"], image["file"]) for image in images] == [("test/confusion", "images/test_confusion.png")] * 4
-    assert np.asarray(Image.open(output / images[-1]["file"])).std() > 20
+    images = {(record["tag"], record["file"]) for record in records(output, "image")}
+    assert images == {(f"test/{name}", f"images/test_{name}.png") for name in ("confusion", "mistakes")}
+    assert all(np.asarray(Image.open(output / file)).std() > 20 for _, file in images)
     names = sorted(str(path.relative_to(output)) for path in [*output.glob("*.*"), *output.glob("[iv]*/*")])
-    assert names == ["images/test_confusion.png", "metrics.jsonl", "summary.json", "visualdl/vdlrecords.train.log"]
+    pictures = ["images/test_confusion.png", "images/test_mistakes.png"]
+    assert names == [*pictures, "metrics.jsonl", "summary.json", "visualdl/vdlrecords.train.log"]
