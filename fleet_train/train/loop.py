@@ -126,7 +126,7 @@ class Trainer:
                 loss = self._train_step(index, batch, is_last=index + 1 == steps)
                 at.consumed_samples = self._loader.consumed_after(index + 1)
                 self._account(loss, len(self._loader.indices(index)))
-                if index + 1 < steps and self._saver.is_due_within(at):
+                if index + 1 < steps and self._saver.is_due_within(at.step):
                     self._save()
                 self._stop_if_asked()
         self.outcome.train_seconds += time.perf_counter() - began
@@ -137,7 +137,7 @@ class Trainer:
     def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
         """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
         at = self.position
-        is_looked_at = is_last or fleet.should_fetch(at.step) or self._saver.is_due_within(Position(step=at.step + 1))
+        is_looked_at = is_last or fleet.should_fetch(at.step) or self._saver.is_due_within(at.step + 1)
         paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.step))
         fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
         at.step += 1
@@ -184,8 +184,9 @@ class Trainer:
         why = fleet.stop_requested()
         if why is not None:
             self._save()
-            self._saver.finish()
-            raise Preempted(f"stopped after step {self.position.step}: {why}; {self._saver.how_to_go_on()}")
+            saved = self._saver.finish()
+            kept = "nothing was saved" if saved is None else f"resume from {saved}"
+            raise Preempted(f"stopped after step {self.position.step}: {why}; {kept}")
 
     def _say_how(self) -> None:
         said = describe_statistics(fleet.main_program)

@@ -32,12 +32,12 @@ class Saver:
     def is_due_after(self, at: Position) -> bool:
         """At the end of an epoch, `at` being the beginning of the next."""
         every = self.settings.checkpoint_every
-        return (every > 0 and at.epoch % every == 0) or self.is_due_within(at)
+        return (every > 0 and at.epoch % every == 0) or self.is_due_within(at.step)
 
-    def is_due_within(self, at: Position) -> bool:
-        """After a step."""
+    def is_due_within(self, step: int) -> bool:
+        """After that step."""
         every = self.settings.checkpoint_every_steps
-        return self.checkpoints is not None and every > 0 and at.step % every == 0
+        return self.checkpoints is not None and every > 0 and step % every == 0
 
     def save(self, at: Position, losses: EpochLoss, evaluation: Evaluation | None) -> Path | None:
         """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN."""
@@ -54,9 +54,6 @@ class Saver:
         if self.checkpoints is None:
             raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
         self.checkpoints.load(self.exe, found)
-
-    def how_to_go_on(self) -> str:
-        return "nothing was saved" if self.checkpoints is None else "resume from the checkpoint of that step"
 
     def _state(self, at: Position, losses: EpochLoss) -> TrainState:
         profile = fleet.profile()

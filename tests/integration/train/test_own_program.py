@@ -38,7 +38,7 @@ def test_stopped_by_a_signal_to_one_rank_and_resumed_it_is_the_same_run(tmp_path
         job.started[1].process.send_signal(signal.SIGTERM)
         ended = job.wait(timeout_seconds=60)
     assert [one.exit_code for one in ended] == [12, 12], [one.output for one in ended]
-    assert all("SIGTERM" in one.output and "resume from the checkpoint of that step" in one.output for one in ended)
+    assert all("SIGTERM" in one.output and f"resume from {parts}" in one.output for one in ended)
 
     run(tmp_path / "c", "--output_dir", str(parts), "--resume")
     assert losses(parts) == losses(whole)

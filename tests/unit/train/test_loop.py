@@ -122,6 +122,19 @@ def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(t
     assert (found.state.epoch, found.state.consumed_samples) == (1, (found.state.step - 5) * BATCH)
 
 
+def test_a_stop_at_the_end_of_an_epoch_leaves_its_evaluation_to_the_next_call() -> None:
+    evaluated: list[int] = []
+
+    def evaluate(_: Any) -> Evaluation:
+        evaluated.append(made.position.step)
+        return Evaluation({"loss": 1.0}, 1)
+
+    made, _ = trainer(Watched(), TrainerSettings(epochs=3), evaluator=evaluate)
+    made.position.epoch, made.position.step, made.position.consumed_samples = 1, 10, SAMPLES
+    assert made.fit().steps == 15
+    assert evaluated == [10, 15]
+
+
 def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
     def spoil(feed: Any, step: int) -> None:
         if step == 8:
