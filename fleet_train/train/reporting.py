@@ -126,9 +126,8 @@ def rank_scalars(rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -
         return {}
     scalars = {"ranks/median_step_ms": median(rank_step_ms), "ranks/slowest_step_ms": max(rank_step_ms)}
     if len(rank_step_ms) <= MOST_RANKS_WITH_CURVES:
-        for rank, (step_ms, wait_ms) in enumerate(zip(rank_step_ms, rank_wait_ms, strict=True)):
-            scalars[f"ranks/step_ms/{rank}"] = step_ms
-            scalars[f"ranks/wait_ms/{rank}"] = wait_ms
+        scalars |= {f"ranks/step_ms/{rank}": step_ms for rank, step_ms in enumerate(rank_step_ms)}
+        scalars |= {f"ranks/wait_ms/{rank}": wait_ms for rank, wait_ms in enumerate(rank_wait_ms)}
     return scalars
 
 
