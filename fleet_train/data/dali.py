@@ -8,17 +8,24 @@ slightly (another resize filter, another colour arithmetic).
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from fleet_train.data.corrupt import CorruptImages
+from fleet_train.data.dali_graph import (
+    BATCHES_IN_DALI,
+    GraphInput,
+    batch_source,
+    copy_to_paddle,
+    import_dali,
+    make_pipeline,
+)
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.decode import ImageDecoder, UnreadableImage
-from fleet_train.data.device import device_index, new_feed_tensor
+from fleet_train.data.device import device_index
 from fleet_train.data.draws import Draws
 from fleet_train.data.image_folder import ImageFolder
 from fleet_train.data.image_settings import DRAWS_PER_IMAGE, Look, center_box, random_box, random_look
@@ -26,19 +33,6 @@ from fleet_train.data.loader import Loader
 from fleet_train.data.prefetch import Prefetcher
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.errors import DataError
-
-_PREFETCH_IN_DALI = 2
-
-
-class _Image(NamedTuple):
-    """What the graph is given of one image."""
-
-    data: NDArray[np.uint8]
-    start: NDArray[np.int32]
-    """Top and left of the part that is taken, in pixels."""
-    size: NDArray[np.int32]
-    """Its height and width."""
-    look: Look
 
 
 class DaliLoader(Loader):
@@ -60,7 +54,7 @@ class DaliLoader(Loader):
         place: Any = None,
     ) -> None:
         super().__init__(dataset, sampler)
-        _import_dali()
+        import_dali()
         self.images = dataset
         self._corrupt = dataset.corrupt_images()
         self._decoder = ImageDecoder(dataset.settings, augment, sampler.seed)
@@ -92,15 +86,15 @@ class DaliLoader(Loader):
         """The batches from that step on, by a new pipeline."""
         taken: list[Indices] = []
 
-        def read(step: int) -> list[_Image]:
+        def read(step: int) -> list[GraphInput]:
             images, indices = self._read(first_step + step)
             taken.append(indices)
             return images
 
         steps = len(self) - first_step
         with_colors = self._augment == "crop_flip_color"
-        pipeline = _pipeline(
-            _source(read, steps, with_colors),
+        pipeline = make_pipeline(
+            batch_source(read, steps, with_colors),
             max_batch_size=max(len(self.indices(step)) for step in {0, len(self) - 1}),
             threads=self._threads,
             device=device_index(self._place),
@@ -111,9 +105,9 @@ class DaliLoader(Loader):
             (decoded,) = pipeline.run()
             yield {"features": self._own(decoded), "labels": self.images.labels[taken[step]]}
 
-    def _read(self, step: int) -> tuple[list[_Image], Indices]:
+    def _read(self, step: int) -> tuple[list[GraphInput], Indices]:
         """The images of one step and their dataset indices, unreadable ones replaced."""
-        images: list[_Image] = []
+        images: list[GraphInput] = []
         indices = np.array(self.indices(step))
         for row, wanted in enumerate(indices.tolist()):
             index = self._corrupt.skip(wanted)
@@ -128,7 +122,7 @@ class DaliLoader(Loader):
             indices[row] = index
         return images, indices
 
-    def _image(self, index: int) -> _Image:
+    def _image(self, index: int) -> GraphInput:
         with open(self.images.path(index), "rb") as file:
             data = file.read()
         with Image.open(io.BytesIO(data)) as header:  # reads no pixels
@@ -140,7 +134,7 @@ class DaliLoader(Loader):
         left, top, right, bottom = (round(edge) for edge in box)
         look = Look(False, 1.0, 1.0, 1.0) if plain else random_look(settings, draws)
         start, size = np.array([top, left], np.int32), np.array([bottom - top, right - left], np.int32)
-        return _Image(np.frombuffer(data, np.uint8), start, size, look)
+        return GraphInput(np.frombuffer(data, np.uint8), start, size, look)
 
     def _own(self, decoded: Any) -> Any:
         """The batch out of DALI's memory, which the next run overwrites."""
@@ -152,7 +146,7 @@ class DaliLoader(Loader):
         """Count the unreadable images of the steps that the pipeline may have been at; if there are none, give up."""
         known = len(self._corrupt)
         out = np.empty(self.images.sample_shape, np.float32)
-        for step in range(first_step, min(len(self), first_step + _PREFETCH_IN_DALI + 1)):
+        for step in range(first_step, min(len(self), first_step + BATCHES_IN_DALI + 1)):
             for wanted in self.indices(step).tolist():
                 index = self._corrupt.skip(wanted)
                 try:
@@ -163,99 +157,3 @@ class DaliLoader(Loader):
             raise DataError(
                 f"DALI failed on images that Pillow can read; try --loader workers. It said: {error}"
             ) from error
-
-
-def copy_to_paddle(batch: Any, place: Any) -> Any:
-    """A DALI batch (CPU or GPU) as a tensor that the executor can be fed with."""
-    from nvidia.dali.plugin.paddle import feed_ndarray, to_paddle_type
-
-    dense = batch.as_tensor()
-    tensor = new_feed_tensor()
-    tensor._set_dims(dense.shape())
-    feed_ndarray(dense, tensor._mutable_data(place, to_paddle_type(dense)))
-    return tensor
-
-
-def _source(read: Callable[[int], list[_Image]], steps: int, with_colors: bool) -> Callable[[], tuple[list[Any], ...]]:
-    """DALI asks for the next batch without a number; StopIteration is its end."""
-    numbers = iter(range(steps))
-
-    def next_batch() -> tuple[list[Any], ...]:
-        images = read(next(numbers))
-        columns = zip(*(image.look[1:] for image in images), strict=True) if with_colors else ()
-        return (
-            [image.data for image in images],
-            [image.start for image in images],
-            [image.size for image in images],
-            [np.int32(image.look.flip) for image in images],
-            *([np.float32(value) for value in column] for column in columns),
-        )
-
-    return next_batch
-
-
-def _pipeline(
-    source: Callable[[], tuple[list[Any], ...]],
-    max_batch_size: int,
-    threads: int,
-    device: int | None,
-    images: ImageFolder,
-    with_colors: bool,
-) -> Any:
-    """Encoded images, parts and looks in; float32 [batch, 3, size, size] out."""
-    dali = _import_dali()
-    fn, types = dali.fn, dali.types
-    settings = images.settings
-    decoding, rest = ("cpu", "cpu") if device is None else ("mixed", "gpu")
-    pipeline = dali.Pipeline(
-        batch_size=max_batch_size,
-        num_threads=threads,
-        device_id=device,
-        prefetch_queue_depth=_PREFETCH_IN_DALI,
-    )
-    kinds = [types.UINT8, types.INT32, types.INT32, types.INT32] + [types.FLOAT] * (3 if with_colors else 0)
-    dimensions = [1, 1, 1, 0, 0, 0, 0][: len(kinds)]
-    with pipeline:
-        encoded, start, size, flip, *colors = fn.external_source(
-            source, num_outputs=len(kinds), batch=True, dtype=kinds, ndim=dimensions
-        )
-        part = fn.decoders.image_slice(
-            encoded, start, size, axis_names="HW", device=decoding, output_type=types.RGB, adjust_orientation=False
-        )
-        scaled = fn.resize(
-            part,
-            device=rest,
-            resize_x=settings.image_size,
-            resize_y=settings.image_size,
-            interp_type=types.INTERP_TRIANGULAR,
-        )
-        if with_colors:
-            brightness, contrast, saturation = colors
-            scaled = fn.color_twist(
-                scaled, device=rest, brightness=brightness, contrast=contrast, saturation=saturation
-            )
-        pipeline.set_outputs(
-            fn.crop_mirror_normalize(
-                scaled,
-                device=rest,
-                mirror=flip,
-                mean=[255 * value for value in settings.mean],
-                std=[255 * value for value in settings.std],
-                dtype=types.FLOAT,
-                output_layout="CHW",
-            )
-        )
-    pipeline.build()
-    return pipeline
-
-
-def _import_dali() -> Any:
-    try:
-        import nvidia.dali
-        import nvidia.dali.fn
-    except ImportError as error:
-        raise DataError(
-            f"--loader dali needs NVIDIA DALI, which cannot be imported ({error}); run: "
-            "python -m pip install -r requirements-dali.txt, or use --loader workers"
-        ) from error
-    return nvidia.dali
