@@ -6,6 +6,7 @@ Imports inside functions, below TYPE_CHECKING and through import_module("...") c
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,13 @@ def test_visualdl_is_imported_only_by_its_sink() -> None:
     }
     assert len(importers) <= 1
     assert all(path.parts[0] == "train" for path in importers)
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "fleet_train").rglob("__init__.py")}
+    listed = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    assert set(re.findall(r'"([^"]+)"', listed[1])) == folders | {"fleet_train.strategies"}
 
 
 def test_table_is_the_one_in_the_design() -> None:
