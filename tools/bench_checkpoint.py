@@ -53,15 +53,20 @@ def summarise(rounds: Rounds, steps: int) -> dict[str, Any]:
     by_kind = [{block["kind"]: block for block in blocks} for blocks in rounds]
     summary: dict[str, Any] = {"step_ms": _median([1000 * each["none"]["seconds"] / steps for each in by_kind])}
     for kind in ("background", "waiting"):
-        shares = [100 * (each[kind]["seconds"] / each["none"]["seconds"] - 1) for each in by_kind]
+        shares = _shares(by_kind, kind, "seconds")
         quartiles = statistics.quantiles(shares, n=4)
         summary[kind] = {
             "share_percent": _median(shares),
             "share_percent_quartiles": [round(quartiles[0], 2), round(quartiles[2], 2)],
+            "processor_share_percent": _median(_shares(by_kind, kind, "processor_seconds")),
             "stood_ms": _median([each[kind]["stood_ms"] for each in by_kind]),
             "late_ms": _median([each[kind]["late_ms"] for each in by_kind]),
         }
     return summary
+
+
+def _shares(by_kind: Sequence[Mapping[str, Mapping[str, float]]], kind: str, what: str) -> list[float]:
+    return [100 * (each[kind][what] / each["none"][what] - 1) for each in by_kind]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -82,11 +87,12 @@ def page(record: Mapping[str, Any]) -> str:
         f"commit {at['commit'][:10]}{' with uncommitted changes' if at['uncommitted_changes'] else ''}.",
         f"- Blocks of {record['jobs'][0]['steps_per_block']} steps with one checkpoint each, or none, in turn; share: "
         "time of a block over that of the one without in the same round, median over "
-        f"{len(record['jobs'][0]['rounds'])} rounds (quartiles).",
+        f"{len(record['jobs'][0]['rounds'])} rounds (quartiles). Processor time: rank 0's own, its write included; it "
+        "says what a checkpoint costs when no processor is idle, also on a machine where others work.",
         f"- Command: `{at['command']}`",
         "",
-        "| ranks | step | written | share of the step time | training stands still |",
-        "| ---: | ---: | --- | ---: | ---: |",
+        "| ranks | step | written | share of the step time | of the processor time | training stands still |",
+        "| ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for job in record["jobs"]:
         for kind, words in (("background", "in the background"), ("waiting", "waited for")):
@@ -94,7 +100,7 @@ def page(record: Mapping[str, Any]) -> str:
             low, high = each["share_percent_quartiles"]
             lines.append(
                 f"| {job['ranks']} | {job['summary']['step_ms']:.1f} ms | {words} | {each['share_percent']:+.2f} % "
-                f"({low:+.2f} to {high:+.2f}) | {each['stood_ms']:.1f} ms |"
+                f"({low:+.2f} to {high:+.2f}) | {each['processor_share_percent']:+.2f} % | {each['stood_ms']:.1f} ms |"
             )
     return "\n".join([*lines, ""])
 

@@ -68,7 +68,7 @@ class Checkpoints:
         self._background = background
         self._say = say or (lambda message: print(message, file=sys.stderr, flush=True))
         self._attempt: _Attempt | None = None
-        self._captured: Any = None
+        self._memory: Any = None
 
     def exist(self) -> bool:
         """Whether rank 0 has a published checkpoint."""
@@ -91,7 +91,8 @@ class Checkpoints:
         del exe  # the state is read from the scope
         if self._attempt is not None:
             self._attempt.wait(self._say)
-        self._captured = captured = fleet.capture_persistables(memory=self._captured)
+        captured = fleet.capture_persistables(memory=self._memory)
+        self._memory = captured if self._background else None  # new memory would take longer than the copy
 
         def write() -> Path:
             draft = snapshots.begin(self.folder, state.step)

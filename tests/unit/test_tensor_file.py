@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from safetensors.numpy import load_file
 
 from fleet_train.convert import tensor_file
 from fleet_train.errors import CheckpointError
+from tests.support.processes import ROOT
+
+PACKAGE = ROOT / "fleet_train"
 
 ARRAYS = {
     "weight": np.arange(12, dtype="float32").reshape(3, 4),
@@ -90,3 +94,12 @@ def test_altered_header_gives_the_same_tensors_or_an_error(path: Path) -> None:
 def test_dtype_without_a_code_is_refused(path: Path) -> None:
     with pytest.raises(CheckpointError, match="tensors of dtype complex64 cannot be saved"):
         tensor_file.write(path, {"c": np.zeros(2, "complex64")})
+
+
+def test_nothing_that_saves_or_loads_knows_pickles() -> None:
+    sources = [path for room in ("collectives", "convert", "train") for path in (PACKAGE / room).rglob("*.py")]
+    readers = re.compile(
+        r"\bimport pickle|\bpaddle\.(static\.)?(load|set_program_state)\(|allow_pickle|joblib|torch\.load"
+    )
+    assert len(sources) > 60
+    assert [path.name for path in sources if readers.search(path.read_text())] == []
