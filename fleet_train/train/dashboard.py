@@ -34,7 +34,9 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             raise FleetTrainError(
                 f"--logdir {folder}: there is no such folder; give a run's --output_dir or one above it"
             )
-    runs = sorted({path.parent for folder in folders for path in folder.rglob("metrics.jsonl")})
+    # A run's visualdl/ is what VisualDL itself would be given.
+    above = [folder.parent if folder.name == "visualdl" else folder for folder in folders]
+    runs = sorted({path.parent for folder in above for path in folder.rglob("metrics.jsonl")})
     if not runs:
         named = ", ".join(map(str, folders))
         raise FleetTrainError(

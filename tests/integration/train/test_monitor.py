@@ -149,7 +149,7 @@ def test_without_a_working_visualdl_the_numbers_are_shown_here(tmp_path: Path, b
 
 @pytest.mark.usefixtures("run")
 def test_text_is_written_once_into_a_pipe(tmp_path: Path) -> None:
-    with monitor(tmp_path, "--text", "--logdir", "runs/demo") as (job, _):
+    with monitor(tmp_path, "--text", "--logdir", "runs/demo/visualdl") as (job, _):
         (ended,) = job.wait(timeout_seconds=30)
     assert ended.exit_code == 0
     assert "runs/demo, step 90" in ended.output
