@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ def new_group(job: Job, ranks: Sequence[int]) -> Any:
     """
     with _own_store(job, ranks), dynamic_mode():
         try:
-            return paddle.distributed.new_group(list(ranks))
+            return _kept(paddle.distributed.new_group(list(ranks)))
         except Exception as error:
             raise ClusterError(
                 f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
@@ -66,7 +67,13 @@ def _open_store(job: Job, ranks: Sequence[int]) -> Any:
     port = job.gather(f"store of group {job.count('group')}", port)[first]
     if store is None and job.cluster.rank in ranks:
         store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
-    return store
+    return _kept(store)
+
+
+def _kept(value: Any) -> Any:
+    """``value``, which lives as long as the process: its threads must not be joined while the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return value
 
 
 def free_port(host: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 from types import TracebackType
@@ -16,6 +17,7 @@ _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preem
 _job: Job | None = None
 _exit_code: int | None = None
 _installed = False
+_teardown_is_skipped = False
 
 
 def install() -> None:
@@ -31,6 +33,22 @@ def watch(job: Job | None) -> None:
     """From now on this process's end is told to ``job``."""
     global _job
     _job = job
+    if job is not None and job.world_size > 1:
+        _skip_teardown_of_libraries()
+
+
+def _skip_teardown_of_libraries() -> None:
+    """Let the process end right after Python has, with its exit status, once per process.
+
+    Threads of Gloo and of Paddle's stores are still at work when the C++ libraries of a normal exit are torn down; a
+    rank whose training was done and saved has ended with signal 11 there. glibc calls ``on_exit`` handlers, latest
+    first, with the status; this one is ``_exit`` itself. Python's own exit handlers and buffers come before it.
+    """
+    global _teardown_is_skipped
+    if not _teardown_is_skipped:
+        _teardown_is_skipped = True
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
 
 
 def report(error: BaseException) -> None:
