@@ -20,7 +20,7 @@ from fleet_train.train.position import resumed
 from fleet_train.train.programs import Programs, build_programs
 from fleet_train.train.progress import make_progress
 from fleet_train.train.seeds import seed_process, use_deterministic_kernels
-from fleet_train.train.starting import start_or_resume
+from fleet_train.train.starting import agree_on_flags, start_or_resume
 from fleet_train.train.summary import headline, publish_summary, say_results, summarize
 
 
@@ -29,6 +29,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     began = time.perf_counter()
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    agree_on_flags(config)
     progress = make_progress(fleet.is_first_worker())
     checkpoints = Checkpoints(
         config.output_path,

@@ -5,14 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 
+from fleet_train import fleet
 from fleet_train.cluster.environment import attempt
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, ScheduleMismatch
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints, Found
 from fleet_train.train.config import TrainConfig
 
 # Another value of these means another run: its tensors or its random streams would not fit.
 _FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
+# May be another on each machine, or is compared by somebody else (the strategy: by its knobs).
+_EACH_MACHINES_OWN = {"data_dir", "output_dir", "strategy", "loader", "workers", "prefetch_depth"}
+
+
+def agree_on_flags(config: TrainConfig) -> None:
+    """Raise ScheduleMismatch on every rank, naming the first flag that differs: a command is typed on each machine."""
+    mine = {name: value for name, value in config.as_json().items() if name not in _EACH_MACHINES_OWN}
+    everybody, endpoints = fleet.gather(mine), fleet.worker_endpoints()
+    for name, value in everybody[0].items():
+        for rank, flags in enumerate(everybody):
+            if flags.get(name) != value:
+                flag = {"learning_rate": "lr"}.get(name, name)
+                raise ScheduleMismatch(
+                    f"--{flag} is {value} on rank 0 ({endpoints[0]}) and {flags.get(name)} on rank {rank} "
+                    f"({endpoints[rank]}): give all machines the same flags"
+                )
 
 
 def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:

@@ -64,7 +64,17 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def test_going_on_in_the_middle_of_an_epoch_is_the_same_run_on_one_process(tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
-    recipe = ("--ema_decay", "0.95", "--clip_norm", "1", "--label_smoothing", "0.1", "--on_nan", "skip")
+    recipe = (
+        "--ema_decay",
+        "0.95",
+        "--clip_norm",
+        "1",
+        "--label_smoothing",
+        "0.1",
+        "--on_nan",
+        "skip",
+        "--deterministic",
+    )
     train(tmp_path / "a", 1, whole, *recipe, "--checkpoint_every_steps", "70", "--keep_checkpoints", "9")
     kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert kept == ["step-00000070", "step-00000140", "step-00000180"]
@@ -72,6 +82,7 @@ def test_going_on_in_the_middle_of_an_epoch_is_the_same_run_on_one_process(tmp_p
     for later in kept[1:]:
         shutil.rmtree(again / "checkpoints" / later)
     resumed = train(tmp_path / "b", 1, again, *recipe, "--resume")
+    assert "deterministic kernels: " in resumed.ranks[0].output
     assert "(epoch 1, 800 samples into the next, step 70)" in resumed.ranks[0].output
     assert (summary(again)["world_size"], summary(again)["num_nodes"]) == (1, 1)
     assert_same_run(again, whole)
