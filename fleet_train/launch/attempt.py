@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch import processes
 from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines
 from fleet_train.launch.meeting import Meeting, Say
+from fleet_train.launch.orderly import Newcomers, OrderlyStop
 from fleet_train.launch.prepare import Launch
 from fleet_train.launch.report import counted, headline
 from fleet_train.launch.restart import Kind, Outcome
@@ -37,7 +39,7 @@ class _Started:
     stock: subprocess.Popen[bytes]
     private: Path
     follower: Follower | NoFollower
-    supervisor: Supervisor
+    stop: OrderlyStop
     say: Say
 
     def end(self) -> list[RankEnd]:
@@ -57,7 +59,13 @@ class _Started:
 
 
 def run_attempt(
-    launch: Launch, meeting: Meeting, environ: Mapping[str, str], number: int, stopping: Stopping, say: Say
+    launch: Launch,
+    meeting: Meeting,
+    environ: Mapping[str, str],
+    number: int,
+    stopping: Stopping,
+    newcomers: Newcomers,
+    say: Say,
 ) -> Outcome:
     """Start this node's ranks and stay with them until the attempt is over, here and (within bounds) elsewhere."""
     node = launch.node
@@ -70,13 +78,14 @@ def run_attempt(
     follower = Follower(files.log_file(0)) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     stock = processes.start_stock_launcher(launch.command(token, private), environ, private)
-    supervisor = Supervisor(files, meeting, stock, follower, stopping, launch.faults.grace_seconds)
-    started = _Started(launch, meeting, files, stock, private, follower, supervisor, say)
+    stop = OrderlyStop(files, meeting, stopping, launch.faults.grace_seconds, newcomers, time.monotonic)
+    started = _Started(launch, meeting, files, stock, private, follower, stop, say)
     try:
-        verdict = supervisor.watch()
+        with stopping.orderly():
+            verdict = Supervisor(files, meeting, stock, follower, stop).watch()
         return _CONCLUSIONS[verdict.cause](started, verdict)
-    except StopRequested as stop:
-        return _stopped(started, stop.number)
+    except StopRequested as request:
+        return _stopped(started, request.number)
     finally:
         if stock.poll() is None:
             processes.kill_now(stock)
@@ -95,9 +104,16 @@ def _succeed(started: _Started, _: Verdict) -> Outcome:
 
 
 def _preempted(started: _Started, _: Verdict) -> Outcome:
-    notice = started.meeting.stop_announced() or {"why": "a rank was asked to stop"}
+    notice = _stop_notice(started)
+    if notice.get("again"):
+        started.say(f"{notice['why']}: the ranks have saved their state")
+        return _end_well(started, Outcome(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
     message = f"{notice['why']}; the job has saved its state and stopped: start it again to go on"
     return _end_well(started, Outcome(Kind.PREEMPTED, Preempted.exit_code, message))
+
+
+def _stop_notice(started: _Started) -> dict[str, Any]:
+    return started.meeting.stop_announced() or {"why": "a rank was asked to stop"}
 
 
 def _end_well(started: _Started, outcome: Outcome) -> Outcome:
@@ -106,7 +122,7 @@ def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     ends = list(started.files.ends(started.meeting.start).values())
     started.meeting.tell_ends(ends)
     is_host, restarts = started.launch.node.index == 0, started.launch.faults.max_restarts > 0
-    if not (is_host or restarts or outcome.kind is Kind.PREEMPTED):
+    if not (is_host or restarts or outcome.kind is not Kind.DONE):
         return replace(outcome, ends=tuple(ends))
     patience = max(_LINGER_AFTER_SUCCESS_SECONDS, started.launch.faults.grace_seconds)
     failure = started.meeting.await_others(patience, started.say)
@@ -164,10 +180,13 @@ def _never_started(started: _Started) -> Outcome:
     return Outcome(Kind.FAILED, 1, f"{message}; it said:", final=True, without_culprit=True, output=words)
 
 
-def _was_stopped(started: _Started, _: Verdict) -> Outcome:
-    if started.supervisor.stopping.asked:
-        return _stopped(started, started.supervisor.stopping.asked)
-    notice = started.meeting.stop_announced() or {"why": "a rank was asked to stop"}
+def _was_stopped(started: _Started, verdict: Verdict) -> Outcome:
+    if started.stop.by_signal:
+        return _stopped(started, started.stop.signal_number)
+    notice = _stop_notice(started)
+    if notice.get("again"):  # without a saved state, the next attempt is a restart like any other
+        report = {"message": notice["why"], "no_culprit": True}
+        return _follow(started, replace(verdict, report=report))
     return _end_by_force(started, str(notice["why"]), 128 + signal.SIGTERM)
 
 
@@ -179,7 +198,7 @@ def _stopped(started: _Started, number: int) -> Outcome:
 
 def _end_by_force(started: _Started, message: str, exit_code: int) -> Outcome:
     still_there = len(started.files.wrapper_pids())
-    if still_there and started.supervisor.grace_is_over:
+    if still_there and started.stop.is_over:
         message += f" ({counted(still_there, 'rank')} did not end within {started.launch.faults.grace_seconds:g} s)"
     started.meeting.fail(message, exit_code, no_culprit=True, final=True)
     ends = started.end()

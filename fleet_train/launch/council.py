@@ -66,9 +66,16 @@ class Council:
 
     # every next one
 
+    def newcomers(self, attempt: Attempt) -> str | None:
+        """Node 0 asks while ranks run on fewer nodes than the job has: who has come back since."""
+        if self.roster.node.index != 0 or len(attempt.nodes) == len(self._every_node):
+            return None
+        new = sorted(self.roster.here(attempt.scope + 1) - set(attempt.nodes))
+        return f"{', '.join(map(self.roster.node.describe, new))} can be taken in again" if new else None
+
     def next(self, attempt: Attempt, outcome: Outcome) -> Attempt | None:
         """The attempt after this one; None when this outcome is the job's."""
-        if self.policy.max_restarts == 0 or outcome.kind is not Kind.FAILED or outcome.final:
+        if self.policy.max_restarts == 0 or outcome.kind in (Kind.DONE, Kind.PREEMPTED) or outcome.final:
             return None
         if self.roster.node.index == 0:
             return self._lead(attempt, outcome)
@@ -91,21 +98,26 @@ class Council:
         self._say(self._last_word)
 
     def _lead(self, attempt: Attempt, outcome: Outcome) -> Attempt | None:
-        why = why_not_again(outcome, self._earlier, self.policy)
-        if why is not None:
-            if why:
-                self._no_more(why)
+        if outcome.kind is Kind.FAILED and not self._tries_again(attempt, outcome):
             return None
-        self._earlier.append(outcome)
-        restart, pause = len(self._earlier), pause_seconds(len(self._earlier))
-        self._say(f"{what_failed(attempt, outcome)}; restart {restart} of {self.policy.max_restarts} in {pause:g} s")
-        time.sleep(pause)
         nodes = self._await_nodes(attempt)
         if nodes is None:
             return None
         following = Attempt(attempt.scope + 1, attempt.number + 1, nodes)
         self.roster.give({"scope": following.scope, "nodes": list(nodes)})
         return following
+
+    def _tries_again(self, attempt: Attempt, outcome: Outcome) -> bool:
+        why = why_not_again(outcome, self._earlier, self.policy)
+        if why is not None:
+            if why:
+                self._no_more(why)
+            return False
+        self._earlier.append(outcome)
+        restart, pause = len(self._earlier), pause_seconds(len(self._earlier))
+        self._say(f"{what_failed(attempt, outcome)}; restart {restart} of {self.policy.max_restarts} in {pause:g} s")
+        time.sleep(pause)
+        return True
 
     def _await_nodes(self, attempt: Attempt) -> tuple[int, ...] | None:
         """Those who take part next, or None when too few came back. Waits for the nodes of the attempt that failed."""
@@ -197,6 +209,6 @@ class Council:
 
 def what_failed(attempt: Attempt, outcome: Outcome) -> str:
     """One line for a failed attempt: ``attempt 0: rank 1 (10.0.0.2:6170) failed first: exit code 1 after 3 s``."""
-    if outcome.culprit is not None and not outcome.without_culprit:
+    if outcome.kind is Kind.FAILED and outcome.culprit is not None and not outcome.without_culprit:
         return f"attempt {attempt.number}: {headline(outcome.culprit)}"
     return f"attempt {attempt.number}: {outcome.message}"

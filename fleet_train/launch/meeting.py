@@ -141,10 +141,10 @@ class Meeting:
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
 
-    def announce_stop(self, why: str, grace_seconds: float) -> None:
-        """Tell everybody that the job was asked to stop, and how long ranks may take to save their state."""
+    def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
+        """Tell everybody that ranks are to save their state, in that time. ``again``: there is another attempt."""
         with suppress(FleetTrainError):
-            self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds})
+            self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds, "again": again})
 
     def stop_announced(self) -> dict[str, Any] | None:
         """What ``announce_stop`` said on some node; None while nobody has, or when the store does not answer."""

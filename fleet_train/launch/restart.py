@@ -59,6 +59,7 @@ class Attempt:
 class Kind(Enum):
     DONE = "all ranks ended with 0"
     PREEMPTED = "all ranks have saved their state and stopped, as they were asked to"
+    RESUMES = "all ranks have saved their state, to go on with nodes that have come back"
     FAILED = "a rank, a launcher or a machine has failed"
 
 

@@ -76,7 +76,8 @@ def _run_one(
         must_meet = False
         if attempt.scope == 0:
             council.begun(attempt)
-        return run_attempt(launch, meeting, launch.environ_of(attempt.scope, number, environ), number, stopping, say)
+        environ = launch.environ_of(attempt.scope, number, environ)
+        return run_attempt(launch, meeting, environ, number, stopping, lambda: council.newcomers(attempt), say)
     except (JoinTimeout, WorkerFailed) as error:
         if must_meet:
             raise
@@ -94,7 +95,7 @@ def _tell(outcome: Outcome) -> int:
     """Say how the job has ended; returns the exit code."""
     if outcome.kind is Kind.DONE:
         return 0
-    if outcome.kind is Kind.PREEMPTED or outcome.without_culprit:
+    if outcome.kind is not Kind.FAILED or outcome.without_culprit:
         say(outcome.message)
     elif outcome.culprit is None:
         say(f"the job has failed: {outcome.message}")

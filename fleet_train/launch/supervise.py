@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch import processes
 from fleet_train.launch.ends import RankEnd, choose_culprit
 from fleet_train.launch.meeting import Meeting
-from fleet_train.launch.signals import Stopping, signal_name
+from fleet_train.launch.orderly import OrderlyStop
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 
 _TICK_SECONDS = 0.1
@@ -24,8 +23,6 @@ _ECHO_SECONDS = 2.0
 _CONFESSION_SECONDS = 3.0
 # After the stock launcher's end, for records that are being written.
 _RECORD_SECONDS = 1.0
-# Beyond another node's grace: how long the news of its end may take.
-_NEWS_SECONDS = 5.0
 
 
 class Cause(Enum):
@@ -56,33 +53,28 @@ class Supervisor:
         meeting: Meeting,
         stock: subprocess.Popen[bytes],
         follower: Follower | NoFollower,
-        stopping: Stopping,
-        grace_seconds: float,
+        stop: OrderlyStop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files = files
         self.meeting = meeting
         self.stock = stock
         self.follower = follower
-        self.stopping = stopping
-        self.grace_seconds = grace_seconds
+        self.stop = stop
         self._clock = clock
         self._next_look_at_store = 0.0
         self._frozen = False
         self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
         self._told_at: float | None = None
-        self._stop_until: float | None = None
-        self._notice: dict[str, Any] | None = None
 
     def watch(self) -> Verdict:
-        with self.stopping.orderly():
-            while True:
-                verdict = self.look()
-                if verdict is not None:
-                    self.follower.pump()
-                    return verdict
-                time.sleep(_TICK_SECONDS)
+        while True:
+            verdict = self.look()
+            if verdict is not None:
+                self.follower.pump()
+                return verdict
+            time.sleep(_TICK_SECONDS)
 
     def look(self) -> Verdict | None:
         self.follower.pump()
@@ -99,31 +91,10 @@ class Supervisor:
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
-        self._heed_stop(any(end.preempted for end in ends))
-        if self.grace_is_over or (self.stopping.asked and all_ended):
+        self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
+        if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return Verdict(Cause.STOPPED)
-        return self._judge(ends) if failed and not self.stopping.asked else None
-
-    @property
-    def grace_is_over(self) -> bool:
-        """Whether ranks have had their time to stop in good order."""
-        return self._stop_until is not None and self._clock() > self._stop_until
-
-    def _heed_stop(self, one_has_stopped: bool) -> None:
-        """From the first sign of an orderly stop on, wherever it was asked for, ranks have a bounded time to end."""
-        if self._stop_until is not None:
-            return
-        if self.stopping.asked:
-            self._stop_until = self._clock() + self.grace_seconds
-            self.meeting.announce_stop(
-                f"{self.files.node.describe()} was asked to stop by {signal_name(self.stopping.asked)}",
-                self.grace_seconds,
-            )
-            processes.ask_to_stop(self.files.wrapper_pids())
-        elif one_has_stopped:
-            self._stop_until = self._clock() + self.grace_seconds
-        elif (notice := self._notice) is not None:
-            self._stop_until = self._clock() + float(notice["grace_seconds"]) + _NEWS_SECONDS
+        return self._judge(ends) if failed and not self.stop.wanted_here else None
 
     def _judge(self, ends: list[RankEnd]) -> Verdict | None:
         culprit = choose_culprit(ends)
@@ -138,8 +109,8 @@ class Supervisor:
             report = self.meeting.failure()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
-        self._notice = self.meeting.stop_announced() if self._stop_until is None else None
         if report is None:
+            self.stop.ask_store()
             return None
         self._told_at = self._told_at or self._clock()
         from_a_rank = "node" not in report

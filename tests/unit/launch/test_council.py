@@ -99,11 +99,16 @@ def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(
     while not seats.said[2]:
         time.sleep(0.01)
     assert seats.said[2] == ["the job is at work; node 2 (127.0.0.3) is taken in when it next restarts"]
-    time.sleep(0.5)
-    found = together(lead=lambda: lead.next(second, FAILED), one=lambda: one.next(second, FAILED))
+    while (why := lead.newcomers(second)) is None:
+        time.sleep(0.01)
+    assert why == "node 2 (127.0.0.3) can be taken in again"
+    assert one.newcomers(second) is None
+    resumes = Outcome(Kind.RESUMES, 12, why)
+    found = together(lead=lambda: lead.next(second, resumes), one=lambda: one.next(second, resumes))
     thread.join(timeout=10)
     third = Attempt(2, 2, (0, 1, 2))
     assert found == {"lead": third, "one": third}
+    assert lead.newcomers(third) is None
     # The one that comes back does not know how often the job has begun: the highest number that is proposed counts.
     assert waiting == [Attempt(2, 1, (0, 1, 2))]
 

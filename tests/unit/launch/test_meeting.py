@@ -174,4 +174,6 @@ def test_whoever_waits_hears_of_a_failure_even_if_nobody_is_left(meetings: list[
 def test_a_stop_is_announced_to_all(meetings: list[Meeting]) -> None:
     assert meetings[0].stop_announced() is None
     meetings[1].announce_stop("node 1 was asked to stop by SIGTERM", 30.0)
-    assert meetings[0].stop_announced() == {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 30.0}
+    assert meetings[0].stop_announced() == {
+        "why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 30.0, "again": False,
+    }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.node import Node
+from fleet_train.launch.orderly import OrderlyStop
 from fleet_train.launch.signals import Stopping
 from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import NoFollower
@@ -32,7 +33,8 @@ class World:
     store_is_lost: bool = False
     stock_code: int | None = None
     notice: dict[str, Any] | None = None
-    announced: list[tuple[str, float]] = field(default_factory=list)
+    announced: list[tuple[str, float, bool]] = field(default_factory=list)
+    newcomers: str | None = None
     gone_wrappers: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
 
@@ -45,8 +47,8 @@ class World:
     def wrapper_pids(self) -> list[int]:
         return []
 
-    def announce_stop(self, why: str, grace_seconds: float) -> None:
-        self.announced.append((why, grace_seconds))
+    def announce_stop(self, why: str, grace_seconds: float, *, again: bool) -> None:
+        self.announced.append((why, grace_seconds, again))
 
     def stop_announced(self) -> dict[str, Any] | None:
         return self.notice
@@ -67,7 +69,11 @@ class World:
 
 
 def supervised(world: World) -> Supervisor:
-    return Supervisor(world, world, world, NoFollower(), world.stopping, 30.0, clock=lambda: world.now)  # type: ignore[arg-type]
+    def clock() -> float:
+        return world.now
+
+    stop = OrderlyStop(world, world, world.stopping, 30.0, lambda: world.newcomers, clock)  # type: ignore[arg-type]
+    return Supervisor(world, world, world, NoFollower(), stop, clock)  # type: ignore[arg-type]
 
 
 def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
@@ -148,7 +154,7 @@ def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:
     supervisor = supervised(world)
     world.stopping.asked = signal.SIGTERM
     assert look_at(world, supervisor, 1.0) is None
-    assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0)]
+    assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
     world.ended[0] = end(0, 2, code=12)
     assert look_at(world, supervisor, 2.0) is None
     world.ended[1] = end(1, 9, code=12)
@@ -176,3 +182,24 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
         assert look_at(world, supervisor, 1.0) is None
         assert look_at(world, supervisor, 1.0 + patience) is None
         assert look_at(world, supervisor, 1.1 + patience) == Verdict(Cause.STOPPED)
+
+
+def test_nodes_that_have_come_back_are_reason_for_an_orderly_stop_once_the_ranks_have_settled() -> None:
+    world = World(newcomers="node 2 (10.0.0.3) can be taken in again")
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 19.0) is None
+    assert world.announced == []
+    assert look_at(world, supervisor, 21.0) is None
+    assert world.announced == [("node 2 (10.0.0.3) can be taken in again", 30.0, True)]
+    world.stopping.asked = signal.SIGTERM  # whoever ends the job is stronger
+    assert look_at(world, supervisor, 22.0) is None
+    assert world.announced[1:] == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
+
+
+def test_a_signal_reaches_the_ranks_of_this_node_also_when_another_node_had_one_first() -> None:
+    world = World(notice={"why": "node 1 ...", "grace_seconds": 10.0})
+    supervisor = supervised(world)
+    assert look_at(world, supervisor, 1.0) is None
+    world.stopping.asked = signal.SIGTERM
+    assert look_at(world, supervisor, 2.0) is None
+    assert len(world.announced) == 1
