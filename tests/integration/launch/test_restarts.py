@@ -7,19 +7,24 @@ import time
 from collections.abc import Sequence
 
 from tests.integration.launch.conftest import Bench, send
+from tests.support.processes import Started
 
-# What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones.
+# What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones. Rank 1 fails
+# once rank 0 has begun.
 _ATTEMPTS = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 attempt, rank = int(os.environ["FLEET_TRAIN_ATTEMPT"]), int(os.environ["PADDLE_TRAINER_ID"])
 words = sys.argv[1].split(",")
 print("attempt", attempt, "rank", rank, "of", os.environ["PADDLE_TRAINERS_NUM"], flush=True)
+pathlib.Path(f"{sys.argv[2]}/{attempt}.{rank}").touch()
 how = words[min(attempt, len(words) - 1)]
 if how == "wait":
     time.sleep(120)
 if how == "done":
     sys.exit(0)
 if rank == 1:
+    while not os.path.exists(f"{sys.argv[2]}/{attempt}.0"):
+        time.sleep(0.01)
     time.sleep(0.3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -28,8 +33,14 @@ time.sleep(120)
 """
 
 
-def start_two(bench: Bench, words: str, *flags: str) -> None:
-    bench.start_two(_ATTEMPTS, words, flags=["--max_restarts=3", *flags])
+def start_two(bench: Bench, words: str, *flags: str) -> tuple[Started, Started]:
+    return start(bench, 0, words, *flags), start(bench, 1, words, *flags)
+
+
+def start(bench: Bench, node: int, words: str, *flags: str) -> Started:
+    here = bench.folder / "here"
+    here.mkdir(exist_ok=True)
+    return bench.start(_ATTEMPTS, words, str(here), flags=["--max_restarts=3", *flags], node=node)
 
 
 def wait_for_attempt(bench: Bench, attempt: int, logs: Sequence[str] = ("node0", "node1")) -> None:
@@ -65,19 +76,19 @@ def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: 
 
 
 def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench) -> None:
-    words, flags = "wait,wait,done", ["--max_restarts=3", "--rejoin_timeout=60"]
-    first, second = bench.start_two(_ATTEMPTS, words, flags=flags)
+    words, patience = "wait,wait,done", "--rejoin_timeout=60"
+    first, second = start_two(bench, words, patience)
     wait_for_attempt(bench, 0)
     send(second, signal.SIGKILL)
     second.process.wait()
     bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
     assert "attempt 0: the launcher of node 1 (127.0.0.3) was lost" in first.output
-    bench.start(_ATTEMPTS, words, flags=flags, node=1)
+    start(bench, 1, words, patience)
     wait_for_attempt(bench, 1)
     send(first, signal.SIGKILL)
     first.process.wait()
     bench.wait_for_output("node 0 (127.0.0.2), whose launcher hosts the job store, cannot be reached", "node1.log")
-    bench.start(_ATTEMPTS, words, flags=flags, node=0)
+    start(bench, 0, words, patience)
     assert [one.exit_code for one in bench.ended()] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], bench.job.report()
     # The new launcher of node 0 has heard from the other one how often the job has begun.
     assert [bench.log(f"node{node}/log/workerlog.0") for node in (0, 1)] == [
@@ -89,7 +100,7 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
 
 
 def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Bench) -> None:
-    first, second = bench.start_two(_ATTEMPTS, "wait", flags=["--max_restarts=3", "--rejoin_timeout=1"])
+    first, second = start_two(bench, "wait", "--rejoin_timeout=1")
     wait_for_attempt(bench, 0)
     send(first, signal.SIGKILL)
     assert second.process.wait(timeout=30) == 11
@@ -100,7 +111,7 @@ def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Benc
 
 
 def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) -> None:
-    first, second = bench.start_two(_ATTEMPTS, "kill", flags=["--max_restarts=3"])
+    first, second = start_two(bench, "kill")
     bench.wait_for_output("restart 1 of 3", "node0.log")
     time.sleep(1.5)  # the stock launchers of the second attempt are starting
     for launcher in (first, second):
@@ -109,7 +120,7 @@ def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) 
 
 
 def test_a_launcher_that_is_stopped_between_two_attempts_ends_the_job(bench: Bench) -> None:
-    first, second = bench.start_two(_ATTEMPTS, "wait", flags=["--max_restarts=3", "--rejoin_timeout=60"])
+    first, second = start_two(bench, "wait", "--rejoin_timeout=60")
     wait_for_attempt(bench, 0)
     send(second, signal.SIGKILL)
     bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")

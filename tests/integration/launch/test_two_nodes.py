@@ -18,10 +18,13 @@ print("token", "SECRET_TOKEN" in os.environ)
 """
 
 _FAIL = """
-import os, sys, time
-rank = int(os.environ["PADDLE_TRAINER_ID"])
+import os, pathlib, sys, time
+rank, here = int(os.environ["PADDLE_TRAINER_ID"]), pathlib.Path(sys.argv[1])
 print("rank", rank, "began", flush=True)
+here.joinpath(str(rank)).touch()
 if rank == 1:
+    while not here.joinpath("0").exists():
+        time.sleep(0.01)
     time.sleep(0.5)
     raise ValueError("the data of rank 1 is bad")
 time.sleep(120)
@@ -66,7 +69,8 @@ def test_one_job_over_two_nodes(bench: Bench) -> None:
 
 
 def test_every_node_shows_the_same_culprit(bench: Bench) -> None:
-    bench.start_two(_FAIL)
+    (bench.folder / "here").mkdir()
+    bench.start_two(_FAIL, str(bench.folder / "here"))
     ended = bench.ended()
     assert [one.exit_code for one in ended] == [1, 1], bench.job.report()
     log = bench.folder / "node1" / "log" / "workerlog.0"
