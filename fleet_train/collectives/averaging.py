@@ -8,7 +8,8 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.methods import flatten, unflatten
+from fleet_train.collectives.casting import as_dtype
+from fleet_train.collectives.methods import flatten, views
 from fleet_train.collectives.outer import OuterOptimizer
 from fleet_train.collectives.reducers import Reducer, without_cast
 from fleet_train.plan.local_sgd import LocalSgdSchedule
@@ -53,7 +54,7 @@ class ParameterAverager:
 
     def average(self, held: Held, loss: Any) -> None:
         """Make the parameters of all ranks equal and start the next period."""
-        values = flatten([tensor.cast("float32") for tensor in held.parameters])
+        values = flatten([as_dtype(tensor, "float32") for tensor in held.parameters])
         _write(held.parameters, self.agree(values, self._rate()))
         self.mean(held.statistics)
         self._treat_accumulators(held.accumulators)
@@ -65,14 +66,17 @@ class ParameterAverager:
     def mean(self, tensors: Sequence[Any]) -> None:
         """Replace tensors by their mean over all ranks, in place."""
         if tensors:
-            _write(tensors, self.mean_of(flatten([t.cast("float32") for t in tensors])))
+            _write(tensors, self.mean_of(flatten([as_dtype(t, "float32") for t in tensors])))
 
     def mean_of(self, buffer: Any) -> Any:
         """The mean over all ranks of a flat tensor, which is overwritten."""
         return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
 
     def agree(self, values: Any, rate: float) -> Any:
-        """What the ranks go on from after an averaging of their flat float32 ``values``, which are overwritten."""
+        """What the ranks go on from after an averaging of their flat float32 ``values``.
+
+        Overwrites ``values`` unless ``keeps_anchor``.
+        """
         if not self.keeps_anchor:
             return self.mean_of(values)
         difference = self.anchor - values
@@ -99,11 +103,12 @@ class ParameterAverager:
 
 def _write(tensors: Sequence[Any], values: Any) -> None:
     """Put flat values into tensors, in place: the scope's variables share their memory."""
-    for tensor, part in zip(tensors, unflatten(values, [tensor.shape for tensor in tensors]), strict=True):
-        paddle.assign(part.cast(tensor.dtype), output=tensor)
+    for tensor, part in zip(tensors, views(values, [tensor.shape for tensor in tensors]), strict=True):
+        paddle.assign(part if part.dtype == tensor.dtype else part.cast(tensor.dtype), output=tensor)
 
 
 def add(tensors: Sequence[Any], values: Any) -> None:
     """Add flat values to tensors, in place."""
-    for tensor, part in zip(tensors, unflatten(values, [tensor.shape for tensor in tensors]), strict=True):
-        paddle.assign((tensor.cast("float32") + part).cast(tensor.dtype), output=tensor)
+    for tensor, part in zip(tensors, views(values, [tensor.shape for tensor in tensors]), strict=True):
+        total = as_dtype(tensor, "float32") + part
+        paddle.assign(total if total.dtype == tensor.dtype else total.cast(tensor.dtype), output=tensor)

@@ -68,6 +68,16 @@ def flatten(tensors: Sequence[Any]) -> Any:
     return paddle.concat([tensor.reshape([-1]) for tensor in tensors])
 
 
+def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The same as ``unflatten``, sharing the buffer's memory: to be read at once."""
+    parts, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        parts.append(buffer[start:end].reshape(list(shape)))
+        start = end
+    return parts
+
+
 def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
     """Cut a flat tensor into tensors of these shapes."""
     if len(shapes) == 1:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.averaging import Held, ParameterAverager, add
+from fleet_train.collectives.casting import as_dtype
 from fleet_train.collectives.job import Passed
-from fleet_train.collectives.methods import flatten, unflatten
+from fleet_train.collectives.methods import flatten, views
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class Underway:
 
 def capture(held: Held, rate: float) -> Sent:
     """Copy what is sent; on the computing thread, before the next step changes it."""
-    statistics = flatten([tensor.cast("float32") for tensor in held.statistics]) if held.statistics else None
-    return Sent(flatten([tensor.cast("float32") for tensor in held.parameters]), statistics, rate)
+    statistics = flatten([as_dtype(tensor, "float32") for tensor in held.statistics]) if held.statistics else None
+    return Sent(flatten([as_dtype(tensor, "float32") for tensor in held.parameters]), statistics, rate)
 
 
 def correct(averager: ParameterAverager, sent: Sent) -> Correction:
     """Average what was sent; on a communicator's thread."""
-    agreed = averager.agree(sent.parameters.clone(), sent.rate)
+    agreed = averager.agree(sent.parameters if averager.keeps_anchor else sent.parameters.clone(), sent.rate)
     statistics = None
     if sent.statistics is not None:
         statistics = averager.mean_of(sent.statistics.clone()) - sent.statistics
@@ -63,4 +64,4 @@ def apply(correction: Correction, held: Held) -> list[Any]:
     add(held.parameters, correction.parameters)
     if held.statistics:
         add(held.statistics, correction.statistics)
-    return unflatten(correction.agreed, [tensor.shape for tensor in held.parameters])
+    return views(correction.agreed, [tensor.shape for tensor in held.parameters])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmarks.figures import BLOCK_STEPS, SETUP_STEPS, Summary
-from tools.benchmarks.report import measured, row_of, table
+from tools.benchmarks.report import row_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("paddlepaddle", "torch", "numpy", "scikit-learn")
@@ -100,12 +100,6 @@ def page(
         table(summaries, lab["rate"], predictions),
         "",
         *_notes(record),
-        "For the head of a profile:",
-        "",
-        "```",
-        measured(summaries, lab["rate"], f"{at['date'][:10]}, {lab['nodes']} x {lab['ranks_per_node']}, {lab['rate']}"),
-        "```",
-        "",
         f"![time to accuracy]({name}.png)",
         "",
     ]

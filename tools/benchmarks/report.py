@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.benchmarks.contestants import ALONE, OURS, REFERENCE, parse
+from tools.benchmarks.contestants import ALONE, REFERENCE, parse
 from tools.benchmarks.figures import Summary, paired_difference, paired_ratio, wire_ms
 
 _HEADINGS = {
@@ -120,18 +120,3 @@ def _target(summary: Summary) -> str:
     steps = [each for each in summary.steps_to_target if each is not None]
     shown = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     return f"{seconds:.2f} ({shown})"
-
-
-def measured(summaries: Mapping[str, Summary], rate: str, where: str) -> str:
-    """A sentence per profile, as the head of a file in ``strategies/`` has it; ``where``: date and lab."""
-    lines = []
-    for name, summary in summaries.items():
-        if parse(name).kind != OURS:
-            continue
-        row = row_of(name, summaries, rate)
-        parts = [f"{summary.step_ms:.1f} ms per step"]
-        parts += [f"{row.ratio:.2f} of PyTorch DDP's"] if row.ratio else []
-        parts += [f"scaling efficiency {row.efficiency:.2f}"] if row.efficiency else []
-        parts += [f"{summary.interface_bytes / 1e3:,.0f} kB sent per step and node", f"accuracy {summary.accuracy:.4f}"]
-        lines.append(f"{parse(name).variant}: {', '.join(parts)} ({where}).")
-    return "\n".join(lines)
