@@ -47,8 +47,10 @@ EACH_CASE = pytest.mark.parametrize(
 def test_parameters_follow_the_simulation_step_by_step(
     ranks_of: Callable[[int, int], Ranks], world_size: int, nodes: int, case: str
 ) -> None:
+    # Where 16 bits are rounded, the last bit of a float32 decides now and then to which side.
+    tolerance = 1e-3 if "bf" in case else 1e-5
     for rank in ranks_of(world_size, nodes):
-        assert rank[case]["difference"] < 1e-5
+        assert rank[case]["difference"] < tolerance
 
 
 @EACH_CASE
