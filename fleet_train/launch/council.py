@@ -36,6 +36,7 @@ class Council:
         self._say = say
         self._earlier: list[Outcome] = []
         self._last_word = ""
+        self._takes_part = False
         self._every_node = tuple(range(len(roster.node.addresses)))
 
     # the first attempt
@@ -59,8 +60,9 @@ class Council:
         return self._await_order(int(order.get("scope", 0)), deadline=None)
 
     def begun(self, attempt: Attempt) -> None:
-        """All nodes have met for the first attempt: who comes later has to wait for the next."""
-        if self.roster.node.index == 0:
+        """All nodes of the attempt have met; after the first one, who comes later has to wait for the next."""
+        self._takes_part = True
+        if self.roster.node.index == 0 and attempt.scope == 0:
             self.roster.set_facts(self._facts)
             self.roster.give({"scope": attempt.scope, "nodes": list(attempt.nodes)})
 
@@ -87,10 +89,10 @@ class Council:
             self.roster.give({"end": outcome.exit_code, "message": self._last_word or outcome.kind.value})
 
     def stop(self, exit_code: int, message: str) -> None:
-        """This launcher is stopped on purpose while no rank is running: the job is not to go on without it."""
+        """This launcher is stopped on purpose while no rank is running: the job, if it has part in it, is to end."""
         if self.roster.node.index == 0:
             self.roster.give({"end": exit_code, "message": message})
-        else:
+        elif self._takes_part:
             self.roster.stop(exit_code, message)
 
     def _no_more(self, why: str) -> None:

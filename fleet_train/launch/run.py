@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from fleet_train.errors import JoinTimeout, WorkerFailed
 from fleet_train.launch.attempt import run_attempt
@@ -43,7 +45,7 @@ def _run_attempts(launch: Launch, council: Council, environ: Mapping[str, str], 
     try:
         attempt = council.first()
         while True:
-            outcome = _run_one(launch, council, attempt, environ, stopping)
+            attempt, outcome = _run_one(launch, council, attempt, environ, stopping)
             following = council.next(attempt, outcome)
             if following is None:
                 council.end(outcome)
@@ -63,8 +65,8 @@ def _stop_message(launch: Launch, stop: StopRequested) -> str:
 
 def _run_one(
     launch: Launch, council: Council, attempt: Attempt, environ: Mapping[str, str], stopping: Stopping
-) -> Outcome:
-    """One attempt. Raises FleetTrainError when the nodes do not come together for the first one."""
+) -> tuple[Attempt, Outcome]:
+    """One attempt, with the number that the nodes agreed on. Raises FleetTrainError when the first one cannot begin."""
     launch = launch.for_nodes(attempt.nodes)
     meeting: Meeting | None = None
     must_meet = attempt.number == 0
@@ -74,14 +76,15 @@ def _run_one(
         )
         number = meeting.join(launch.facts, attempt.number, launch.join_timeout_seconds, say)
         must_meet = False
-        if attempt.scope == 0:
-            council.begun(attempt)
+        attempt = replace(attempt, number=number)
+        council.begun(attempt)
         environ = launch.environ_of(attempt.scope, number, environ)
-        return run_attempt(launch, meeting, environ, number, stopping, lambda: council.newcomers(attempt), say)
+        newcomers = partial(council.newcomers, attempt)
+        return attempt, run_attempt(launch, meeting, environ, number, stopping, newcomers, say)
     except (JoinTimeout, WorkerFailed) as error:
         if must_meet:
             raise
-        return Outcome(Kind.FAILED, error.exit_code, str(error), without_culprit=True)
+        return attempt, Outcome(Kind.FAILED, error.exit_code, str(error), without_culprit=True)
     except StopRequested as stop:
         if meeting is not None:
             meeting.fail(_stop_message(launch, stop), 128 + stop.number, no_culprit=True, final=True)

@@ -70,7 +70,8 @@ def together(**calls: Callable[[], Any]) -> dict[str, Any]:
 def begin(seats: Seats) -> list[Council]:
     councils = [seats.take(index) for index in range(3)]
     assert [council.first() for council in councils] == [FIRST] * 3
-    councils[0].begun(FIRST)
+    for council in councils:
+        council.begun(FIRST)
     return councils
 
 
@@ -142,6 +143,18 @@ def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Seats)
     why = "not restarted: node 2 (127.0.0.3) was stopped by SIGTERM"
     assert seats.said[0][-1] == why
     assert seats.said[1][-1] == f"node 0 (127.0.0.1) has ended the job: {why}"
+
+
+def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    two.roster.close()
+    seats.rosters.remove(two.roster)
+    waiting = seats.take(2)
+    waiting.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
+    waiting.roster.close()
+    seats.rosters.remove(waiting.roster)
+    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    assert found == {"lead": Attempt(1, 1, (0, 1)), "one": Attempt(1, 1, (0, 1))}
 
 
 def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats: Seats) -> None:
