@@ -25,6 +25,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             f"{_OWN}/three_communicators.yaml",
             f"{_OWN}/local_sgd_8.yaml",
             f"{_OWN}/local_sgd_overlap.yaml",
+            f"{_OWN}/local_sgd_overlap_float32.yaml",
             f"{_OWN}/diloco_overlap.yaml",
         ],
         "rivals": "torch:post_local_sgd_8",
