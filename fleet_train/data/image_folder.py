@@ -92,7 +92,7 @@ def image_splits(root: Path, settings: ImageSettings | None = None, max_corrupt:
     """
     settings = settings or ImageSettings()
     if not root.is_dir():
-        raise DataError(f"--data_dir {root}: there is no such folder on this machine")
+        raise DataError(f"image folder {root}: there is no such folder on this machine")
     read = _read_lists if (root / "train.txt").is_file() else _read_folders
     class_names, parts = read(root)
     train, test = (
@@ -111,8 +111,8 @@ def _read_folders(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
     missing = [part for part in ("train", "val") if not (root / part).is_dir()]
     if missing:
         raise DataError(
-            f"--data_dir {root}: no folder {' and no folder '.join(missing)} in it; needed are train/<class>/*.jpg and "
-            'val/<class>/*.jpg, or the lists train.txt and val.txt with a line "path label" per image'
+            f"image folder {root}: no folder {' and no folder '.join(missing)} in it; needed are train/<class>/*.jpg "
+            'and val/<class>/*.jpg, or the lists train.txt and val.txt with a line "path label" per image'
         )
     names = _declared_classes(root) or tuple(sorted(entry.name for entry in _folders(root / "train")))
     numbers = {name: number for number, name in enumerate(names)}

@@ -78,7 +78,7 @@ def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[s
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--data_dir .*/nowhere: there is no such folder on this machine"):
+    with pytest.raises(DataError, match=r"image folder .*/nowhere: there is no such folder on this machine"):
         image_splits(tmp_path / "nowhere")
 
 
