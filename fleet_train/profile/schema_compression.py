@@ -20,7 +20,7 @@ class CompressionKnobs(LocalSgdKnobs):
         reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's "
         "alone: "
         "Gloo's float16 sums are inf, so it is refused on CPU. powersgd and dgc keep what they left out and add it "
-        "later; that memory is not in a checkpoint. Sources: Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
+        "later; that memory is in checkpoints. Sources: Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
     )
     powersgd_rank: int = knob(
         1,
