@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -45,6 +46,7 @@ or 12 after SIGTERM when the state was saved.
 
 
 _POLICY = FaultPolicy()
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # Flags of paddle.distributed.launch that name the same job in another way.
 _STOCK_FLAGS = {
@@ -67,6 +69,11 @@ class _LaunchCommand(click.Command):
             if hint is None:
                 raise
             raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None
+
+
+def _seconds(flag: str, kind: click.FloatRange, default: float, help_text: str) -> Callable[[_Command], _Command]:
+    """An option that takes seconds, with its default in the help."""
+    return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
 
 
 @click.command(
@@ -103,12 +110,11 @@ class _LaunchCommand(click.Command):
 @click.option("--nproc_per_node", type=int, metavar="N", help="Processes per node. [default: every GPU; 1 without]")
 @click.option("--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.")
 @click.option("--log_dir", type=Path, default=Path("log"), show_default=True, help="Receives workerlog.N.")
-@click.option(
+@_seconds(
     "--join_timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=DEFAULT_JOIN_TIMEOUT_SECONDS,
-    metavar="SECONDS",
-    help=f"How long to wait for the other nodes. [default: {DEFAULT_JOIN_TIMEOUT_SECONDS:g}]",
+    click.FloatRange(min=0, min_open=True),
+    DEFAULT_JOIN_TIMEOUT_SECONDS,
+    "How long to wait for the other nodes.",
 )
 @click.option(
     "--max_restarts",
@@ -125,26 +131,23 @@ class _LaunchCommand(click.Command):
     metavar="M",
     help="Go on with M or more nodes when a lost one does not come back. [default: all]",
 )
-@click.option(
+@_seconds(
     "--rejoin_timeout",
-    type=click.FloatRange(min=0),
-    default=_POLICY.rejoin_timeout_seconds,
-    metavar="SECONDS",
-    help=f"How long to wait for a lost node before that. [default: {_POLICY.rejoin_timeout_seconds:g}]",
+    click.FloatRange(min=0),
+    _POLICY.rejoin_timeout_seconds,
+    "How long to wait for a lost node before that.",
 )
-@click.option(
+@_seconds(
     "--lost_node_timeout",
-    type=click.FloatRange(min=1),
-    default=_POLICY.lost_node_timeout_seconds,
-    metavar="SECONDS",
-    help=f"A node that says nothing for so long is lost. [default: {_POLICY.lost_node_timeout_seconds:g}]",
+    click.FloatRange(min=1),
+    _POLICY.lost_node_timeout_seconds,
+    "A node that says nothing for so long is lost.",
 )
-@click.option(
+@_seconds(
     "--grace_seconds",
-    type=click.FloatRange(min=0),
-    default=_POLICY.grace_seconds,
-    metavar="SECONDS",
-    help=f"After SIGTERM, how long ranks may take to save their state. [default: {_POLICY.grace_seconds:g}]",
+    click.FloatRange(min=0),
+    _POLICY.grace_seconds,
+    "After SIGTERM, how long ranks may take to save their state.",
 )
 @click.option(
     "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
