@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import paddle
 import pytest
@@ -17,3 +18,15 @@ def one_process() -> Iterator[None]:
     yield
     fleet.shutdown()
     paddle.disable_static()
+
+
+@pytest.fixture
+def small_loss(one_process: None) -> Iterator[Any]:
+    """The loss of a layer of 4 x 3 in programs, names and a scope of its own; not minimised yet."""
+    del one_process
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.static.scope_guard(paddle.static.Scope()),
+        paddle.utils.unique_name.guard(),
+    ):
+        yield paddle.mean(paddle.nn.Linear(4, 3)(paddle.static.data("x", [None, 4], "float32")))

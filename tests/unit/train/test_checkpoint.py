@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import paddle
 import pytest
@@ -14,21 +14,10 @@ from fleet_train.train.checkpoint import Checkpoints, TrainState
 
 
 @pytest.fixture(autouse=True)
-def program() -> Iterator[None]:
+def program(small_loss: Any) -> None:
     """A job of one process with a trained program in a scope of its own."""
-    paddle.enable_static()
-    with (
-        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
-        paddle.static.scope_guard(paddle.static.Scope()),
-        paddle.utils.unique_name.guard(),
-    ):
-        fleet.init()
-        loss = paddle.mean(paddle.nn.Linear(4, 3)(paddle.static.data("x", [None, 4], "float32")))
-        fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(loss)
-        paddle.static.Executor().run(fleet.startup_program)
-        yield
-        fleet.shutdown()
-    paddle.disable_static()
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(small_loss)
+    paddle.static.Executor().run(fleet.startup_program)
 
 
 def state(step: int) -> TrainState:

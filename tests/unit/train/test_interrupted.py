@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +90,12 @@ def not_really_synced(descriptor: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def weight(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+def weight(monkeypatch: pytest.MonkeyPatch, small_loss: Any) -> Callable[[float], None]:
     """A job of one process with a small program; sets its weight."""
     monkeypatch.setattr(os, "fsync", not_really_synced)
-    paddle.enable_static()
-    with (
-        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
-        paddle.static.scope_guard(paddle.static.Scope()),
-        paddle.utils.unique_name.guard(),
-    ):
-        fleet.init()
-        loss = paddle.mean(paddle.nn.Linear(4, 3)(paddle.static.data("x", [None, 4], "float32")))
-        fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
-        paddle.static.Executor().run(fleet.startup_program)
-        yield set_weight
-        fleet.shutdown()
-    paddle.disable_static()
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(small_loss)
+    paddle.static.Executor().run(fleet.startup_program)
+    return set_weight
 
 
 def variable() -> Any:
