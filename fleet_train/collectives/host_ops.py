@@ -19,6 +19,7 @@ from paddle.static import MetaTensor, register_op
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
+from fleet_train.collectives.modes import operators_in_dynamic_mode
 from fleet_train.plan import Bucket
 
 # Names are global in a process and bound to one function: two programs must not share one.
@@ -46,13 +47,19 @@ def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]],
     text = ", ".join(names)
     function = eval(f"lambda {text}: run({text})", {"run": run_and_mark})
     meta = eval(f"lambda {text}: infer({text})", {"infer": infer})
-    return register_op(
+    operator = register_op(
         function,
         name=f"fleet_train_{name}_{next(_serial)}",
         infer_meta=meta,
         input_names=names,
         output_names=[f"y{i}" for i in range(len(outputs))],
     )
+
+    def emit(*values: Any) -> Any:
+        with operators_in_dynamic_mode():
+            return operator(*values)
+
+    return emit
 
 
 def token() -> Any:

@@ -1,21 +1,61 @@
-"""Paddle's two modes."""
+"""Paddle's dynamic mode for one thread.
+
+``paddle.disable_static`` and ``dygraph.guard`` also swap what belongs to the whole process for as long as they hold:
+the generator of unique names, the default programs, the expected place, and the mode in which new threads start. A
+script that builds another network meanwhile would get the names of the first one again. Here only the calling thread
+changes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import paddle
+from paddle.base import core, framework
+from paddle.base.dygraph.tracer import Tracer
 
 
 @contextlib.contextmanager
-def dynamic_mode() -> Iterator[None]:
-    """Dynamic mode for the body, whatever the caller is in: process groups can be made there only."""
-    was_dynamic = paddle.in_dynamic_mode()
-    if not was_dynamic:
-        paddle.disable_static()
+def dynamic_mode(place: Any = None) -> Iterator[None]:
+    """Dynamic mode for the body on this thread, whatever mode it is in. ``place``: the process's own if None."""
+    before = framework.global_var._dygraph_tracer_
+    tracer = Tracer()
+    tracer._expected_place = framework._current_expected_place_() if place is None else place
+    _switch(tracer)
     try:
         yield
     finally:
-        if not was_dynamic:
-            paddle.enable_static()
+        _switch(before)
+
+
+def _switch(tracer: Any) -> None:
+    """Not by assigning the attribute: that also sets the mode in which threads of the script would start."""
+    framework.global_var.__dict__["_dygraph_tracer_"] = tracer
+    core._switch_tracer(tracer)
+
+
+@contextlib.contextmanager
+def operators_in_dynamic_mode() -> Iterator[None]:
+    """Host operators that are emitted in the body run under ``dynamic_mode``.
+
+    ``register_op`` puts each under ``dygraph.guard``. Two of them that run at a time, on two threads of the executor,
+    would leave the process with one another's name generator.
+    """
+    module = sys.modules[paddle.static.register_op.__module__]
+    original = module.run_in_dynamic_mode
+    module.run_in_dynamic_mode = _in_dynamic_mode
+    try:
+        yield
+    finally:
+        module.run_in_dynamic_mode = original
+
+
+def _in_dynamic_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        with dynamic_mode():
+            return function(*values)
+
+    return run

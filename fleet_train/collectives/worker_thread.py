@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import paddle
+from fleet_train.collectives.modes import dynamic_mode
 
 _STOP = None
 
@@ -37,7 +37,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         # A thread starts in its creator's mode; in static mode the calls below would build graph operators instead.
-        with paddle.base.dygraph.guard(self._place):
+        with dynamic_mode(self._place):
             while (item := self._tasks.get()) is not _STOP:
                 future, task = item
                 try:
