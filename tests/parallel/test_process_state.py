@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,11 @@ def test_one_process_itself_keeps_its_objects_and_modes(alone: dict[str, Any]) -
 
 def test_a_network_built_after_minimize_gets_parameters_of_its_own(two_ranks: RanksResult) -> None:
     for names in two_ranks.of_all("names"):
-        assert sorted(names) == ["fc_0.b_0", "fc_0.w_0", "fc_1.b_0", "fc_1.w_0"] + [
+        assert sorted(names) == [
+            "fc_0.b_0",
+            "fc_0.w_0",
+            "fc_1.b_0",
+            "fc_1.w_0",
             "fc_2.b_0",
             "fc_2.w_0",
             "fc_3.b_0",
