@@ -13,7 +13,6 @@ from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.make_methods import WIRE_DTYPES, make_method
 from fleet_train.collectives.methods import BucketMethod
 from fleet_train.collectives.reducers import make_reducers
-from fleet_train.collectives.worker_thread import WorkerThread
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
@@ -28,7 +27,7 @@ class GradientExchange:
     """The communication of one converted program.
 
     The host operators call ``arrive``, ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank.
-    Each communicator has a thread of its own; buckets on one communicator keep their order.
+    Each communicator has a thread of its own (``Job.submit``); buckets on one communicator keep their order.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class GradientExchange:
             make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets
         ]
         self.averager = ParameterAverager(profile, reducers[0], plan.world_size, rate) if plan.averaging else None
-        self._threads = [WorkerThread(f"fleet_train communicator {i}", job.place) for i in range(plan.communicators)]
-        job.on_leave.append(self.stop)
         self._conversion = job.count("exchange")
         self.step = 0
         """Updates so far; with gradient merge not every run of the program is one."""
@@ -96,8 +93,8 @@ class GradientExchange:
         assert self._gate is not None
         bucket, method, gate, moment = self._plan.buckets[index], self._methods[index], self._gate, self._moment
         prepared = method.prepare(gradients)
-        self._running[index] = self._threads[bucket.communicator].submit(
-            lambda: self._communicate(bucket, method, prepared, gate, moment)
+        self._running[index] = self._job.submit(
+            bucket.communicator, lambda: self._communicate(bucket, method, prepared, gate, moment)
         )
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
@@ -173,10 +170,6 @@ class GradientExchange:
         is_local = self.averager is not None and not self._is_synchronous(max(self.step, 1))
         return self._job.notes.read(self.averager.schedule.period if self.averager and is_local else 1)
 
-    def stop(self) -> None:
-        for thread in self._threads:
-            thread.stop()
-
     @property
     def _moment(self) -> str:
         return self._moment_of(self.step)
@@ -204,7 +197,7 @@ class GradientExchange:
     def _begin_gate(self, name: str) -> Future[Passed]:
         """Meet all ranks on the first communicator's thread; the note says how it was up to now."""
         note, bound = self._job.notes.own(), self._profile.collective_timeout_seconds
-        return self._threads[0].submit(lambda: self._job.gate(name, bound, note))
+        return self._job.submit(0, lambda: self._job.gate(name, bound, note))
 
     def _pass(self, gate: Future[Passed]) -> None:
         """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""
@@ -230,7 +223,7 @@ class GradientExchange:
             correction: overlap.Correction = self._blaming(moment, moment, lambda: overlap.correct(averager, sent))
             return correction
 
-        self._underway = overlap.Underway(gate, self._threads[0].submit(run))
+        self._underway = overlap.Underway(gate, self._job.submit(0, run))
         averager.schedule.begin_period()
 
     def _on_communicator(self, what: str, task: Callable[[], Any]) -> None:
@@ -242,7 +235,7 @@ class GradientExchange:
             self._blaming(moment, moment, task)
 
         with self._job.clock.exposed():
-            self._threads[0].submit(run).result()
+            self._job.submit(0, run).result()
         self._pass(gate)
 
     def _blaming(self, moment: str, what: str, task: Callable[[], Any]) -> Any:

@@ -180,8 +180,9 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
     if flat.shape[0] == 0:
         return tensor
     wire = flat.cast("uint8") if flat.dtype == paddle.bool else paddle.view(flat, "uint8")
+    group = job.communicators(1)[0]
     try:
-        paddle.distributed.broadcast(wire, src=0, group=job.communicators(1)[0])
+        job.submit(0, lambda: paddle.distributed.broadcast(wire, src=0, group=group)).result()
     except Exception as error:
         raise job.blame("start state", what, error) from error
     flat = wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -15,8 +16,8 @@ from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.store_host import StoreHost
 from fleet_train.collectives.gate_notes import GateNotes
 from fleet_train.collectives.groups import new_group
-from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.step_clock import StepClock
+from fleet_train.collectives.worker_thread import WorkerThread
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.plan import CommPlan
 
@@ -26,6 +27,7 @@ _REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Job:
         self.clock = StepClock()
         self.notes = GateNotes(cluster, self.clock)
         self._groups: list[Any] = []
+        self._threads: list[WorkerThread] = []
         self._counts: dict[str, int] = {}
-        self.on_leave: list[Callable[[], None]] = []
         self._left = False
 
     @property
@@ -113,6 +115,16 @@ class Job:
             self._groups.append(new_group(self, list(range(self.world_size))))
         return self._groups[:number]
 
+    def submit(self, communicator: int, task: Callable[[], T]) -> Future[T]:
+        """Run ``task`` on a communicator's thread, after all that was given to it before; in dynamic mode.
+
+        There is one thread per communicator, whatever number of programs the job has: what all ranks submit in the
+        same order, their groups carry out in the same order.
+        """
+        while len(self._threads) <= communicator:
+            self._threads.append(WorkerThread(f"fleet_train communicator {len(self._threads)}", self.place))
+        return self._threads[communicator].submit(task)
+
     def reduce(self, values: Array, op: str) -> Array:
         """``values`` reduced over all ranks. Raises ConversionError when the ranks bring different arrays."""
         refuse_unreducible(values, op)
@@ -123,14 +135,18 @@ class Job:
         if any(other != brought[0] for other in brought.values()):
             raise ConversionError(f"{name}: the ranks brought different arrays: {brought}")
         operation = getattr(paddle.distributed.ReduceOp, _REDUCTIONS[op])
-        with dynamic_mode():
+        group = self.communicators(1)[0]
+
+        def run() -> Array:
             tensor = paddle.to_tensor(values.reshape(-1), place=self.place)
-            try:
-                paddle.distributed.all_reduce(tensor, op=operation, group=self.communicators(1)[0])
-            except Exception as error:
-                raise self.blame(name, name, error) from error
+            paddle.distributed.all_reduce(tensor, op=operation, group=group)
             result: Array = np.array(tensor.numpy()).reshape(values.shape)
-        return result
+            return result
+
+        try:
+            return self.submit(0, run).result()
+        except Exception as error:
+            raise self.blame(name, name, error) from error
 
     def blame(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
         """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too.
@@ -166,8 +182,8 @@ class Job:
         if self._left:
             return
         self._left = True
-        for stop in self.on_leave:
-            stop()
+        for thread in self._threads:
+            thread.stop()
         if self._store is not None and self.failure is None:
             with contextlib.suppress(FleetTrainError):
                 self._store.leave()

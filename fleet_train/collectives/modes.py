@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
-from paddle.base import core, framework
 from paddle.base.dygraph.tracer import Tracer
 
 
 @contextlib.contextmanager
 def dynamic_mode(place: Any = None) -> Iterator[None]:
     """Dynamic mode for the body on this thread, whatever mode it is in. ``place``: the process's own if None."""
-    before = framework.global_var._dygraph_tracer_
+    before = paddle.base.framework.global_var._dygraph_tracer_
     tracer = Tracer()
-    tracer._expected_place = framework._current_expected_place_() if place is None else place
+    tracer._expected_place = paddle.base.framework._current_expected_place_() if place is None else place
     _switch(tracer)
     try:
         yield
@@ -33,8 +32,8 @@ def dynamic_mode(place: Any = None) -> Iterator[None]:
 
 def _switch(tracer: Any) -> None:
     """Not by assigning the attribute: that also sets the mode in which threads of the script would start."""
-    framework.global_var.__dict__["_dygraph_tracer_"] = tracer
-    core._switch_tracer(tracer)
+    paddle.base.framework.global_var.__dict__["_dygraph_tracer_"] = tracer
+    paddle.base.core._switch_tracer(tracer)
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def operators_in_dynamic_mode() -> Iterator[None]:
     ``register_op`` puts each under ``dygraph.guard``. Two of them that run at a time, on two threads of the executor,
     would leave the process with one another's name generator.
     """
-    module = sys.modules[paddle.static.register_op.__module__]
+    module: Any = sys.modules[paddle.static.register_op.__module__]
     original = module.run_in_dynamic_mode
     module.run_in_dynamic_mode = _in_dynamic_mode
     try:

@@ -8,13 +8,13 @@ for one of another number. Arrays travel in pieces, so that none takes the 30 s 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
 
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.errors import ScheduleMismatch
 
 Array = np.ndarray[Any, Any]
@@ -30,11 +30,11 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
         return dict(arrays)
     is_first = job.cluster.rank == 0
     described = job.gather(f"share {job.count('share')}", _describe(arrays) if is_first else None)[0]
-    mine = _contiguous(arrays) if is_first else _empty(described)
+    mine, group = _contiguous(arrays) if is_first else _empty(described), job.communicators(1)[0]
 
     def broadcast(pieces: Sequence[Array]) -> None:
         wire = _tensor(job, pieces[0])
-        paddle.distributed.broadcast(wire, src=0, group=job.communicators(1)[0])
+        paddle.distributed.broadcast(wire, src=0, group=group)
         if not is_first:
             pieces[0][:] = wire.numpy()
 
@@ -52,12 +52,12 @@ def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
                 f"{job.cluster.describe(0)} and {job.cluster.describe(other)} have other state of their own to save: "
                 f"{described[0]} and {described[other]}"
             )
-    mine = _contiguous(arrays)
+    mine, group = _contiguous(arrays), job.communicators(1)[0]
     parts = [mine, *(_empty(described[0]) for _ in range(1, world_size))] if rank == 0 else [mine]
 
     def gather(pieces: Sequence[Array]) -> None:
         wires: list[Any] = []
-        paddle.distributed.gather(_tensor(job, pieces[0]), wires, dst=0, group=job.communicators(1)[0])
+        paddle.distributed.gather(_tensor(job, pieces[0]), wires, dst=0, group=group)
         for piece, wire in zip(pieces[1:], wires[1:], strict=True):
             piece[:] = wire.numpy()
 
@@ -85,15 +85,17 @@ def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
 def _each_piece(
     job: Job, what: str, parts: Sequence[Mapping[str, Array]], size: int, action: Callable[[Sequence[Array]], None]
 ) -> None:
-    """``action`` on all memory of arrays of the same names and shapes, as flat uint8 views of ``size`` bytes."""
-    with dynamic_mode():
-        for name in parts[0]:
-            flat = [_bytes_of(part[name]) for part in parts]
-            try:
-                for start in range(0, flat[0].size, size):
-                    action([one[start : start + size] for one in flat])
-            except Exception as error:
-                raise job.blame(f"{what} '{name}'", f"{what} '{name}'", error) from error
+    """``action`` on all memory of arrays of the same names and shapes, as flat uint8 views of ``size`` bytes.
+
+    On the first communicator's thread: an averaging that is still under way uses the same group.
+    """
+    for name in parts[0]:
+        flat = [_bytes_of(part[name]) for part in parts]
+        try:
+            for start in range(0, flat[0].size, size):
+                job.submit(0, partial(action, [one[start : start + size] for one in flat])).result()
+        except Exception as error:
+            raise job.blame(f"{what} '{name}'", f"{what} '{name}'", error) from error
 
 
 def _bytes_of(array: Array) -> Array:

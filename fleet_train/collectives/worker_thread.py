@@ -6,11 +6,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from fleet_train.collectives.modes import dynamic_mode
 
 _STOP = None
+T = TypeVar("T")
 
 
 class WorkerThread:
@@ -26,8 +27,8 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
         self._tasks.put((future, task))
         return future
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import paddle
+
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Gradient
 
@@ -25,6 +27,47 @@ class ReadyGradient:
         )
 
 
+def summed_over_uses(params_grads: Sequence[tuple[Any, Any]]) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """One pair per parameter, in the order of first appearance, and the names of those that had several.
+
+    PIR makes a value for each use of a name (``ParamAttr(name="w")`` in two places), so ``backward`` gives a gradient
+    for each. Their sum is the gradient of the parameter; Paddle 3.3.1 alone updates once per use, which is the same
+    for plain SGD only.
+    """
+    uses: dict[str, list[tuple[Any, Any]]] = {}
+    for parameter, value in params_grads:
+        uses.setdefault(parameter.name, []).append((parameter, value))
+    several = [name for name, pairs in uses.items() if len(pairs) > 1]
+    return [(pairs[0][0], _sum(pairs)) for pairs in uses.values()], several
+
+
+def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Appended behind the last of the values; a single one as it is, None for no value."""
+    values = [value for _, value in pairs if value is not None]
+    if len(values) < 2:
+        return values[0] if values else None
+    positions = positions_of(values[0])
+    last = max(
+        (_locate(parameter, value, positions) for parameter, value in pairs if value is not None),
+        key=lambda item: item.position,
+    )
+    paddle.pir.set_insertion_point_after(last.value.get_defining_op())
+    total = paddle.add_n(values)
+    paddle.pir.reset_insertion_point_to_end()
+    return total
+
+
+def names_used_twice(program: Any) -> list[str]:
+    """Names of parameters for which ``program`` has several values, in sorted order."""
+    names = [str(op.attrs()["parameter_name"]) for op in program.global_block().ops if op.name() == "builtin.parameter"]
+    return sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+
+
+def positions_of(value: Any) -> dict[int, int]:
+    """Where each operator of the block that makes ``value`` stands, by its id."""
+    return {op.id(): position for position, op in enumerate(value.get_defining_op().get_parent_block().ops)}
+
+
 def in_ready_order(params_grads: Sequence[tuple[Any, Any]]) -> list[ReadyGradient]:
     """The gradients by the position of the operator that makes each; parameters without a gradient are left out.
 
@@ -33,8 +76,7 @@ def in_ready_order(params_grads: Sequence[tuple[Any, Any]]) -> list[ReadyGradien
     present = [(parameter, value) for parameter, value in params_grads if value is not None]
     if not present:
         raise ConversionError("no parameter has a gradient: does the loss depend on a parameter that is not frozen?")
-    block = present[0][1].get_defining_op().get_parent_block()
-    positions = {operator.id(): position for position, operator in enumerate(block.ops)}
+    positions = positions_of(present[0][1])
     ready = [_locate(parameter, value, positions) for parameter, value in present]
     return sorted(ready, key=lambda item: (item.position, item.parameter.name))
 

@@ -12,7 +12,8 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
 from fleet_train.collectives.job import Job
 from fleet_train.convert.agreement import agree_on_plan
-from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order
+from fleet_train.convert.apply_profile import say
+from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, names_used_twice, summed_over_uses
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.profile_passes import (
@@ -88,7 +89,7 @@ class DistributedOptimizer:
         _refuse_dynamic_mode()
         parameters = parameters if parameters is not None else parameter_list
         startup = _startup_or_default(startup_program)
-        if self._is_untouched:
+        if self._is_untouched and not names_used_twice(_program_of(loss)):
             result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup_program, parameters, no_grad_set)
             self._on_converted(_program_of(loss), startup, None, None)
             return result
@@ -130,6 +131,8 @@ class DistributedOptimizer:
         The plan is compared over all ranks first. Clipping and weight decay act on the averaged gradients.
         """
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
+        params_grads, several = summed_over_uses(params_grads)
+        say(map(_said_of_sum, several), self._job.cluster.rank)
         merged = self._passes.merge(params_grads)
         if self._job.world_size == 1:
             operators = self._update(merged, merged.pairs)
@@ -200,6 +203,13 @@ def _state_values_per_parameter(optimizer: Any) -> int:
     """How many moments or velocities an optimizer of Paddle keeps for each parameter, by its names for them."""
     names = [name for name in dir(type(optimizer)) if name.endswith("_acc_str")]
     return len([name for name in names if "pow" not in name])
+
+
+def _said_of_sum(name: str) -> str:
+    return (
+        f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. Paddle "
+        "3.3.1 alone updates it once per use, which is the same for SGD only"
+    )
 
 
 def _refuse_dynamic_mode() -> None:

@@ -49,8 +49,10 @@ def save_and_load(exe: Any, folder: Path) -> None:
 
 def other_model(folder: Path) -> None:
     main, startup = paddle.static.Program(), paddle.static.Program()
-    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-        build(width=9)
+    with paddle.static.program_guard(main, startup):
+        # Named by hand: static.nn.fc goes on counting in a program of its own, also under unique_name.guard.
+        attributes = {f"{kind}_attr": paddle.ParamAttr(name=f"fc_0.{kind[0]}_0") for kind in ("weight", "bias")}
+        paddle.static.nn.fc(paddle.static.data("x", [None, 4], "float32"), 9, **attributes)
         exe = paddle.static.Executor(fleet.place())
         exe.run(startup)
         report(RANK, other=message_of(lambda: fleet.load_persistables(exe, folder, main)))
