@@ -62,8 +62,8 @@ def _open_store(job: Job, ranks: Sequence[int]) -> Any:
     store = None
     port = 0
     if job.cluster.rank == first:
-        port = free_port(host)
-        store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
+        with held_port(host) as port:
+            store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
     port = job.gather(f"store of group {job.count('group')}", port)[first]
     if store is None and job.cluster.rank in ranks:
         store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
@@ -76,8 +76,14 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def free_port(host: str) -> int:
-    """A port of ``host`` (an address of this machine) that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_port(host: str) -> Iterator[int]:
+    """A port of ``host`` (an address of this machine) that no other process is given while the body runs.
+
+    Paddle's store ends the process (SIGABRT) where it cannot listen. The port stays bound here, which keeps the system
+    from handing it out; with SO_REUSEADDR on both, and nobody listening here, the store can bind and listen as well.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])

@@ -15,7 +15,7 @@ from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.network import interface_towards, local_addresses
 from fleet_train.cluster.store_host import StoreHost
 from fleet_train.collectives.allocator import keep_freed_memory
-from fleet_train.collectives.groups import free_port
+from fleet_train.collectives.groups import held_port
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.paddle_check import backend_name, installed_version
@@ -139,7 +139,8 @@ def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     if cluster.rank == 0:
-        _create_paddle_store(f"{cluster.this.host}:{free_port(cluster.this.host)}")
+        with held_port(cluster.this.host) as port:
+            _create_paddle_store(f"{cluster.this.host}:{port}")
     endpoint = job.gather("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds)[0]
     if cluster.rank != 0:
         _create_paddle_store(endpoint)

@@ -207,8 +207,8 @@ def _state_values_per_parameter(optimizer: Any) -> int:
 
 def _said_of_sum(name: str) -> str:
     return (
-        f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. Paddle "
-        "3.3.1 alone updates it once per use, which is the same for SGD only"
+        f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. "
+        "Paddle 3.3.1 alone updates it once per use, which is the same for SGD only"
     )
 
 

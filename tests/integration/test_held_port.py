@@ -1,0 +1,71 @@
+"""The port of a group's store goes to nobody else between its choice and its use: Paddle's store would abort the rank.
+
+In a network namespace that has twenty ports to give away: whoever asks for one gets all of them but the held one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.namespaces import two_machines
+from tests.support.processes import ROOT, clean_environ, python
+
+SCRIPT = """
+import socket
+import struct
+
+import paddle
+
+from fleet_train.collectives.groups import held_port
+
+
+def all_that_are_given(ask):
+    sockets, ports = [], []
+    while True:
+        sockets.append(socket.socket())
+        try:
+            ask(sockets[-1])
+        except OSError:
+            return sockets, ports
+        ports.append(sockets[-1].getsockname()[1])
+
+
+def bind(one):
+    one.bind(("127.0.0.1", 0))
+
+
+def bind_again(one):
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", 0))
+
+
+listener = socket.socket()
+listener.bind(("127.0.0.1", 30000))
+listener.listen(64)
+for ask in (bind, bind_again, lambda one: one.connect(("127.0.0.1", 30000))):
+    with held_port("127.0.0.1") as port:
+        sockets, ports = all_that_are_given(ask)
+        print(len(ports) > 10, port in ports)
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+        store = paddle.base.core.TCPStore("127.0.0.1", port, True, 1, 10)
+    store.set("key", "value")
+    print(store.get("key").decode())
+"""
+
+
+@pytest.mark.root
+def test_a_held_port_is_given_to_nobody_and_can_be_listened_on() -> None:
+    with two_machines() as (machine, _):
+        inside = [*machine.prefix, "sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40019"]
+        subprocess.run(inside, check=True)
+        command = [*machine.prefix, *python("-c", SCRIPT)]
+        ended = subprocess.run(
+            command, env=clean_environ({}), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    found = ended.stdout.split()
+    assert found == ["True", "False", "value"] * 3, ended.stdout + ended.stderr
