@@ -67,7 +67,13 @@ def token() -> Any:
     return paddle.full([1], 0.0, "float32")
 
 
+_LINKS = ("arrive", "begin", "launch", "wait", "finish")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
+
+
+def is_link(operator: Any) -> bool:
+    """Whether an operator of a program belongs to the chain of an exchange; its first result is the token."""
+    return operator.name().rpartition("fleet_train_")[2].partition("_")[0] in _LINKS
 
 
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:

@@ -63,6 +63,8 @@ class Job:
         self._groups: list[Any] = []
         self._threads: list[WorkerThread] = []
         self._counts: dict[str, int] = {}
+        self.optimizers: list[tuple[Any, Any]] = []
+        """Programs, each with an optimizer that has made gradients in it."""
         self._left = False
 
     @property

@@ -19,6 +19,7 @@ from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.profile_passes import (
     leaves_one_process_alone,
     pass_settings,
+    refuse_beside_another_optimizer,
     refuse_on_this_device,
     take_over_momentum,
 )
@@ -119,11 +120,18 @@ class DistributedOptimizer:
         """Append the backward pass; returns (parameter, local gradient) pairs as Paddle does. Nothing is sent yet."""
         _refuse_dynamic_mode()
         self._loss = loss
+        self._refuse_what_needs_the_program_alone(_program_of(loss))
         startup = _startup_or_default(startup_program)
         with paddle.static.program_guard(_program_of(loss), startup):
             return self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )
+
+    def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
+        """A program may have several optimizers; some settings keep what belongs to one optimizer per program."""
+        if any(other is program and owner is not self for other, owner in self._job.optimizers):
+            refuse_beside_another_optimizer(self._profile, self._job.world_size)
+        self._job.optimizers.append((program, self))
 
     def apply_gradients(self, params_grads: ParamsGrads) -> Any:
         """Append communication and update to the current program (``paddle.static.program_guard``).

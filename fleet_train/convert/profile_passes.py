@@ -11,9 +11,10 @@ from fleet_train.convert.passes.loss_scale import LossScaling
 from fleet_train.convert.passes.pipeline import PassSettings
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute
-from fleet_train.errors import ProfileError
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan.compression_settings import DgcSettings, dgc_settings
-from fleet_train.profile import Profile
+from fleet_train.profile import KNOBS, Profile
+from fleet_train.profile.knobs import shown
 
 
 def pass_settings(profile: Profile) -> PassSettings:
@@ -50,6 +51,35 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
             "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
             "compression: bf16 (the same bytes, float32's range), or NCCL"
         )
+
+
+_FOR_ONE_OPTIMIZER = (
+    "use_local_sgd",
+    "compression",
+    "accumulate_steps",
+    "amp_level",
+    "sync_batch_norm",
+    "recompute_segments",
+    "recompute_checkpoints",
+    "recompute_every_blocks",
+)
+
+
+def refuse_beside_another_optimizer(profile: Profile, world_size: int) -> None:
+    """Raise ConversionError for settings that a program with two optimizers cannot have.
+
+    They rewrite the forward program once, or keep state of which a program has one.
+    """
+    if world_size == 1 and leaves_one_process_alone(profile):
+        return
+    for knob in _FOR_ONE_OPTIMIZER:
+        value = getattr(profile, knob)
+        if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
+            raise ConversionError(
+                f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer per "
+                f"program; leave {knob} out, or minimize the second loss in a program of its own "
+                "(paddle.static.program_guard), which may share parameters by name"
+            )
 
 
 def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:

@@ -16,6 +16,7 @@ from fleet_train.collectives.host_ops import (
     emit_launch,
     emit_meeting,
     emit_wait,
+    is_link,
     is_meeting,
     token,
 )
@@ -37,17 +38,17 @@ def insert_launches(
 ) -> Any:
     """Insert what starts the plan's buckets into the current program; returns the token of the last operator.
 
-    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on.
+    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on. Behind
+    another optimizer of the same program its chain goes on: all ranks then talk in one order.
     The ranks begin to meet at the very start of a step, if every run of the program is one (``boundary`` is None) and
     they do not meet inside it for something else: two meetings at a time could cross.
     """
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
-    chain: Any = None
-    if boundary is None and not any(is_meeting(operator) for operator in operators):
+    chain, behind = _chain_of_others(operators)
+    if chain is None and boundary is None and not any(is_meeting(operator) for operator in operators):
         paddle.pir.set_insertion_point(operators[0])
         chain = emit_arrive(exchange, token())
-    behind = -1
     for bucket in plan.buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         position = max(member.position for member in members)
@@ -63,6 +64,12 @@ def insert_launches(
         behind = max(behind, position)
     paddle.pir.reset_insertion_point_to_end()
     return chain
+
+
+def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
+    """The last token of what earlier conversions have inserted, and its operator's position; None and -1 for none."""
+    links = [position for position, operator in enumerate(operators) if is_link(operator)]
+    return (operators[links[-1]].result(0), links[-1]) if links else (None, -1)
 
 
 def insert_waits(
