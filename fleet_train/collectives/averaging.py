@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import paddle
-
-from fleet_train.collectives.casting import as_dtype
-from fleet_train.collectives.methods import flatten, views
+from fleet_train.collectives.flats import flats, write
 from fleet_train.collectives.outer import OuterOptimizer
 from fleet_train.collectives.reducers import Reducer, without_cast
 from fleet_train.plan.local_sgd import LocalSgdSchedule
@@ -34,7 +31,8 @@ class ParameterAverager:
         self.schedule = LocalSgdSchedule.of(profile)
         self.outer = OuterOptimizer(profile)
         self.overlap_steps = profile.local_sgd_overlap_steps
-        self.anchor: Any = None
+        self.anchor: list[Any] | None = None
+        """What all ranks held after the last averaging, as `flats` of the parameters."""
         self._profile = profile
         self._reducer = without_cast(reducer)
         self._world_size = world_size
@@ -45,17 +43,16 @@ class ParameterAverager:
     def before_update(self, parameters: Sequence[Any]) -> None:
         """Remember the very start: all ranks hold the same values there."""
         if self.keeps_anchor and self.anchor is None:
-            self.anchor = flatten(parameters)
+            self.anchor = flats(parameters)
 
     def after_synchronous_step(self, step: int, held: Held) -> None:
         """The last warm-up step ends with equal parameters: local training starts from them."""
         if self.keeps_anchor and step == self.schedule.warm_steps:
-            self.anchor = flatten(held.parameters)
+            self.anchor = flats(held.parameters)
 
     def average(self, held: Held, loss: Any) -> None:
         """Make the parameters of all ranks equal and start the next period."""
-        values = flatten([as_dtype(tensor, "float32") for tensor in held.parameters])
-        _write(held.parameters, self.agree(values, self._rate()))
+        write(held.parameters, self.agree(flats(held.parameters), self._rate()))
         self.mean(held.statistics)
         self._treat_accumulators(held.accumulators)
         mean_loss = 0.0
@@ -65,28 +62,29 @@ class ParameterAverager:
 
     def mean(self, tensors: Sequence[Any]) -> None:
         """Replace tensors by their mean over all ranks, in place."""
-        if tensors:
-            _write(tensors, self.mean_of(flatten([as_dtype(t, "float32") for t in tensors])))
+        write(tensors, [self.mean_of(buffer) for buffer in flats(tensors)])
 
     def mean_of(self, buffer: Any) -> Any:
         """The mean over all ranks of a flat tensor, which is overwritten."""
         return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
 
-    def agree(self, values: Any, rate: float) -> Any:
-        """What the ranks go on from after an averaging of their flat float32 ``values``.
+    def agree(self, values: list[Any], rate: float) -> list[Any]:
+        """What the ranks go on from after an averaging of their ``flats``.
 
         Overwrites ``values`` unless ``keeps_anchor``.
         """
         if not self.keeps_anchor:
-            return self.mean_of(values)
-        difference = self.anchor - values
-        if self._profile.local_sgd_dtype == "bfloat16":
-            # Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large.
-            difference = self._reducer.sum(difference.cast("bfloat16")).cast("float32").scale_(1.0 / self._world_size)
-        else:
-            difference = self.mean_of(difference)
-        self.anchor = self.outer.step(self.anchor, difference, rate)
+            return [self.mean_of(buffer) for buffer in values]
+        assert self.anchor is not None
+        differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
+        self.anchor = self.outer.step(self.anchor, [self._mean_difference(one) for one in differences], rate)
         return self.anchor
+
+    def _mean_difference(self, difference: Any) -> Any:
+        if self._profile.local_sgd_dtype != "bfloat16":
+            return self.mean_of(difference)
+        # Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large.
+        return self._reducer.sum(difference.cast("bfloat16")).cast(difference.dtype).scale_(1.0 / self._world_size)
 
     @property
     def rate(self) -> float:
@@ -99,16 +97,3 @@ class ParameterAverager:
         elif self._profile.local_sgd_momentum == "reset":
             for tensor in accumulators:
                 tensor.zero_()
-
-
-def _write(tensors: Sequence[Any], values: Any) -> None:
-    """Put flat values into tensors, in place: the scope's variables share their memory."""
-    for tensor, part in zip(tensors, views(values, [tensor.shape for tensor in tensors]), strict=True):
-        paddle.assign(part if part.dtype == tensor.dtype else part.cast(tensor.dtype), output=tensor)
-
-
-def add(tensors: Sequence[Any], values: Any) -> None:
-    """Add flat values to tensors, in place."""
-    for tensor, part in zip(tensors, views(values, [tensor.shape for tensor in tensors]), strict=True):
-        total = as_dtype(tensor, "float32") + part
-        paddle.assign(total if total.dtype == tensor.dtype else total.cast(tensor.dtype), output=tensor)

@@ -11,29 +11,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.collectives.averaging import Held, ParameterAverager, add
-from fleet_train.collectives.casting import as_dtype
+from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.flats import add, cut, flats
 from fleet_train.collectives.job import Passed
-from fleet_train.collectives.methods import flatten, views
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Flat float32 copies of one rank's values at the end of a period, and the learning rate of that step."""
+    """Copies of one rank's values at the end of a period, as `flats`, and the learning rate of that step."""
 
-    parameters: Any
-    statistics: Any
-    """None where there are none."""
+    parameters: list[Any]
+    statistics: list[Any]
     rate: float
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What a rank adds to its values; ``agreed``: the new common parameters, flat, equal bits on every rank."""
+    """What a rank adds to its values; ``agreed``: the new common parameters, equal bits on every rank. As `flats`."""
 
-    parameters: Any
-    statistics: Any
-    agreed: Any
+    parameters: list[Any]
+    statistics: list[Any]
+    agreed: list[Any]
 
 
 @dataclass(frozen=True)
@@ -46,22 +44,26 @@ class Underway:
 
 def capture(held: Held, rate: float) -> Sent:
     """Copy what is sent; on the computing thread, before the next step changes it."""
-    statistics = flatten([as_dtype(tensor, "float32") for tensor in held.statistics]) if held.statistics else None
-    return Sent(flatten([as_dtype(tensor, "float32") for tensor in held.parameters]), statistics, rate)
+    return Sent(flats(held.parameters), flats(held.statistics), rate)
 
 
 def correct(averager: ParameterAverager, sent: Sent) -> Correction:
     """Average what was sent; on a communicator's thread."""
-    agreed = averager.agree(sent.parameters if averager.keeps_anchor else sent.parameters.clone(), sent.rate)
-    statistics = None
-    if sent.statistics is not None:
-        statistics = averager.mean_of(sent.statistics.clone()) - sent.statistics
-    return Correction(agreed - sent.parameters, statistics, agreed)
+    agreed = averager.agree(sent.parameters if averager.keeps_anchor else _copies(sent.parameters), sent.rate)
+    means = [averager.mean_of(buffer) for buffer in _copies(sent.statistics)]
+    return Correction(_less(agreed, sent.parameters), _less(means, sent.statistics), agreed)
 
 
 def apply(correction: Correction, held: Held) -> list[Any]:
     """Add a correction to the values of now, in place; returns the agreed parameters in their shapes."""
     add(held.parameters, correction.parameters)
-    if held.statistics:
-        add(held.statistics, correction.statistics)
-    return views(correction.agreed, [tensor.shape for tensor in held.parameters])
+    add(held.statistics, correction.statistics)
+    return cut(correction.agreed, held.parameters)
+
+
+def _copies(buffers: list[Any]) -> list[Any]:
+    return [buffer.clone() for buffer in buffers]
+
+
+def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
+    return [buffer - other for buffer, other in zip(buffers, others, strict=True)]

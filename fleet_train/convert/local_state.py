@@ -10,8 +10,10 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.convert.gradients import dtype_name
 from fleet_train.convert.program_state import PARAMETER, ProgramState
 from fleet_train.convert.tensor_file import Arrays
+from fleet_train.plan.plan import MEAN_DTYPES
 
 PREFIX = "fleet_train/"
 """Names of what is saved beside the program's own tensors; a program that does not need it ignores it."""
@@ -54,10 +56,18 @@ def position_of(exchange: GradientExchange) -> Arrays:
     averager = exchange.averager
     if averager is not None:
         arrays[_NUMBERS] = np.array(averager.schedule.numbers())
-        for name, tensor in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
-            if tensor is not None:
-                arrays[name] = np.array(tensor.numpy())
+        for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
+            arrays |= {_of_dtype(name, dtype_name(buffer.dtype)): np.array(buffer.numpy()) for buffer in buffers or ()}
     return arrays
+
+
+def _of_dtype(name: str, dtype: str) -> str:
+    return name if dtype == MEAN_DTYPES[0] else f"{name}.{dtype}"
+
+
+def _buffers(arrays: Arrays, name: str, place: Any) -> list[Any] | None:
+    names = [_of_dtype(name, dtype) for dtype in MEAN_DTYPES]
+    return [paddle.to_tensor(arrays[one], place=place) for one in names if one in arrays] or None
 
 
 def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
@@ -68,11 +78,8 @@ def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> Non
     averager = exchange.averager
     if averager is None:
         return
-    averager.anchor = averager.outer.velocity = None
     if _NUMBERS in arrays:
         averager.schedule.take([float(number) for number in arrays[_NUMBERS]])
     with dynamic_mode():
-        if _ANCHOR in arrays:
-            averager.anchor = paddle.to_tensor(arrays[_ANCHOR], place=place)
-        if _VELOCITY in arrays:
-            averager.outer.velocity = paddle.to_tensor(arrays[_VELOCITY], place=place)
+        averager.anchor = _buffers(arrays, _ANCHOR, place)
+        averager.outer.velocity = _buffers(arrays, _VELOCITY, place)

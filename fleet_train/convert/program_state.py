@@ -16,12 +16,15 @@ from fleet_train.errors import CheckpointError
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
 """Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
 
+# Made by unique_name, so they begin with the prefix of a unique_name.guard("...") that the script may have set.
 _SUMS = re.compile(r".+@gradient_merge")
-_COUNT = re.compile(r"gradient_merge_count_\d+")
-_LOSS_SCALE = re.compile(r"loss_scaling(_good_steps|_bad_steps)?_\d+")
+_COUNT = re.compile(r".*gradient_merge_count_\d+")
+_LOSS_SCALE = re.compile(r".*loss_scaling(_good_steps|_bad_steps)?_\d+")
 _OF_THE_TRAINER = re.compile(r".+@average|weight_average_updates|skipped_updates")
 # Equal on every rank by what they are: a mean over ranks could change their last bit. Sums are each rank's own.
-_NOT_AVERAGED = re.compile(rf"learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
+_NOT_AVERAGED = re.compile(rf".*learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
+# The bits of a bfloat16, as Paddle's arrays have them; it makes a bfloat16 tensor of them again.
+_BFLOAT16 = "uint16"
 # Running mean and variance are the second and third operand.
 _WITH_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
@@ -64,11 +67,11 @@ class ProgramState:
     @property
     def drifting(self) -> list[str]:
         """What LocalSGD's local steps make different on each rank, and a mean makes equal."""
-        floats = ("float32", "float64")
+        floats = ("float32", "float64", "float16", _BFLOAT16)
         return [
             name
             for name, variable in self.variables.items()
-            if _numpy_dtype(variable) in floats and not _NOT_AVERAGED.fullmatch(name)
+            if _numpy_dtype(variable) in floats and (self.kinds[name] == PARAMETER or not _NOT_AVERAGED.fullmatch(name))
         ]
 
     def first_not_finite(self) -> str | None:
@@ -99,7 +102,7 @@ class ProgramState:
 
 
 def _kind(name: str, is_parameter: bool) -> str:
-    if any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
+    if not is_parameter and any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
         return PASS
     return PARAMETER if is_parameter else OPTIMIZER
 
@@ -129,4 +132,4 @@ def borrowed(variable: Any) -> Array:
 
 def _numpy_dtype(variable: Any) -> str:
     name = str(convert_dtype(variable._dtype()))
-    return "uint16" if name == "bfloat16" else name
+    return _BFLOAT16 if name == "bfloat16" else name

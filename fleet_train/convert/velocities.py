@@ -13,7 +13,7 @@ import numpy as np
 from fleet_train.convert.fitting import Described
 from fleet_train.convert.local_state import PREFIX
 from fleet_train.convert.persistables import State
-from fleet_train.convert.program_state import OPTIMIZER
+from fleet_train.convert.program_state import OPTIMIZER, PARAMETER
 from fleet_train.convert.rank_state import mean_of_ranks
 
 _OF_MOMENTUM, _OF_DGC = "_velocity_0", ".velocity"
@@ -29,7 +29,7 @@ def to_momentum(saved: State, ours: Described) -> State:
     velocities = {}
     for name in missing:
         _, shape, dtype = ours[name]
-        flat = means.get(f"{_DGC}{name.removesuffix(_OF_MOMENTUM)}{_OF_DGC}")
+        flat = means.get(_dgc_name(name, ours))
         velocities[name] = np.zeros(shape, dtype) if flat is None else flat.reshape(shape).astype(dtype)
     kinds = saved.kinds | dict.fromkeys(velocities, OPTIMIZER)
     return replace(saved, arrays={**saved.arrays, **velocities}, kinds=kinds)
@@ -41,5 +41,14 @@ def to_dgc(saved: State, ours: Described) -> State:
     arrays = {name: array for name, array in saved.arrays.items() if name not in left_over}
     for name in left_over:
         velocity = saved.arrays[name].reshape(-1).astype(np.float32)
-        arrays[f"{_DGC}{name.removesuffix(_OF_MOMENTUM)}{_OF_DGC}"] = velocity
+        arrays[_dgc_name(name, ours)] = velocity
     return replace(saved, arrays=arrays)
+
+
+def _dgc_name(velocity: str, ours: Described) -> str:
+    """Under which name DGC keeps what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard
+    that Paddle has put before it once more.
+    """
+    stem = velocity.removesuffix(_OF_MOMENTUM)
+    owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]
+    return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,15 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+
+
+MEAN_DTYPES = ("float32", "float64")
+"""In which LocalSGD takes means, in the order of its exchanges."""
+
+
+def mean_dtype(dtype: str) -> str:
+    """In which dtype the mean of values of ``dtype`` is taken over the ranks: float64 as it is, the rest in float32."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Averaging:
     values: tuple[Gradient, ...]
     """The parameters."""
     statistics: tuple[Gradient, ...]
-    """Running means and variances: averaged in float32, whatever the parameters are sent as."""
+    """Running means and variances: averaged uncompressed, whatever the parameters are sent as."""
     state_values_per_parameter: int
     """Values of the optimizer's state that are averaged with each value of a parameter (``local_sgd_momentum``)."""
     warm_steps: int
@@ -100,15 +110,19 @@ class Averaging:
     @property
     def sent(self) -> tuple[Sent, ...]:
         """The exchanges of one averaging."""
-        item, float32 = ITEM_BYTES[self.wire_dtype], ITEM_BYTES["float32"]
-        elements = sum(value.elements for value in self.values)
-        others = [
-            sum(value.elements for value in self.statistics),
-            elements * self.state_values_per_parameter,
-            1 if self.schedule == "adaptive" else 0,  # the loss
-        ]
-        more = tuple(Sent("allreduce", number * float32, float32) for number in others if number)
-        return (Sent("allreduce", elements * item, item), *more)
+        trained, others = _elements(self.values), _elements(self.statistics)
+        state = {dtype: elements * self.state_values_per_parameter for dtype, elements in trained.items()}
+        loss = {"float32": 1} if self.schedule == "adaptive" else {}
+        wire = {"bfloat16": "bfloat16"}.get(self.wire_dtype)
+        parts = [(wire or dtype, elements) for dtype, elements in trained.items()]
+        parts += [part for table in (others, state, loss) for part in table.items()]
+        return tuple(Sent("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in parts if n)
+
+
+def _elements(values: Sequence[Gradient]) -> dict[str, int]:
+    """How many elements a mean is taken of, by the dtype in which it is."""
+    table = {dtype: sum(v.elements for v in values if mean_dtype(v.dtype) == dtype) for dtype in MEAN_DTYPES}
+    return {dtype: elements for dtype, elements in table.items() if elements}
 
 
 @dataclass(frozen=True)

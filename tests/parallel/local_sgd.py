@@ -38,7 +38,14 @@ def with_batch_norm(features: Any) -> Any:
     return paddle.nn.Linear(12, 5)(paddle.tanh(hidden))
 
 
+def two_dtypes(features: Any) -> Any:
+    wide = paddle.static.create_parameter([FEATURES, 12], "float64", name="wide")
+    hidden = paddle.tanh(paddle.matmul(features.cast("float64"), wide)).cast("float32")
+    return paddle.nn.Linear(12, 5)(hidden)
+
+
 MLP, BATCH_NORM = NETWORKS[0], Network("with_batch_norm", with_batch_norm)
+TWO_DTYPES = Network("two_dtypes", two_dtypes)
 CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     "constant, keep": (MLP, momentum, {}),
     "two communicators, four buckets": (MLP, momentum, {"nccl_comm_num": 2, "fuse_parameter_groups_size": 2}),
@@ -85,6 +92,14 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
         momentum,
         {"local_sgd_overlap_steps": 1, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2, "accumulate_steps": 2},
     ),
+    "two dtypes": (TWO_DTYPES, momentum, {"local_sgd_momentum": "average"}),
+    "two dtypes, diloco": (TWO_DTYPES, momentum, {"outer_optimizer": "diloco", "outer_momentum": 0.9}),
+    "two dtypes, slowmo, bfloat16 differences": (
+        TWO_DTYPES,
+        momentum,
+        {"outer_optimizer": "slowmo", "outer_momentum": 0.5, "local_sgd_dtype": "bfloat16"},
+    ),
+    "two dtypes, overlap": (TWO_DTYPES, momentum, {"local_sgd_overlap_steps": 2}),
 }
 
 

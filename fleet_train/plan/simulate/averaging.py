@@ -8,6 +8,7 @@ import numpy as np
 
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.plan.plan import MEAN_DTYPES, mean_dtype
 from fleet_train.plan.simulate.methods import cut
 from fleet_train.plan.simulate.optimizers import NumpyOptimizer
 from fleet_train.plan.simulate.wire import SimulatedWire
@@ -30,14 +31,14 @@ class SimulatedAveraging:
         self.schedule = LocalSgdSchedule.of(profile)
         self._profile, self._wire = profile, wire
         self._trained, self._statistics = list(trained), others
-        self._anchor = _flat(start, self._trained)
-        self._velocity = np.zeros(self._anchor.shape)
+        self._anchor = _flats(start, self._trained)
+        self._velocity = [np.zeros(anchor.shape) for anchor in self._anchor]
         self.overlap_steps = profile.local_sgd_overlap_steps
         self._corrections: list[Values] = []
 
     def after_synchronous_step(self, values: Mapping[str, Array]) -> None:
         """All ranks hold ``values``: a period that starts now is measured from there."""
-        self._anchor = _flat(values, self._trained)
+        self._anchor = _flats(values, self._trained)
 
     def average(
         self, ranks: Sequence[Values], optimizers: Sequence[NumpyOptimizer], rate: float, losses: Sequence[float]
@@ -49,10 +50,9 @@ class SimulatedAveraging:
         if self.overlap_steps:
             self._send(ranks, rate)
             return
-        self._agree([_flat(values, self._trained) for values in ranks], rate)
-        shapes = [ranks[0][name].shape for name in self._trained]
+        self._agree([_flats(values, self._trained) for values in ranks], rate)
         for values in ranks:
-            values.update(zip(self._trained, cut(self._anchor.copy(), shapes), strict=True))
+            values.update(_cut(self._anchor, values, self._trained))
         self._mean(ranks, self._statistics)
         self._treat(optimizers)
         loss = 0.0
@@ -64,45 +64,46 @@ class SimulatedAveraging:
         """Add what an averaging has changed, once its overlap has passed."""
         if self._corrections and self.schedule.local_steps >= self.overlap_steps:
             for values, correction in zip(ranks, self._corrections, strict=True):
-                values.update({name: (values[name] + change).astype(np.float32) for name, change in correction.items()})
+                changed = {name: values[name] + change for name, change in correction.items()}
+                values.update({name: new.astype(values[name].dtype) for name, new in changed.items()})
             self._corrections = []
 
     def _send(self, ranks: Sequence[Values], rate: float) -> None:
-        shapes = [ranks[0][name].shape for name in self._trained]
-        self._agree([_flat(values, self._trained) for values in ranks], rate)
-        means: Values = dict(zip(self._trained, cut(self._anchor.copy(), shapes), strict=True))
+        self._agree([_flats(values, self._trained) for values in ranks], rate)
+        means = _cut(self._anchor, ranks[0], self._trained)
         tables = [{name: values[name] for name in self._statistics} for values in ranks]
         self._mean(tables, self._statistics)
         means |= tables[0]
         self._corrections = [{name: mean - values[name] for name, mean in means.items()} for values in ranks]
         self.schedule.begin_period()
 
-    def _agree(self, held: Sequence[Array], rate: float) -> None:
-        """Move the anchor, [elements] float32, to what all ranks go on from."""
-        if self._profile.outer_optimizer == "none" and self._profile.local_sgd_dtype == "float32":
-            self._anchor = self._wire.mean(held)
-            return
-        difference = self._wire.mean([self._anchor - values for values in held], self._profile.local_sgd_dtype)
-        self._anchor = (self._anchor - self._outer(difference.astype(np.float64), rate)).astype(np.float32)
+    def _agree(self, held: Sequence[list[Array]], rate: float) -> None:
+        """Move the anchor, one [elements] per dtype, to what all ranks go on from."""
+        wire = self._profile.local_sgd_dtype
+        for part, anchor in enumerate(self._anchor):
+            values, own = [buffers[part] for buffers in held], anchor.dtype.name
+            if self._profile.outer_optimizer == "none" and wire == "float32":
+                self._anchor[part] = self._wire.mean(values, own)
+                continue
+            difference = self._wire.mean([anchor - one for one in values], own if wire == "float32" else wire)
+            self._anchor[part] = (anchor - self._outer(part, difference.astype(np.float64), rate)).astype(own)
 
-    def _outer(self, difference: Array, rate: float) -> Array:
+    def _outer(self, part: int, difference: Array, rate: float) -> Array:
         """The step from the anchor. SlowMo: Wang et al. 2019, algorithm 1. DiLoCo: Douillard et al. 2023, Nesterov."""
-        lr, momentum = self._profile.outer_lr, self._profile.outer_momentum
+        lr, momentum, velocity = self._profile.outer_lr, self._profile.outer_momentum, self._velocity
         if self._profile.outer_optimizer == "slowmo":
-            self._velocity = momentum * self._velocity + difference / rate
-            return np.asarray(lr * rate * self._velocity)
+            velocity[part] = momentum * velocity[part] + difference / rate
+            return np.asarray(lr * rate * velocity[part])
         if self._profile.outer_optimizer == "diloco":
-            self._velocity = momentum * self._velocity + difference
-            return np.asarray(lr * (difference + momentum * self._velocity))
+            velocity[part] = momentum * velocity[part] + difference
+            return np.asarray(lr * (difference + momentum * velocity[part]))
         return difference
 
     def _mean(self, tables: Sequence[Values], names: Sequence[str]) -> None:
-        if not names:
-            return
-        shapes = [tables[0][name].shape for name in names]
-        mean = self._wire.mean([_flat(table, names) for table in tables])
+        parts = zip(*[_flats(table, names) for table in tables], strict=True)
+        means = [self._wire.mean(list(part), part[0].dtype.name) for part in parts]
         for table in tables:
-            table.update(zip(names, cut(mean.copy(), shapes), strict=True))
+            table.update(_cut(means, table, names))
 
     def _treat(self, optimizers: Sequence[NumpyOptimizer]) -> None:
         kinds = sorted(optimizers[0].state)
@@ -121,5 +122,22 @@ class SimulatedAveraging:
                     optimizer.state[kind] = {n: np.zeros_like(value) for n, value in optimizer.state[kind].items()}
 
 
-def _flat(values: Mapping[str, Array], names: Sequence[str]) -> Array:
-    return np.concatenate([np.ravel(values[name]).astype(np.float32) for name in names])
+def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
+    """One flat array for each dtype in which means are taken."""
+    return [
+        np.concatenate([np.ravel(values[name]).astype(dtype) for name in own])
+        for dtype, own in _by_dtype(values, names).items()
+    ]
+
+
+def _cut(buffers: Sequence[Array], values: Mapping[str, Array], names: Sequence[str]) -> Values:
+    """What ``_flats`` of these names became, by name."""
+    found: Values = {}
+    for buffer, own in zip(buffers, _by_dtype(values, names).values(), strict=True):
+        found |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)
+    return found
+
+
+def _by_dtype(values: Mapping[str, Array], names: Sequence[str]) -> dict[str, list[str]]:
+    table = {dtype: [n for n in names if mean_dtype(values[n].dtype.name) == dtype] for dtype in MEAN_DTYPES}
+    return {dtype: own for dtype, own in table.items() if own}

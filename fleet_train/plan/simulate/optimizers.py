@@ -1,4 +1,4 @@
-"""Optimizers of ``paddle.optimizer`` in numpy, written from their definitions. Values and state are kept in float32.
+"""Optimizers of ``paddle.optimizer`` in numpy, written from their definitions. Values and state keep the value's dtype.
 
 A weight decay is Paddle's ``weight_decay=float``: L2, added to the gradient.
 """
@@ -19,7 +19,7 @@ class NumpyOptimizer(Protocol):
     state: dict[str, dict[str, Array]]
 
     def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
-        """The parameter's next value, of its shape, float32."""
+        """The parameter's next value, of its shape and dtype."""
         ...
 
 
@@ -32,7 +32,7 @@ class Sgd:
 
     def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
         del name
-        return _float32(value.astype(np.float64) - rate * (gradient + self.weight_decay * value))
+        return (value.astype(np.float64) - rate * (gradient + self.weight_decay * value)).astype(value.dtype)
 
 
 @dataclass
@@ -47,8 +47,9 @@ class Momentum:
     def step(self, name: str, value: Array, gradient: Array, rate: float) -> Array:
         pushed = gradient.astype(np.float64) + self.weight_decay * value
         velocity = self.momentum * self.state["velocity"].get(name, np.zeros(value.shape)) + pushed
-        self.state["velocity"][name] = _float32(velocity)
-        return _float32(value - rate * (pushed + self.momentum * velocity if self.use_nesterov else velocity))
+        self.state["velocity"][name] = velocity.astype(value.dtype)
+        ahead = pushed + self.momentum * velocity if self.use_nesterov else velocity
+        return np.asarray(value - rate * ahead, dtype=value.dtype)
 
 
 @dataclass
@@ -66,11 +67,8 @@ class Adam:
         wide, zeros = gradient.astype(np.float64), np.zeros(value.shape)
         first = self.beta1 * self.state["moment1"].get(name, zeros) + (1 - self.beta1) * wide
         second = self.beta2 * self.state["moment2"].get(name, zeros) + (1 - self.beta2) * wide**2
-        self.state["moment1"][name], self.state["moment2"][name] = _float32(first), _float32(second)
+        self.state["moment1"][name], self.state["moment2"][name] = first.astype(value.dtype), second.astype(value.dtype)
         correction = np.sqrt(1 - self.beta2**number)
         scaled = rate * correction / (1 - self.beta1**number)
-        return _float32(value - scaled * first / (np.sqrt(second) + self.epsilon * correction))
-
-
-def _float32(values: Array) -> Array:
-    return np.asarray(values, dtype=np.float32)
+        change = scaled * first / (np.sqrt(second) + self.epsilon * correction)
+        return np.asarray(value - change, dtype=value.dtype)
