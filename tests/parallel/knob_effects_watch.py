@@ -1,0 +1,128 @@
+"""What a rank does while a program runs: every collective, launch, wait and meeting, with its step and thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.cluster import StoreClient
+from fleet_train.collectives.exchange import GradientExchange
+
+_HOLD_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Event:
+    """``what``: all_reduce, all_gather, reduce, broadcast, ``sent`` (a collective has ended), ``launch`` and
+    ``launched`` (a bucket's launch operator begins, ends), ``meet`` (in the job's store).
+    """
+
+    what: str
+    step: int
+    thread: int
+    nbytes: int = 0
+    dtype: str = ""
+    group: int = -1
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Ran:
+    """What one rank saw of one program. ``steps[s]``: all values of the program behind step s; 0 is the start."""
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+    steps: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def collectives(self, *kinds: str) -> list[Event]:
+        wanted = kinds or ("all_reduce", "all_gather", "reduce", "broadcast")
+        return [event for event in self.events if event.what in wanted and event.step > 0]
+
+    def moved(self, name: str) -> list[float]:
+        """By how much the first element of a parameter fell in each step."""
+        first = [float(values[name].flat[0]) for values in self.steps]
+        return [round(before - after, 4) for before, after in pairwise(first)]
+
+
+class Watch:
+    """Stands before Paddle's collectives, the exchange and the store from its making on."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.step = 0
+        self.holds = False
+        """Whether an allreduce waits until no launch operator is under way, for a short while at most."""
+        self._idle = threading.Event()
+        self._idle.set()
+        for kind in ("all_reduce", "all_gather", "reduce", "broadcast"):
+            setattr(paddle.distributed, kind, self._collective(kind, getattr(paddle.distributed, kind)))
+        GradientExchange.launch = self._launch(GradientExchange.launch)  # type: ignore[method-assign]
+        StoreClient.gather = self._gather(StoreClient.gather)  # type: ignore[method-assign]
+
+    def begin(self, holds: bool) -> None:
+        self.events, self.step, self.holds = [], 0, holds
+
+    def _note(self, what: str, **details: Any) -> None:
+        self.events.append(Event(what, self.step, threading.get_ident(), **details))
+
+    def _collective(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, group: Any = None, **options: Any) -> Any:
+            tensor = args[1] if kind == "all_gather" else args[0]
+            dtype = str(tensor.dtype).removeprefix("paddle.")
+            nbytes = int(tensor.size) * tensor.element_size()
+            self._note(kind, nbytes=nbytes, dtype=dtype, group=group.id, ranks=tuple(group.ranks))
+            if self.holds:
+                self._idle.wait(_HOLD_SECONDS)
+            if dtype == "float16":  # whose sums are infinite in Gloo: taken in float32 here
+                wide = tensor.cast("float32")
+                result = real(wide, group=group, **options)
+                paddle.assign(wide.cast("float16"), output=tensor)
+            else:
+                result = real(*args, group=group, **options)
+            self._note("sent", group=group.id)
+            return result
+
+        return call
+
+    def _launch(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(exchange: Any, index: int, *args: Any) -> Any:
+            self._note("launch", name=str(index))
+            self._idle.clear()
+            try:
+                return real(exchange, index, *args)
+            finally:
+                self._idle.set()
+                self._note("launched", name=str(index))
+
+        return launch
+
+    def _gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(client: Any, name: str, value: Any, count: int, timeout_seconds: float) -> Any:
+            self._note("meet", name=name, seconds=timeout_seconds)
+            return real(client, name, value, count, timeout_seconds)
+
+        return gather
+
+
+@contextmanager
+def variables(settings: dict[str, str]) -> Iterator[None]:
+    """Variables of the process's environment for the body; what it leaves in there is taken out again."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
