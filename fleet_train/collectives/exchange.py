@@ -10,7 +10,7 @@ from fleet_train.collectives import overlap, sentinel
 from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.gate_notes import Communication
 from fleet_train.collectives.job import Job, Passed
-from fleet_train.collectives.make_methods import WIRE_DTYPES, make_method
+from fleet_train.collectives.make_methods import dtype_between_teams, make_method
 from fleet_train.collectives.methods import BucketMethod
 from fleet_train.collectives.reducers import make_reducers
 from fleet_train.errors import FleetTrainError
@@ -36,7 +36,7 @@ class GradientExchange:
         self._job = job
         self._plan = plan
         self._profile = profile
-        between = WIRE_DTYPES.get(profile.compression, "float32")
+        between = dtype_between_teams(profile.compression)
         reducers = make_reducers(job, plan.communicators, plan.team_size, between)
         self._methods: list[BucketMethod] = [
             make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.dgc import DgcMethod
@@ -9,22 +11,66 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import BucketMethod, DenseMethod
 from fleet_train.collectives.powersgd import PowerSgdMethod
 from fleet_train.collectives.reducers import CastReducer, Reducer
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
+from fleet_train.plan.compressions import compression_of, entry_of
 from fleet_train.profile import Profile
 
-WIRE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a method is made of. ``reducer`` is its communicator's; it casts already where the plan is hierarchical."""
+
+    bucket: Bucket
+    job: Job
+    plan: CommPlan
+    profile: Profile
+    reducer: Reducer
+    dgc: DgcSettings | None
+
+
+def _dense(parts: _Parts) -> BucketMethod:
+    return DenseMethod(parts.bucket, parts.reducer, parts.plan.world_size)
+
+
+def _in_16_bits(parts: _Parts) -> BucketMethod:
+    if parts.plan.team_size:
+        return _dense(parts)
+    reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype)
+    return DenseMethod(parts.bucket, reducer, parts.plan.world_size)
+
+
+def _powersgd(parts: _Parts) -> BucketMethod:
+    settings = powersgd_settings(parts.profile)
+    return PowerSgdMethod(parts.bucket, parts.reducer, parts.plan.world_size, settings)
+
+
+def _dgc(parts: _Parts) -> BucketMethod:
+    if parts.dgc is None:
+        raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
+    group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
+    return DgcMethod(parts.bucket, group, parts.reducer, parts.plan.world_size, parts.dgc)
+
+
+METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
+    "none": _dense,
+    "bf16": _in_16_bits,
+    "fp16": _in_16_bits,
+    "powersgd": _powersgd,
+    "dgc": _dgc,
+}
+"""By the bucket's compression: `fleet_train.plan.compressions.COMPRESSIONS` has the same keys."""
 
 
 def make_method(
     bucket: Bucket, job: Job, plan: CommPlan, profile: Profile, reducer: Reducer, dgc: DgcSettings | None
 ) -> BucketMethod:
-    """The method of one bucket. ``reducer`` is its communicator's; it casts already where the plan is hierarchical."""
-    if bucket.compression == "powersgd":
-        return PowerSgdMethod(bucket, reducer, plan.world_size, powersgd_settings(profile))
-    if bucket.compression == "dgc" and dgc is not None:
-        group: Any = job.communicators(plan.communicators)[bucket.communicator]
-        return DgcMethod(bucket, group, reducer, plan.world_size, dgc)
-    if bucket.compression in WIRE_DTYPES and not plan.team_size:
-        reducer = CastReducer(reducer, WIRE_DTYPES[bucket.compression])
-    return DenseMethod(bucket, reducer, plan.world_size)
+    """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
+    make = entry_of(bucket.compression, METHODS, "method on real ranks")
+    return make(_Parts(bucket, job, plan, profile, reducer, dgc))
+
+
+def dtype_between_teams(compression: str) -> str:
+    """The dtype in which the leaders of a hierarchical allreduce send float32 gradients to one another."""
+    return compression_of(compression).wire_dtype or "float32"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan.compression_settings import sent_of
+from fleet_train.plan.compressions import sent_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.notes import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient

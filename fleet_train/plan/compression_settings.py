@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.plan.legs import Sent
-from fleet_train.plan.plan import ITEM_BYTES, Bucket, Gradient
+from fleet_train.plan.plan import Bucket, Gradient
 from fleet_train.profile import Profile
 
 Array = np.ndarray[Any, Any]
@@ -183,22 +182,3 @@ def dgc_settings(profile: Profile, momentum: float = 0.0, use_nesterov: bool = F
         min_elements=profile.dgc_min_elements,
         momentum_factor_masking=profile.dgc_momentum_factor_masking,
     )
-
-
-def sent_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> tuple[Sent, ...]:
-    """What a bucket sends in a step, by its method of compression, at full strength."""
-    if bucket.compression == "powersgd":
-        elements = powersgd_reduced_elements(bucket, powersgd_settings(profile))
-        return tuple(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
-    if bucket.compression == "dgc":
-        settings = dgc_settings(profile)
-        step = settings.rampup_begin_step + settings.rampup_step
-        selected, whole = dgc_kept_elements(bucket, settings, step)
-        sparse = (Sent("allgather", SPARSE_BYTES * selected, SPARSE_BYTES),) if selected else ()
-        return sparse + ((Sent("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES),) if whole else ())
-    item = ITEM_BYTES[bucket.dtype]
-    if bucket.compression == "none":
-        return (Sent("allreduce", bucket.nbytes, item),)
-    if hierarchical:
-        return (Sent("allreduce", bucket.nbytes, item, between_item_bytes=2),)
-    return (Sent("allreduce", 2 * bucket.elements, 2),)

@@ -16,6 +16,7 @@ from fleet_train import fleet
 from fleet_train.convert.passes.conditional import run_if
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import NotFinite, ProfileError
+from fleet_train.plan.compressions import compression_of
 from fleet_train.profile import Profile
 from fleet_train.train.statistics import statistics_of
 
@@ -53,7 +54,7 @@ class SkipNotFinite:
 
 def refuse_to_skip_with(profile: Profile) -> None:
     """Raise ProfileError for a profile that remembers more of a gradient than the update that is skipped."""
-    if profile.compression in ("powersgd", "dgc"):
+    if compression_of(profile.compression).keeps_back:
         raise ProfileError(
             f"--on_nan skip with compression: {profile.compression}: what it left out of a gradient is kept and sent "
             "later, so that one NaN stays in it for ever; use --on_nan stop, or compression: none or bf16"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,13 +19,12 @@ from fleet_train.plan.compression_settings import (
     powersgd_reduced_elements,
     powersgd_settings,
 )
+from fleet_train.plan.compressions import compression_of, entry_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import Bucket, CommPlan
 from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, PowerSgdSimulation
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
-
-WIRE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class SimulatedMethod(Protocol):
@@ -78,16 +79,48 @@ class Dgc:
         return [values.astype(np.float32) for values in self._twin.step(gradients)]
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a method is made of; ``momentum`` and ``use_nesterov`` are what DGC takes over from the optimizer."""
+
+    bucket: Bucket
+    plan: CommPlan
+    profile: Profile
+    wire: SimulatedWire
+    momentum: float
+    use_nesterov: bool
+
+
+def _dense(parts: _Parts) -> SimulatedMethod:
+    sent = compression_of(parts.bucket.compression).wire_dtype or parts.bucket.dtype
+    return DenseMethod(parts.bucket, parts.wire, parts.bucket.dtype if parts.plan.team_size else sent, sent)
+
+
+def _powersgd(parts: _Parts) -> SimulatedMethod:
+    return PowerSgd(parts.bucket, parts.plan.world_size, parts.wire, powersgd_settings(parts.profile))
+
+
+def _dgc(parts: _Parts) -> SimulatedMethod:
+    settings = dgc_settings(parts.profile, parts.momentum, parts.use_nesterov)
+    return Dgc(parts.bucket, parts.plan.world_size, parts.wire, settings)
+
+
+METHODS: dict[str, Callable[[_Parts], SimulatedMethod]] = {
+    "none": _dense,
+    "bf16": _dense,
+    "fp16": _dense,
+    "powersgd": _powersgd,
+    "dgc": _dgc,
+}
+"""By the bucket's compression: `fleet_train.plan.compressions.COMPRESSIONS` has the same keys."""
+
+
 def make_method(
     bucket: Bucket, plan: CommPlan, profile: Profile, wire: SimulatedWire, momentum: float, use_nesterov: bool
 ) -> SimulatedMethod:
-    """The method of one bucket; ``momentum`` and ``use_nesterov`` are what DGC takes over from the optimizer."""
-    if bucket.compression == "powersgd":
-        return PowerSgd(bucket, plan.world_size, wire, powersgd_settings(profile))
-    if bucket.compression == "dgc":
-        return Dgc(bucket, plan.world_size, wire, dgc_settings(profile, momentum, use_nesterov))
-    sent = WIRE_DTYPES.get(bucket.compression, bucket.dtype)
-    return DenseMethod(bucket, wire, bucket.dtype if plan.team_size else sent, sent)
+    """The method of one bucket. Raises ConversionError for a compression that nobody simulates."""
+    make = entry_of(bucket.compression, METHODS, "method in the simulation")
+    return make(_Parts(bucket, plan, profile, wire, momentum, use_nesterov))
 
 
 def cut(buffer: Array, shapes: list[tuple[int, ...]]) -> list[Array]:

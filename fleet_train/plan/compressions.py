@@ -1,0 +1,89 @@
+"""The compressions: every value of the knob ``compression``, and what the plan has to know of it.
+
+To add one, add it to the schema and here, to `fleet_train.collectives.make_methods.METHODS`, to
+`fleet_train.plan.simulate.methods.METHODS`, to the table of strategies that go together, and to the effects of knobs in
+the tests. What is missing in one of them is an error when a plan or a program is made, never another compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fleet_train.errors import ConversionError
+from fleet_train.plan.compression_settings import (
+    FLOAT_BYTES,
+    SPARSE_BYTES,
+    dgc_kept_elements,
+    dgc_settings,
+    powersgd_reduced_elements,
+    powersgd_settings,
+)
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import ITEM_BYTES, Bucket
+from fleet_train.profile import Profile
+
+Entry = TypeVar("Entry")
+Exchanges = tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """``sent``: the exchanges of a bucket in a step at full strength; True = a hierarchical allreduce carries it."""
+
+    sent: Callable[[Bucket, Profile, bool], Exchanges]
+    wire_dtype: str = ""
+    """The dtype that travels; empty = the gradient's own. With teams it travels between their leaders only."""
+    keeps_back: bool = False
+    """Whether what is left out of a gradient is kept and sent later."""
+
+
+def _dense(bucket: Bucket, _: Profile, __: bool) -> Exchanges:
+    return (Sent("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype]),)
+
+
+def _in_16_bits(bucket: Bucket, _: Profile, hierarchical: bool) -> Exchanges:
+    if hierarchical:
+        return (Sent("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype], between_item_bytes=2),)
+    return (Sent("allreduce", 2 * bucket.elements, 2),)
+
+
+def _factors(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
+    elements = powersgd_reduced_elements(bucket, powersgd_settings(profile))
+    return tuple(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
+
+
+def _largest(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
+    settings = dgc_settings(profile)
+    selected, whole = dgc_kept_elements(bucket, settings, settings.rampup_begin_step + settings.rampup_step)
+    sparse = (Sent("allgather", SPARSE_BYTES * selected, SPARSE_BYTES),) if selected else ()
+    return sparse + ((Sent("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES),) if whole else ())
+
+
+COMPRESSIONS: dict[str, Compression] = {
+    "none": Compression(_dense),
+    "bf16": Compression(_in_16_bits, wire_dtype="bfloat16"),
+    "fp16": Compression(_in_16_bits, wire_dtype="float16"),
+    "powersgd": Compression(_factors, keeps_back=True),
+    "dgc": Compression(_largest, keeps_back=True),
+}
+
+
+def entry_of(name: str, table: Mapping[str, Entry], what: str) -> Entry:
+    """The entry of a compression in ``table``. Raises ConversionError where there is none: nothing stands in for it."""
+    if name not in table:
+        raise ConversionError(
+            f"compression: {name} has no {what}, so that it cannot be carried out; use one of {', '.join(table)}"
+        )
+    return table[name]
+
+
+def compression_of(name: str) -> Compression:
+    """What the plan knows of a compression, by the knob's value. Raises ConversionError for an unknown one."""
+    return entry_of(name, COMPRESSIONS, "bytes in the plan")
+
+
+def sent_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
+    """What a bucket sends in a step, by its method of compression, at full strength."""
+    return compression_of(bucket.compression).sent(bucket, profile, hierarchical)
