@@ -225,7 +225,10 @@ def plan() -> CommPlan | None:
 
 
 def should_fetch(step: int) -> bool:
-    """Whether an own loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps."""
+    """Whether an own loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps.
+
+    Nothing stops a loop that does not ask: what is in ``fetch_list`` is fetched.
+    """
     return step % profile().fetch_frequency == 0
 
 

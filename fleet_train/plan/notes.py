@@ -150,5 +150,15 @@ def _running(profile: Profile) -> list[Note]:
             "collective_timeout_seconds",
             f"a rank that does not come is named after {profile.collective_timeout_seconds} s",
         ),
-        Note("fetch_frequency", f"the loss is fetched every {profile.fetch_frequency} steps"),
+        Note("fetch_frequency", _fetching(profile.fetch_frequency)),
     ]
+
+
+def _fetching(every: int) -> str:
+    """Of the trainer; a loop of the script's own decides for itself, and nobody here has seen it."""
+    if every == 1:
+        return "the reference trainer fetches the loss in every step, and fleet.should_fetch says so to other loops"
+    return (
+        f"the reference trainer fetches the loss every {every} steps, and so does a loop that asks "
+        "fleet.should_fetch(step); one that fetches in every step waits in every step"
+    )

@@ -16,9 +16,11 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert import optimizer
 from fleet_train.profile import Profile
+from tests.parallel.knob_effects_case import Case
 from tests.parallel.knob_effects_runs import RUNS
-from tests.parallel.knob_effects_table import CASES, Case
-from tests.parallel.knob_effects_watch import Ran, Watch, variables
+from tests.parallel.knob_effects_seen import Ran
+from tests.parallel.knob_effects_table import CASES
+from tests.parallel.knob_effects_watch import Watch, variables
 from tests.support.worker import report
 
 

@@ -23,7 +23,8 @@ from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.plan.explain import explain
 from fleet_train.profile import Profile
 from fleet_train.train import Trainer, TrainerSettings
-from tests.parallel.knob_effects_watch import Ran, Watch
+from tests.parallel.knob_effects_seen import Ran
+from tests.parallel.knob_effects_watch import Watch
 
 SHAPES: dict[str, tuple[int, ...]] = {"w0": (64, 32), "w1": (32,), "w2": (16, 16), "w3": (8,)}
 FLAGS = ["FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run", "FLAGS_fraction_of_gpu_memory_to_use"]

@@ -1,13 +1,52 @@
-"""What is looked at of a run: each function gives plain JSON values for one rank."""
+"""What one rank saw of a run, and looks at it: each function gives plain JSON values. Imports no Paddle."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from tests.parallel.knob_effects_watch import Event, Ran
+import numpy as np
 
 BYTES = (8192, 128, 1024, 32)
 """Of w0 .. w3."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """``what``: all_reduce, all_gather, reduce, broadcast, ``sent`` (a collective has ended), ``launch`` and
+    ``launched`` (a bucket's launch operator begins, ends), ``meet`` (in the job's store).
+    """
+
+    what: str
+    step: int
+    thread: int
+    nbytes: int = 0
+    dtype: str = ""
+    group: int = -1
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Ran:
+    """What one rank saw of one program. ``steps[s]``: all values of the program behind step s; 0 is the start."""
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+    steps: list[dict[str, np.ndarray[Any, Any]]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def collectives(self, *kinds: str) -> list[Event]:
+        wanted = kinds or ("all_reduce", "all_gather", "reduce", "broadcast")
+        return [event for event in self.events if event.what in wanted and event.step > 0]
+
+    def moved(self, name: str) -> list[float]:
+        """By how much the first element of a parameter fell in each step."""
+        first = [float(values[name].flat[0]) for values in self.steps]
+        return [round(before - after, 4) for before, after in pairwise(first)]
 
 
 def sent(ran: Ran) -> list[list[str]]:

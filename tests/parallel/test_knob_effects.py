@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_train.profile import KNOBS
-from tests.parallel.knob_effects_table import CASES, ByRank, Case
+from tests.parallel.knob_effects_case import ByRank, Case
+from tests.parallel.knob_effects_table import CASES
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
