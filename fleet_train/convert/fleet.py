@@ -1,7 +1,7 @@
 """The facade: what a training script sees as ``fleet``. Fleet's names, one job per process.
 
 ``init`` joins the cluster, ``distributed_optimizer`` wraps an optimizer, ``main_program`` is what to train,
-``save_persistables`` saves. With one process nothing is changed and nothing is sent.
+``save_persistables`` saves. With one process nothing is sent, and only what the profile's passes ask for is changed.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 class DistributedOptimizer:
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
-    What is not defined here (``set_lr``, ``state_dict``, ...) is the wrapped optimizer's. With one process every call
-    goes through as it is: the program is the one that the wrapped optimizer makes.
+    What is not defined here (``set_lr``, ``state_dict``, ...) is the wrapped optimizer's. With one process the
+    program is the one that the wrapped optimizer makes, unless the profile asks for a pass over it.
     """
 
     def __init__(
