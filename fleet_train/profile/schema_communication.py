@@ -66,8 +66,8 @@ class CommunicationKnobs(BaseModel):
         unit="steps",
         ge=1,
         le=1_000_000,
-        meaning="Fetch the loss every so many steps. 1 = every step. Fetching waits for the step, so it costs. It is the "
-        "loop that fetches: a loop of your own that names the loss in every `fetch_list` gets it in every step.",
+        meaning="Fetch the loss every so many steps. 1 = every step. Fetching waits for the step, so it costs. The "
+        "loop decides: one of your own that names the loss in every `fetch_list` gets it in every step.",
         reason="By the reference trainer, and by a loop of your own that asks `fleet.should_fetch(step)`.",
     )
     fuse_all_reduce_ops: bool = knob(

@@ -32,7 +32,8 @@ def run(case: Case, settings: dict[str, Any], environment: dict[str, str], watch
             watch.step = 0
             ran = RUNS[case.run](watch, Profile(**settings), **case.options)
             watch.events = []
-        ran.facts |= {"said": _said(case, text.getvalue()), "environ": dict(os.environ)}
+        told = _sentences(text.getvalue())
+        ran.facts |= {"told": told, "said": _said(case, told), "environ": dict(os.environ)}
         ran.facts["script's thread"] = threading.get_ident()
         return {look.__name__: _plain(look, ran) for look in case.sees}
 
@@ -49,10 +50,14 @@ def _is_said(case: Case) -> bool:
     return any(look.__name__ == "said" for look in case.sees)
 
 
-def _said(case: Case, text: str) -> list[str]:
-    lines = [line.removeprefix("fleet_train: ") for line in text.splitlines() if line.startswith("fleet_train: ")]
+def _sentences(text: str) -> list[str]:
+    return [line.removeprefix("fleet_train: ") for line in text.splitlines() if line.startswith("fleet_train: ")]
+
+
+def _said(case: Case, told: list[str]) -> list[str]:
+    """Those of the case's knob, up to the reason of a mapping."""
     return [
-        line[: line.find(" is mapped") + 10] if " is mapped" in line else line for line in lines if case.knob in line
+        line.partition(" is mapped")[0] + " is mapped" * (" is mapped" in line) for line in told if case.knob in line
     ]
 
 

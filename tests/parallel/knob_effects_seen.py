@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -146,6 +147,11 @@ def compared_at(ran: Ran) -> list[str]:
     return [name.partition(" of program")[0] for name in names]
 
 
+def ends_with_an_operator(ran: Ran) -> bool:
+    """Whether the program has the operator that looks at the parameters behind the update."""
+    return any("fleet_train_finish" in name for name, _ in ran.facts["operators"])
+
+
 def bounds(ran: Ran) -> list[float]:
     """How long ranks wait for one another inside a step."""
     return sorted({event.seconds for event in ran.events if event.name.startswith("step ")})
@@ -213,6 +219,11 @@ def large_value(ran: Ran) -> str:
 def plan_is_of(ran: Ran) -> str:
     """What the explained plan calls the profile."""
     return str(ran.facts["explained"]).partition(":")[0].removeprefix("profile ")
+
+
+def called(ran: Ran) -> list[str]:
+    """What rank 0's sentences call the profile; the other ranks say nothing."""
+    return [name for line in ran.facts["told"] for name in re.findall(r"profile '(\w+)'", line)]
 
 
 def said(ran: Ran) -> list[str]:

@@ -25,7 +25,12 @@ _IN_PAIRS = ["all_reduce 8320", "all_reduce 1056"]
 _IN_SIZES = ["all_reduce 8192", "all_reduce 1184"]
 
 DESCRIPTIONS = [
-    Case("name", "effects", {see.plan_is_of: "effects"}),
+    Case(
+        "name",
+        "effects",
+        {see.plan_is_of: "effects", see.called: ByRank([["effects"], []])},
+        {"environment": {"NCCL_BLOCKING_WAIT": "1"}},  # a variable of which rank 0 has to say something
+    ),
     Case("description", "EFFECT of it", {see.printed: ["shown: EFFECT of it"]}, run="catalogue"),
     Case("measured", ["2026-11-21, EFFECT"], {see.printed: ["measured: 2026-11-21, EFFECT"]}, run="catalogue"),
 ]
@@ -95,7 +100,7 @@ TEAMS = [
 RUNNING = [
     Case("fetch_frequency", 3, {see.fetches: "x..xx.x..x", see.told_other_loops: "x..x.."}, run="trainer"),
     Case("divergence_check_steps", 2, {see.compared_at: ["step 1", "step 3", "step 5"]}, options={"steps": 5}),
-    Case("divergence_check_steps", 0, {see.compared_at: []}, options={"steps": 5}),
+    Case("divergence_check_steps", 0, {see.compared_at: [], see.ends_with_an_operator: False}, options={"steps": 5}),
     Case("collective_timeout_seconds", 7, {see.bounds: [7]}),
     Case(
         "num_threads",
@@ -192,6 +197,20 @@ _LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 COMPRESSION = [
     Case("compression", "none", {see.sent: [[_WHOLE]] * 2}),
     Case("compression", "bf16", {see.sent: [["all_reduce 4688 bfloat16"]] * 2, see.moved: [1.5, 1.5]}),
+    Case(
+        "compression",
+        "bf16",
+        {
+            see.sent: ByRank(
+                [
+                    [["reduce 9376", *(["all_reduce 4688 bfloat16"] if leads else []), "broadcast 9376"]] * 2
+                    for leads in (True, False, True, False)
+                ]
+            )
+        },
+        {"use_hierarchical_allreduce": True},
+        ranks=4,
+    ),
     Case("compression", "fp16", {see.sent: [["all_reduce 4688 float16"]] * 2, see.moved: [1.5, 1.5]}),
     Case("compression", "powersgd", {see.sent: [_FACTORS] * 2}),
     Case("compression", "dgc", {see.sent: [_LARGEST] * 2}, {"dgc_min_elements": 1000, "dgc_sparsity": 0.99}),

@@ -1,9 +1,11 @@
-"""Nothing is ignored silently: every knob of the table, and every field of a stock strategy, is flipped mechanically.
+"""No setting is lost on its way: every knob, and every field of a stock strategy, is flipped mechanically.
 
-The values come from the schema: the other choices, the neighbours of the default, the ends of the range. A flip counts
-when the plan, the settings of the passes and of the compression, LocalSGD's schedule and outer step, or the workers'
-environment become different; when the code that runs beside training reads the knob itself and the plan's notes say so;
-when it is said on rank 0; or when it is refused with a reason.
+That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
+looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the
+default, the ends of the range. A flip counts when the plan, the settings of the passes and of the compression,
+LocalSGD's schedule and outer step, or the workers' environment become different; when the code that runs beside
+training reads the knob itself and the plan's notes say so; when it is said on rank 0; or when it is refused with a
+reason.
 """
 
 from __future__ import annotations

@@ -1,0 +1,23 @@
+"""What a plan says of a knob is what happens, and who does it."""
+
+from __future__ import annotations
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan import Gradient, build_plan
+from fleet_train.profile import Profile
+
+
+def note_of(knob: str, profile: Profile) -> str:
+    plan = build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(2, 1), profile)
+    [effect] = [note.effect for note in plan.notes if note.knob == knob]
+    return effect
+
+
+def test_who_fetches_the_loss_is_said_as_it_is() -> None:
+    assert note_of("fetch_frequency", Profile(fetch_frequency=2)) == (
+        "the reference trainer fetches the loss every 2 steps, and so does a loop that asks fleet.should_fetch(step); "
+        "one that fetches in every step waits in every step"
+    )
+    assert note_of("fetch_frequency", Profile()) == (
+        "the reference trainer fetches the loss in every step, and fleet.should_fetch says so to other loops"
+    )
