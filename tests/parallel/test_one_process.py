@@ -1,8 +1,10 @@
-"""One process: the converted program is the one that Paddle's own optimizer makes."""
+"""One process: the converted program is the one of Paddle's own optimizer, unless the profile asks for a pass."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.ranks import run_ranks
 
@@ -12,6 +14,7 @@ import re
 import numpy as np
 import paddle
 from fleet_train import DistributedStrategy, fleet, role_maker
+from fleet_train.profile import Profile
 from tests.support.worker import report
 
 paddle.enable_static()
@@ -41,14 +44,56 @@ for make in makers():
     plain = program(lambda optimizer: optimizer, make)
     wrapped = program(lambda optimizer: fleet.distributed_optimizer(optimizer, DistributedStrategy()), make)
     same.append([plain[0] == wrapped[0], plain[1] == wrapped[1], fleet.main_program is wrapped[2]])
-report(same=same, world=fleet.worker_num(), sum=fleet.all_reduce(np.array([2.5])), plan=fleet.plan())
+def momentum():
+    return paddle.optimizer.Momentum(0.1, 0.9)
+
+
+def is_left(**settings):
+    profile = Profile(**settings)
+    plain = program(lambda optimizer: optimizer, momentum)
+    wrapped = program(lambda optimizer: fleet.distributed_optimizer(optimizer, profile), momentum)
+    return wrapped[:2] == plain[:2]
+
+
+left = {
+    "accumulate_steps": is_left(accumulate_steps=2),
+    "amp_level": is_left(amp_level="O1"),
+    "recompute_segments": is_left(recompute_segments=2),
+    "recompute_every_blocks": is_left(recompute_every_blocks=1),
+    "recompute_checkpoints": is_left(recompute_checkpoints=["linear_1.w_0"]),
+    "use_local_sgd": is_left(use_local_sgd=True),
+    "compression": is_left(compression="dgc"),
+    "sync_batch_norm": is_left(sync_batch_norm=True),
+    "nccl_comm_num": is_left(nccl_comm_num=4, sync_nccl_allreduce=True, divergence_check_steps=1),
+}
+report(left=left, same=same, world=fleet.worker_num(), sum=fleet.all_reduce(np.array([2.5])), plan=fleet.plan())
 fleet.barrier_worker()
 """
 
 
-def test_program_of_one_process_is_left_as_it_is(tmp_path: Path) -> None:
-    result = run_ranks(SCRIPT, 1, nodes=0, folder=tmp_path)
-    assert result.values[0]["same"] == [[True, True, True]] * 3
-    assert result.values[0]["world"] == 1
-    assert result.values[0]["sum"].tolist() == [2.5]
-    assert result.values[0]["plan"] is None
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(SCRIPT, 1, nodes=0, folder=tmp_path_factory.mktemp("one_process")).values[0]
+
+
+def test_program_of_one_process_is_left_as_it_is(found: dict[str, Any]) -> None:
+    assert found["same"] == [[True, True, True]] * 3
+    assert found["world"] == 1
+    assert found["sum"].tolist() == [2.5]
+    assert found["plan"] is None
+
+
+def test_what_asks_for_another_computation_is_heeded_by_one_process_and_what_sends_changes_nothing(
+    found: dict[str, Any],
+) -> None:
+    assert found["left"] == {
+        "accumulate_steps": False,
+        "amp_level": False,
+        "recompute_segments": False,
+        "recompute_every_blocks": False,
+        "recompute_checkpoints": False,
+        "use_local_sgd": True,
+        "compression": True,
+        "sync_batch_norm": True,
+        "nccl_comm_num": True,
+    }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import make_methods
-from fleet_train.errors import ConversionError
+from fleet_train.convert.profile_passes import refuse_on_this_device
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, Gradient, build_plan
 from fleet_train.plan.compressions import COMPRESSIONS
 from fleet_train.plan.simulate import methods
@@ -58,3 +60,10 @@ def test_dgc_without_its_settings_is_no_dense_exchange() -> None:
     bucket = Bucket(0, BUCKET.gradients, 0, compression="dgc")
     with pytest.raises(ConversionError, match="momentum it has not taken over"):
         make_methods.make_method(bucket, None, None, Profile(), None, None)  # type: ignore[arg-type]
+
+
+def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:
+    with pytest.raises(ProfileError, match=r"compression: fp16 is refused on Gloo: .*; use compression: bf16"):
+        refuse_on_this_device(Profile(compression="fp16"), paddle.CPUPlace())
+    for other in CHOICES - {"fp16"}:
+        refuse_on_this_device(Profile(compression=other), paddle.CPUPlace())
