@@ -143,7 +143,9 @@ def _recompute_cuts(profile: Profile) -> str:
 def _running(profile: Profile) -> list[Note]:
     """What happens beside the buckets while a job runs; none of it costs bytes worth counting."""
     every = profile.divergence_check_steps
-    compared = f"at the first step and every {every} steps, or at averagings" if every else "never"
+    compared = f"at the first step and every {every} steps" if every else "never"
+    if every and profile.use_local_sgd:
+        compared += " of the warm-up, then at the first averaging after so many"
     return [
         Note("divergence_check_steps", f"a digest of the parameters is compared {compared}"),
         Note(

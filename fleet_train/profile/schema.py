@@ -24,7 +24,8 @@ class Settings(ProgramKnobs):
         le=1_000_000_000,
         meaning="Compare a digest of all parameters over the ranks at the first step and every so many steps. 0 "
         "= never.",
-        reason="A drift stops the job and names the parameter and the rank. With LocalSGD: at every averaging instead.",
+        reason="A drift stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
+        "averagings: they are compared at the first averaging after so many steps.",
     )
     collective_timeout_seconds: int = knob(
         300,
@@ -39,8 +40,10 @@ class Settings(ProgramKnobs):
         factory=dict,
         fate="carried out",
         meaning="Variables for the workers, such as NCCL_IB_DISABLE or FLAGS_fraction_of_gpu_memory_to_use.",
-        reason="Set for every worker before Paddle starts. A FLAGS_* name that the installed Paddle does not know is "
-        "refused; names that choose ranks, devices or endpoints belong to the launcher.",
+        reason="The launcher sets them for every worker before Paddle starts; in a script that was started in another "
+        "way, flags are set where the optimizer is wrapped, and rank 0 says what came too late. A FLAGS_* name that "
+        "the installed Paddle does not know is refused; names that choose ranks, devices or endpoints belong to the "
+        "launcher.",
     )
 
 

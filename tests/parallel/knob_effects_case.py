@@ -19,7 +19,9 @@ class ByRank(list[Any]):
 
 @dataclass(frozen=True)
 class Case:
-    """``beside``: other settings. ``options``: of the run. ``sees``: what each look at it gives, on every rank."""
+    """``beside``: other settings. ``options``: of the run. ``sees``: what each look at it gives, on every rank.
+    ``holds``: for how many seconds at most a collective waits until no launch operator is under way.
+    """
 
     knob: str
     value: Any
@@ -28,7 +30,7 @@ class Case:
     run: str = "linear"
     options: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
-    holds: bool = False
+    holds: float = 0.0
 
     @property
     def name(self) -> str:

@@ -60,13 +60,13 @@ BUCKETS = [
 ]
 
 _BESIDE: dict[Look, Any] = {see.sends_beside_the_computing: True}
-_HELD: dict[str, Any] = {"holds": True, "options": {"steps": 1}}
+_ONE_STEP: dict[str, Any] = {"options": {"steps": 1}}
 CHANNELS = [
     Case("nccl_comm_num", 1, {see.threads: "aaaa", see.groups: "aaaa", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 2, {see.threads: "abab", see.groups: "abab", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 4, {see.threads: "abcd", see.groups: "abcd", **_BESIDE}, _ALONE),
-    Case("sync_nccl_allreduce", True, {see.launches_wait: [True, True]}, _PAIRS, **_HELD),
-    Case("sync_nccl_allreduce", False, {see.launches_wait: [False, False]}, _PAIRS, **_HELD),
+    Case("sync_nccl_allreduce", True, {see.launches_wait: [True, True]}, _PAIRS, holds=0.3, **_ONE_STEP),
+    Case("sync_nccl_allreduce", False, {see.launches_wait: [False, False]}, _PAIRS, holds=20.0, **_ONE_STEP),
     Case(
         "FLAGS_sync_nccl_allreduce",
         "1",
@@ -75,7 +75,8 @@ CHANNELS = [
             see.said: rank_0_says("FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true"),
         },
         _PAIRS,
-        **_HELD,
+        holds=0.3,
+        **_ONE_STEP,
     ),
 ]
 
@@ -101,6 +102,13 @@ RUNNING = [
     Case("fetch_frequency", 3, {see.fetches: "x..xx.x..x", see.told_other_loops: "x..x.."}, run="trainer"),
     Case("divergence_check_steps", 2, {see.compared_at: ["step 1", "step 3", "step 5"]}, options={"steps": 5}),
     Case("divergence_check_steps", 0, {see.compared_at: [], see.ends_with_an_operator: False}, options={"steps": 5}),
+    Case(
+        "divergence_check_steps",
+        3,
+        {see.compared_at: ["step 4", "step 8"]},
+        {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2},
+        options={"steps": 9},
+    ),
     Case("collective_timeout_seconds", 7, {see.bounds: [7]}),
     Case(
         "num_threads",

@@ -14,8 +14,6 @@ from fleet_train.cluster import StoreClient
 from fleet_train.collectives.exchange import GradientExchange
 from tests.parallel.knob_effects_seen import Event
 
-_HOLD_SECONDS = 0.3
-
 
 class Watch:
     """Stands before Paddle's collectives, the exchange and the store from its making on."""
@@ -23,8 +21,8 @@ class Watch:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step = 0
-        self.holds = False
-        """Whether an allreduce waits until no launch operator is under way, for a short while at most."""
+        self.holds = 0.0
+        """For how many seconds at most a collective waits until no launch operator is under way."""
         self._idle = threading.Event()
         self._idle.set()
         for kind in ("all_reduce", "all_gather", "reduce", "broadcast"):
@@ -32,7 +30,7 @@ class Watch:
         GradientExchange.launch = self._launch(GradientExchange.launch)  # type: ignore[method-assign]
         StoreClient.gather = self._gather(StoreClient.gather)  # type: ignore[method-assign]
 
-    def begin(self, holds: bool) -> None:
+    def begin(self, holds: float) -> None:
         self.events, self.step, self.holds = [], 0, holds
 
     def _note(self, what: str, **details: Any) -> None:
@@ -44,8 +42,7 @@ class Watch:
             dtype = str(tensor.dtype).removeprefix("paddle.")
             nbytes = int(tensor.size) * tensor.element_size()
             self._note(kind, nbytes=nbytes, dtype=dtype, group=group.id, ranks=tuple(group.ranks))
-            if self.holds:
-                self._idle.wait(_HOLD_SECONDS)
+            self._idle.wait(self.holds)
             if dtype == "float16":  # whose sums are infinite in Gloo: taken in float32 here
                 wide = tensor.cast("float32")
                 result = real(wide, group=group, **options)
