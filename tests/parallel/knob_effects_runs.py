@@ -45,6 +45,7 @@ class Trained:
         with paddle.static.scope_guard(self.scope):
             self.exe.run(self.startup)
         self.ran.steps.append(self.values())
+        fleet.communication()  # what follows is counted from here
         self.ran.facts |= {
             "operators": operators_of(self.main),
             "explained": explain(fleet.plan()),
@@ -66,6 +67,8 @@ class Trained:
 
     def end(self) -> Ran:
         self.ran.events = list(self._watch.events)
+        told = fleet.communication()
+        self.ran.facts["bytes"] = round(told.bytes_sent * max(told.steps, 1))
         with paddle.static.scope_guard(self.scope):
             fleet.synchronize_parameters(self.main)  # an averaging that is under way ends before the next case
         return self.ran

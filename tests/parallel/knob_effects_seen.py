@@ -61,6 +61,11 @@ def _said(event: Event) -> str:
     return f"{event.what} {event.nbytes}{dtype}"
 
 
+def counted(ran: Ran) -> int:
+    """The bytes that `fleet.communication` says were sent: between two ranks, those of the buffers."""
+    return int(ran.facts["bytes"])
+
+
 def sending_steps(ran: Ran) -> list[int]:
     """In which steps anything is sent."""
     return sorted({event.step for event in ran.collectives()})
