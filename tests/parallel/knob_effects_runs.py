@@ -49,6 +49,7 @@ class Trained:
         self.ran.facts |= {
             "operators": operators_of(self.main),
             "explained": explain(fleet.plan()),
+            "plan": fleet.plan().to_json(),
             "flags": paddle.get_flags(FLAGS),
         }
 

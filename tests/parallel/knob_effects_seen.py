@@ -231,6 +231,22 @@ def called(ran: Ran) -> list[str]:
     return [name for line in ran.facts["told"] for name in re.findall(r"profile '(\w+)'", line)]
 
 
+def planned(ran: Ran) -> str:
+    """When the plan, which is explained and priced, says that something is exchanged; and whether it is waited for."""
+    plan = ran.facts["plan"]
+    waits = ", each bucket waited for" if plan["waits_for_each"] else ""
+    return f"every {plan['accumulate_steps']} micro-batches{waits}"
+
+
+def planned_averaging(ran: Ran) -> str:
+    """What the plan, which is explained and priced, says of an averaging."""
+    found = ran.facts["plan"]["averaging"]
+    return (
+        f"{found['warm_steps']} warm-up steps, then every {found['period']} ({found['schedule']}, "
+        f"{found['overlap_steps']} beside it) in {found['wire_dtype']}, outer {found['outer_optimizer']}"
+    )
+
+
 def said(ran: Ran) -> list[str]:
     """What rank 0 has said of the case's knob: the sentence up to its reason; the other ranks say nothing."""
     return list(ran.facts["said"])

@@ -36,6 +36,7 @@ BUCKETS = [
     Case("fuse_all_reduce_ops", False, {see.sent: [_UNFUSED] * 2}),
     Case("fuse_all_reduce_ops", True, {see.sent: [[WHOLE]] * 2}),
     Case("fuse_grad_size_in_MB", 0.002, {see.sent: [_IN_SIZES] * 2}),
+    Case("fuse_grad_size_in_MB", 0.0005, {see.sent: [_UNFUSED] * 2}),
     Case("fuse_parameter_groups_size", 2, {see.sent: [_IN_PAIRS] * 2}),
     Case("last_comm_group_size_MB", 0.001, {see.sent: [["all_reduce 8192", "all_reduce 1152", "all_reduce 32"]] * 2}),
     Case(
@@ -62,7 +63,14 @@ CHANNELS = [
     Case("nccl_comm_num", 1, {see.threads: "aaaa", see.groups: "aaaa", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 2, {see.threads: "abab", see.groups: "abab", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 4, {see.threads: "abcd", see.groups: "abcd", **_BESIDE}, _ALONE),
-    Case("sync_nccl_allreduce", True, {see.launches_wait: [True, True]}, _PAIRS, holds=0.3, **_ONE_STEP),
+    Case(
+        "sync_nccl_allreduce",
+        True,
+        {see.launches_wait: [True, True], see.planned: "every 1 micro-batches, each bucket waited for"},
+        _PAIRS,
+        holds=0.3,
+        **_ONE_STEP,
+    ),
     Case("sync_nccl_allreduce", False, {see.launches_wait: [False, False]}, _PAIRS, holds=20.0, **_ONE_STEP),
     Case(
         "FLAGS_sync_nccl_allreduce",

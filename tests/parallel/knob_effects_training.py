@@ -27,11 +27,36 @@ LOCAL_SGD = [
         **_STEPS[5],
     ),
     Case("use_local_sgd", False, {see.sending_steps: [1, 2, 3]}, **_STEPS[3]),
-    Case("local_sgd_is_warm_steps", 3, {see.sending_steps: [1, 2, 3, 5]}, _LOCAL, **_STEPS[5]),
-    Case("local_sgd_steps", 3, {see.sending_steps: [3, 6]}, _LOCAL, **_STEPS[6]),
+    Case(
+        "local_sgd_is_warm_steps",
+        3,
+        {
+            see.sending_steps: [1, 2, 3, 5],
+            see.planned_averaging: "3 warm-up steps, then every 2 (constant, 0 beside it) in float32, outer none",
+        },
+        _LOCAL,
+        **_STEPS[5],
+    ),
+    Case(
+        "local_sgd_steps",
+        3,
+        {
+            see.sending_steps: [3, 6],
+            see.planned_averaging: "0 warm-up steps, then every 3 (constant, 0 beside it) in float32, outer none",
+        },
+        _LOCAL,
+        **_STEPS[6],
+    ),
     Case("local_sgd_schedule", "constant", {see.sending_steps: [2, 4, 6]}, _LOCAL, **_STEPS[6]),
     Case(
-        "local_sgd_schedule", "doubling", {see.sending_steps: [1, 3, 7]}, _LOCAL | {"local_sgd_steps": 4}, **_STEPS[7]
+        "local_sgd_schedule",
+        "doubling",
+        {
+            see.sending_steps: [1, 3, 7],
+            see.planned_averaging: "0 warm-up steps, then every 4 (doubling, 0 beside it) in float32, outer none",
+        },
+        _LOCAL | {"local_sgd_steps": 4},
+        **_STEPS[7],
     ),
     Case("local_sgd_schedule", "adaptive", {see.sending_steps: [2, 4]}, _LOCAL, **_FALLING),
     Case(
@@ -50,11 +75,23 @@ LOCAL_SGD = [
     ),
     Case("local_sgd_momentum", "reset", {see.velocities: ByRank([[1.0, 0.0], [2.0, 0.0]])}, **_MOMENTUM),
     Case("local_sgd_dtype", "float32", {see.sent: [[], [WHOLE]]}, _LOCAL),
-    Case("local_sgd_dtype", "bfloat16", {see.sent: [[], ["all_reduce 4688 bfloat16"]], see.counted: 4688}, _LOCAL),
+    Case(
+        "local_sgd_dtype",
+        "bfloat16",
+        {
+            see.sent: [[], ["all_reduce 4688 bfloat16"]],
+            see.counted: 4688,
+            see.planned_averaging: "0 warm-up steps, then every 2 (constant, 0 beside it) in bfloat16, outer none",
+        },
+        _LOCAL,
+    ),
     Case(
         "local_sgd_overlap_steps",
         1,
-        {see.first_values: ByRank([[0.0, -1.0, -3.0, -4.0], [-1.0, -3.0, -4.0, -6.0]])},
+        {
+            see.first_values: ByRank([[0.0, -1.0, -3.0, -4.0], [-1.0, -3.0, -4.0, -6.0]]),
+            see.planned_averaging: "0 warm-up steps, then every 2 (constant, 1 beside it) in float32, outer none",
+        },
         _LOCAL,
         **_STEPS[4],
     ),
@@ -65,7 +102,10 @@ LOCAL_SGD = [
     Case(
         "outer_optimizer",
         "diloco",
-        {see.moved: [2.25, 2.625, 2.8125]},
+        {
+            see.moved: [2.25, 2.625, 2.8125],
+            see.planned_averaging: "0 warm-up steps, then every 1 (constant, 0 beside it) in float32, outer diloco",
+        },
         _EACH_STEP | {"outer_momentum": 0.5},
         **_STEPS[3],
     ),
@@ -168,7 +208,12 @@ PROGRAM = [
     Case(
         "accumulate_steps",
         2,
-        {see.sending_steps: [2, 4], see.moved: [0.0, 1.5, 0.0, 1.5], see.counted: 2 * 9376},
+        {
+            see.sending_steps: [2, 4],
+            see.moved: [0.0, 1.5, 0.0, 1.5],
+            see.counted: 2 * 9376,
+            see.planned: "every 2 micro-batches",
+        },
         **_STEPS[4],
     ),
     Case("amp_level", "O0", {see.fetched_dtypes: ["float32", "float32"]}, run="layers"),
