@@ -108,6 +108,21 @@ def test_gradient_merge_changes_the_rate_with_each_update_only() -> None:
     assert sinks.values_of("train/learning_rate") == pytest.approx([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3])
 
 
+def test_a_resume_under_gradient_merge_goes_on_with_the_rate_of_its_updates(tmp_path: Path) -> None:
+    strategy = DistributedStrategy()
+    strategy.accumulate_steps = 2
+    for epochs in (1, 2):
+        with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
+            settings = TrainerSettings(epochs=2, stop_after_epochs=1, log_every=1)
+            made, sinks = trainer(Watched(), settings, strategy, checkpoints=Checkpoints(tmp_path))
+            found = Checkpoints(tmp_path).newest()
+            if found is not None:
+                made.resume(found)
+            assert made.fit().epochs == epochs
+    # Two updates are done; the third is behind step 6, the first of this epoch.
+    assert sinks.values_of("train/learning_rate") == pytest.approx([1 / 4, 1 / 4, 1 / 5, 1 / 5, 1 / 6])
+
+
 def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(tmp_path: Path) -> None:
     def stop(feed: Any, step: int) -> None:
         del feed
