@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 
 from fleet_train.cluster.store_wire import Json, keep_alive
@@ -21,6 +22,8 @@ from fleet_train.errors import ClusterError
 FRAME_LIMIT_BYTES = 64 * 2**20
 # How long all members may stand at different meetings before that counts as a mistake and not as a coincidence.
 _CROSSED_SECONDS = 1.0
+# Reports beyond these add nothing: the first ones say who failed, and the job is ending.
+_MOST_REPORTS = 256
 
 
 @dataclass
@@ -50,7 +53,23 @@ class _State:
         self.values: dict[str, Json] = {}
         self.gathers: dict[tuple[str, str], _Gather] = {}
         self.gone: dict[tuple[str, int], str] = {}
-        self.failure: Json = None
+        self.failures: list[tuple[Json, float]] = []
+        self.began = time.monotonic()
+
+    @property
+    def failure(self) -> Json:
+        """The first report: the one that waiters are told."""
+        return self.failures[0][0] if self.failures else None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def fail(self, report: Json) -> None:
+        if len(self.failures) < _MOST_REPORTS:
+            self.failures.append((report, round(self.seconds, 3)))
+        if len(self.failures) == 1:
+            self.review()
 
     def arrive(self, group: str, member: int, request: Json) -> asyncio.Future[Json]:
         key = (group, request["name"])
@@ -263,11 +282,13 @@ class _Connection:
             case "gather":
                 return await self._gather(request)
             case "fail":
-                if state.failure is None:
-                    state.failure = request["value"]
-                    state.review()
+                state.fail(request["value"])
             case "failure":
                 return {"value": state.failure}
+            case "failures":
+                return {"value": state.failures}
+            case "clock":
+                return {"value": round(state.seconds, 3)}
             case "gone":
                 return {"value": [[m, how] for (g, m), how in state.gone.items() if g == request["group"]]}
             case "leave":

@@ -14,7 +14,7 @@ from typing import Any
 
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch import processes
-from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines
+from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines, with_reports
 from fleet_train.launch.meeting import Meeting, Say
 from fleet_train.launch.orderly import Newcomers, OrderlyStop
 from fleet_train.launch.prepare import Launch
@@ -25,8 +25,10 @@ from fleet_train.launch.stock import make_private_folder, remove_private_folder
 from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 
-_OTHERS_END_WITHIN_SECONDS = 10.0
-_LINGER_AFTER_SUCCESS_SECONDS = 30.0
+_OTHERS_END_WITHIN_SECONDS = 20.0
+# After this node's ranks have ended well: another one may still need them, which makes that end a failure.
+_EXIT_BARRIER_SECONDS = 300.0
+_LINGER_AFTER_STOP_SECONDS = 30.0
 
 
 @dataclass
@@ -43,17 +45,18 @@ class _Started:
     say: Say
 
     def end(self) -> list[RankEnd]:
-        """Stop everything; how every rank of this node has ended, with the last lines of those that failed."""
+        """Stop everything; how every rank of this node has ended, with its last lines."""
         processes.end_everything(self.stock, self.files.wrapper_pids())
         self.follower.close()
         found = self.files.ends(self.meeting.start)
         for local in self.files.records():
             seconds = max((end.seconds for end in found.values()), default=0.0)
             found.setdefault(local, self.files.end_without_trace(local, seconds))
-        ends = [
-            end if end.succeeded else replace(end, last_lines=self.files.tail(local))
-            for local, end in sorted(found.items())
-        ]
+        return self.tell(found)
+
+    def tell(self, found: Mapping[int, RankEnd]) -> list[RankEnd]:
+        """Let the other nodes know how the ranks of this one have ended (by local index)."""
+        ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
         self.meeting.tell_ends(ends)
         return ends
 
@@ -119,14 +122,12 @@ def _stop_notice(started: _Started) -> dict[str, Any]:
 def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     processes.end_idle_launcher(started.stock)
     started.follower.close()
-    ends = list(started.files.ends(started.meeting.start).values())
-    started.meeting.tell_ends(ends)
-    is_host, restarts = started.launch.node.index == 0, started.launch.faults.max_restarts > 0
-    if not (is_host or restarts or outcome.kind is not Kind.DONE):
-        return replace(outcome, ends=tuple(ends))
-    patience = max(_LINGER_AFTER_SUCCESS_SECONDS, started.launch.faults.grace_seconds)
+    ends = started.tell(started.files.ends(started.meeting.start))
+    patience = _EXIT_BARRIER_SECONDS if outcome.kind is Kind.DONE else _LINGER_AFTER_STOP_SECONDS
+    patience = max(patience, started.launch.faults.grace_seconds)
     failure = started.meeting.await_others(patience, started.say)
-    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
+    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well. One of them may
+    # even be the cause: it has left while others still waited for it.
     return replace(outcome, ends=tuple(ends)) if failure is None else _told(started, ends, failure)
 
 
@@ -162,7 +163,7 @@ def _abandon(started: _Started, verdict: Verdict) -> Outcome:
 
 def _over_all_nodes(started: _Started, ends: list[RankEnd], fallback: str = "another node has failed") -> Outcome:
     others, silent = started.meeting.ends_of_others(_OTHERS_END_WITHIN_SECONDS)
-    every = (*ends, *others)
+    every = tuple(with_reports((*ends, *others), started.meeting.reports(), started.launch.node))
     culprit = choose_culprit(every)
     code = culprit.shell_code if culprit is not None else WorkerFailed.exit_code
     return Outcome(Kind.FAILED, code, fallback, every, tuple(silent), culprit)
