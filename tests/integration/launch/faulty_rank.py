@@ -75,7 +75,7 @@ def ask_in_child() -> None:
 
 FAULTS: dict[str, Any] = {
     "raise, then exit slowly": raise_and_exit_slowly,
-    "raise under another hook": raise_under_another_hook,
+    "raise, another hook": raise_under_another_hook,
     "data loader": read_bad_data,
     "sys.exit text": lambda: sys.exit("no disk left"),
     "sys.exit 3": lambda: sys.exit(3),

@@ -33,8 +33,8 @@ _MISSED = r"did not come to step 3 within 2 s"
     ("fault", "exit_code", "how", "last_line", "told"),
     [
         # Its exit handler and its thread would run for a minute; the launcher does not wait so long.
-        ("raise, then exit slowly", 1, r"ValueError, then stopped by SIG(TERM|KILL)", "ValueError: boom", "ValueError: boom"),
-        ("raise under another hook", 10, r"exit code 10 \(DataError\)", "fleet_train.errors.DataError: bad row", "DataError: bad row"),
+        ("raise, then exit slowly", 1, "ValueError, then stopped by SIG(TERM|KILL)", "ValueError: boom", "boom"),
+        ("raise, another hook", 10, r"exit code 10 \(DataError\)", "fleet_train.errors.DataError: bad row", "bad row"),
         ("data loader", 1, r"exit code 1 \(\w*Error\)", None, "stopped with"),
         ("sys.exit text", 1, r"exit code 1 \(sys.exit\)", "no disk left", "sys.exit: no disk left"),
         ("raise SystemExit 3", 3, rf"exit code 3 \({_LEFT}\)", None, "left the job"),
@@ -55,7 +55,7 @@ def test_the_rank_that_failed_is_named_on_both_nodes(
     (line,) = [line for line in bench.log().splitlines() if line.startswith("fleet_train: WorkerFailed:")]
     assert f"rank 1 (127.0.0.3:{bench.first_port})" in line
     assert told in line
-    if fault == "raise under another hook":
+    if fault == "raise, another hook":
         assert "other hook: bad row" in bench.log("node1/log/workerlog.0").splitlines()
     assert bench.job.leftovers() == []
 
