@@ -153,6 +153,10 @@ class StoreClient:
         """Be heard: resets the server's ``silence_seconds``. Raises WorkerFailed when the server does not answer."""
         self._call({"do": "beat"})
 
+    def ended(self, group: str, member: int) -> None:
+        """Say that a member's process has ended well: whoever waits for it without its having come need not."""
+        self._call({"do": "ended", "group": group, "member": member})
+
     def leave(self) -> None:
         """Say goodbye: from now on this member counts as finished, not as lost."""
         self._call({"do": "leave"})

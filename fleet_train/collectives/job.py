@@ -68,7 +68,7 @@ class Job:
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that has made gradients in it."""
         self._left = False
-        self._reported: BaseException | None = None
+        self._has_reported = False
 
     @property
     def world_size(self) -> int:
@@ -177,9 +177,8 @@ class Job:
 
     def report_failure(self, error: BaseException, doing: str = "stopped with {kind}") -> None:
         """Remember why this rank stops and tell the others, once: that it has failed, or which ranks it has missed."""
-        if error is self._reported:
+        if self._has_reported:
             return
-        self._reported = error
         self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
         self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing))
 
@@ -193,6 +192,7 @@ class Job:
     def _report(self, reports: Iterable[FailureReport]) -> None:
         if self._store is None or self._left:
             return
+        self._has_reported = True
         with contextlib.suppress(FleetTrainError):
             for report in reports:
                 self._store.fail(report.to_json())

@@ -24,7 +24,8 @@ _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preem
 _job: Job | None = None
 _pid = 0  # of the process that joined the job
 _exit_code: int | None = None
-_unsaid: BaseException | None = None  # the cause of the end, while our own hook has not printed it
+_noted: tuple[BaseException, BaseException] | None = None  # the exception that ends this rank, and its cause
+_is_said = False  # our own hook has printed it
 _installed = False
 _listens = False
 _teardown_is_skipped = False
@@ -109,7 +110,9 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _note(error: BaseException) -> BaseException | None:
     """Tell the others of an uncaught exception; returns its cause, or None while it is not the end."""
-    global _exit_code, _unsaid
+    global _exit_code, _noted
+    if _noted is not None and _noted[0] is error:  # the audit event came before the hook
+        return _noted[1]
     job = _watched()
     if getattr(error, "inside_host_operator", False):
         # Not the end yet: the executor will raise a SystemError in the script, and the cause is kept in the job.
@@ -120,12 +123,12 @@ def _note(error: BaseException) -> BaseException | None:
     report(error)
     if isinstance(cause, FleetTrainError):
         _exit_code = cause.exit_code
-    _unsaid = cause
+    _noted = (error, cause)
     return cause
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    global _unsaid
+    global _is_said
     cause = _note(error)
     if cause is None:
         if not isinstance(error, FleetTrainError):
@@ -135,7 +138,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         _say(cause)
     else:
         sys.__excepthook__(kind, error, traceback)
-    _unsaid = None
+    _is_said = True
     if isinstance(cause, FleetTrainError):
         raise SystemExit(cause.exit_code)
 
@@ -185,8 +188,8 @@ def _on_exit() -> None:
     job = _watched()
     if job is None:
         return
-    if isinstance(_unsaid, _ONE_LINE):
-        _say(_unsaid)
+    if _noted is not None and not _is_said and isinstance(_noted[1], _ONE_LINE):
+        _say(_noted[1])
     job.leave()
     if _exit_code is not None and job.world_size > 1:
         # A step was cut off: threads of Paddle's executor may still run, and tearing down under them has crashed.

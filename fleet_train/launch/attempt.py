@@ -26,8 +26,9 @@ from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
-# After this node's ranks have ended well: another one may still need them, which makes that end a failure.
-_EXIT_BARRIER_SECONDS = 300.0
+# After this node's ranks have ended well: another one may still need them, which makes that end a failure. The others
+# may also wait for them in fleet.init, as long as --join_timeout says.
+_EXIT_BARRIER_SECONDS = 60.0
 _LINGER_AFTER_STOP_SECONDS = 30.0
 
 
@@ -123,8 +124,9 @@ def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     processes.end_idle_launcher(started.stock)
     started.follower.close()
     ends = started.tell(started.files.ends(started.meeting.start))
-    patience = _EXIT_BARRIER_SECONDS if outcome.kind is Kind.DONE else _LINGER_AFTER_STOP_SECONDS
-    patience = max(patience, started.launch.faults.grace_seconds)
+    patience = max(_LINGER_AFTER_STOP_SECONDS, started.launch.faults.grace_seconds)
+    if outcome.kind is Kind.DONE:
+        patience = max(patience, started.launch.join_timeout_seconds + _EXIT_BARRIER_SECONDS)
     failure = started.meeting.await_others(patience, started.say)
     # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well. One of them may
     # even be the cause: it has left while others still waited for it.

@@ -167,6 +167,11 @@ class Meeting:
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
 
+    def tell_finished(self, rank: int) -> None:
+        """Its process has ended with 0: those who wait for it in ``fleet.init`` are told that it will not come."""
+        with suppress(FleetTrainError):
+            self._client.ended("rank", rank)
+
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
         """Tell everybody that ranks are to save their state, in that time. ``again``: there is another attempt."""
         with suppress(FleetTrainError):

@@ -74,6 +74,7 @@ class Supervisor:
         self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
         self._reports: list[FailureReport] = []
+        self._finished: set[int] = set()
 
     def watch(self) -> Verdict:
         while True:
@@ -89,6 +90,7 @@ class Supervisor:
             processes.freeze(self.stock)
             self._frozen = True
         ends = self.ends()
+        self._tell_finished(ends)
         all_ended = len(ends) == self.files.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
@@ -102,6 +104,12 @@ class Supervisor:
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return Verdict(Cause.STOPPED)
         return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+
+    def _tell_finished(self, ends: list[RankEnd]) -> None:
+        for end in ends:
+            if end.succeeded and end.rank not in self._finished:
+                self._finished.add(end.rank)
+                self.meeting.tell_finished(end.rank)
 
     def _judge(self, ends: list[RankEnd]) -> Verdict | None:
         node = self.files.node

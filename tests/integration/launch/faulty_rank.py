@@ -89,6 +89,8 @@ FAULTS: dict[str, Any] = {
 
 def main() -> None:
     paddle.enable_static()
+    if sys.argv[1] == "never join" and os.environ["PADDLE_TRAINER_ID"] == "1":
+        return
     fleet.init()
     x = paddle.static.data("x", [8, 4])
     loss = paddle.mean(paddle.static.nn.fc(x, 1) ** 2)

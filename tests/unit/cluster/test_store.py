@@ -166,6 +166,18 @@ def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> 
     assert told.value.absent == ()
 
 
+def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: StoreServer) -> None:
+    launcher, one, two = connect(server, 0, group="node"), connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("join", None, 3, 30))
+    launcher.ended("rank", 1)  # it is still connected: its own goodbye counts
+    launcher.ended("rank", 2)
+    thread.join(timeout=5)
+    assert isinstance(results[0], WorkerFailed)
+    assert str(results[0]).startswith("rank 2 has finished and left the job")
+    assert launcher.gone("rank") == {2: "left"}
+    two.leave()
+
+
 _FORKS = """
 import os, sys, time
 from fleet_train.cluster.store_client import StoreClient

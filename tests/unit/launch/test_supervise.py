@@ -37,6 +37,7 @@ class World:
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
     newcomers: str | None = None
+    finished: list[int] = field(default_factory=list)
     gone_wrappers: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
 
@@ -66,6 +67,9 @@ class World:
             raise WorkerFailed("vanished")
         return self.word, self.reports
 
+    def tell_finished(self, rank: int) -> None:
+        self.finished.append(rank)
+
     def poll(self) -> int | None:
         return self.stock_code
 
@@ -86,7 +90,9 @@ def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
 def test_it_waits_until_all_ranks_have_ended() -> None:
     world = World(ended={0: end(0, 1, code=0)})
     supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    for now in (1.0, 1.5):
+        assert look_at(world, supervisor, now) is None
+        assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
     assert look_at(world, supervisor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
 
