@@ -30,6 +30,8 @@ _OTHERS_END_WITHIN_SECONDS = 20.0
 # may also wait for them in fleet.init, as long as --join_timeout says.
 _EXIT_BARRIER_SECONDS = 60.0
 _LINGER_AFTER_STOP_SECONDS = 30.0
+# Whoever misses a rank has a line to say, before the launchers end it.
+_LAST_LINE_SECONDS = 1.0
 
 
 @dataclass
@@ -128,9 +130,20 @@ def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     if outcome.kind is Kind.DONE:
         patience = max(patience, started.launch.join_timeout_seconds + _EXIT_BARRIER_SECONDS)
     failure = started.meeting.await_others(patience, started.say)
-    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well. One of them may
-    # even be the cause: it has left while others still waited for it.
-    return replace(outcome, ends=tuple(ends)) if failure is None else _told(started, ends, failure)
+    if failure is None:
+        return replace(outcome, ends=tuple(ends))
+    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
+    _own_up(started, ends)
+    return _told(started, ends, failure)
+
+
+def _own_up(started: _Started, ends: list[RankEnd]) -> None:
+    """Where a rank of this node has left too early, it is this launcher that says so: others wait for its word."""
+    node = started.launch.node
+    culprit = choose_culprit(with_reports(ends, started.meeting.reports(), node))
+    if culprit is not None and culprit.rank in node.ranks:
+        time.sleep(_LAST_LINE_SECONDS)
+        started.meeting.fail(headline(culprit), culprit.shell_code)
 
 
 def _fail(started: _Started, verdict: Verdict) -> Outcome:
