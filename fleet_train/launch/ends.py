@@ -47,8 +47,9 @@ class RankEnd:
         return self.seconds if self.report is None else min(self.seconds, self.report.seconds)
 
     @property
-    def _ended_by_itself(self) -> bool:
-        return not (self.asked_to_stop or self.without_trace)
+    def _says_enough(self) -> bool:
+        """Whether the end of its process alone shows a failure."""
+        return self.has_ended and not (self.asked_to_stop or self.succeeded or self.preempted)
 
     @property
     def succeeded(self) -> bool:
@@ -80,7 +81,7 @@ class RankEnd:
 
         A failure that the process's own end does not show (we had to end it, or it ended with 0) has the report's.
         """
-        if self.report is not None and not (self._ended_by_itself and not self.succeeded and not self.preempted):
+        if self.report is not None and not self._says_enough:
             return self.report.exit_code
         if self.exit_code is not None:
             return self.exit_code
@@ -88,7 +89,7 @@ class RankEnd:
 
     def how(self) -> str:
         """``exit code 3``, ``killed by SIGKILL``, ``exit code 1 (ValueError)``, ``... , then stopped by SIGTERM``."""
-        if self.report is None or (self.report.kind == "lost" and self.has_ended and not self.asked_to_stop):
+        if self.report is None or (self.report.kind == "lost" and self._says_enough):
             return self._end()
         if not self.has_ended:
             return self.report.what

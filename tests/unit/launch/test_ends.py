@@ -61,6 +61,7 @@ def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
         (end(1, 1.0, code=12), missed(1, 2.0, "left", "left the job"), 11, "exit code 12 (left the job)"),
         (end(1, 2.5, code=3), missed(1, 2.0, "left", "left the job"), 3, "exit code 3 (left the job)"),
         (end(1, 1.9, signal=9), missed(1, 2.0, "lost", "was lost"), 137, "killed by SIGKILL"),
+        (end(1, 1.9, code=0), missed(1, 2.0, "lost", "was lost"), 11, "exit code 0 (was lost)"),
         (end(1, 9.0, signal=9, asked=True), missed(1, 2.0, "lost", "cut off"), 11, "cut off, then stopped by SIGKILL"),
     ],
 )  # fmt: skip
