@@ -18,11 +18,25 @@ Exit code 2 is the command line's own (usage). A failed rank's own exit code is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A member that others waited for in vain, and what became of it: ``did not come to step 4 within 2 s``."""
+
+    member: int
+    kind: str
+    """``missing`` (it may still be there), ``left`` (its process said goodbye) or ``lost``."""
+    what: str
+
 
 class FleetTrainError(Exception):
     """Base class: a message that says what was given, the rule, and the fix."""
 
     exit_code = 1
+    absent: tuple[Absence, ...] = ()
+    """Whose absence is the cause of this error; empty where nobody's is, or where somebody else has said it."""
 
 
 class PaddleUnusable(FleetTrainError):

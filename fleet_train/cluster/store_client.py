@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from fleet_train.cluster.store_wire import Json, keep_alive
-from fleet_train.errors import ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 
 # How much longer than the server's own bound a client waits for the server's answer.
 _ANSWER_GRACE_SECONDS = 10.0
 
 Describe = Callable[[int], str]
+
+# A child made by fork inherits the connections: see StoreClient.close_in_child.
+_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for client in list(_clients):
+        client.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class StoreClient:
@@ -38,6 +52,8 @@ class StoreClient:
         self._lock = threading.Lock()
         self._describe = describe
         self._answer_seconds = answer_seconds
+        self._is_in_child = False
+        _clients.add(self)
 
     @classmethod
     def connect(
@@ -99,13 +115,17 @@ class StoreClient:
         """Wait until members 0 .. count-1 of this group have called with this name; everybody gets all values.
 
         Raises JoinTimeout naming who did not come; WorkerFailed naming a member that died, left, or reported a
-        failure; ScheduleMismatch when the members do not agree on ``count``.
+        failure; ScheduleMismatch when the members do not agree on ``count``. The first two say in ``absent`` what the
+        members did that are to blame.
         """
         request = {"do": "gather", "name": name, "value": value, "count": count, "timeout": timeout_seconds}
         try:
             values = self._call(request, timeout_seconds)
         except JoinTimeout as error:
-            raise JoinTimeout(f"{name}: {error} within {timeout_seconds:g} s") from None
+            told = JoinTimeout(f"{name}: {error} within {timeout_seconds:g} s")
+            raise with_absent(told, error.absent, f" to {name} within {timeout_seconds:g} s") from None
+        except WorkerFailed as error:
+            raise with_absent(error, error.absent, f" while others waited for it at {name}") from None
         return dict(enumerate(values))
 
     def fail(self, report: dict[str, Json]) -> None:
@@ -117,6 +137,14 @@ class StoreClient:
         report: dict[str, Json] | None = self._call({"do": "failure"})
         return report
 
+    def failures(self) -> list[tuple[dict[str, Json], float]]:
+        """Every failure that was reported and when, in the seconds of ``clock``; the first one first."""
+        return [(report, seconds) for report, seconds in self._call({"do": "failures"})]
+
+    def clock(self) -> float:
+        """Seconds since the server first heard of this scope: one clock for all machines."""
+        return float(self._call({"do": "clock"}))
+
     def gone(self, group: str | None = None) -> dict[int, str]:
         """Members that were connected and are no longer: member -> ``left`` or how it was lost."""
         return {int(member): how for member, how in self._call({"do": "gone", "group": group or self.group})}
@@ -125,9 +153,23 @@ class StoreClient:
         """Be heard: resets the server's ``silence_seconds``. Raises WorkerFailed when the server does not answer."""
         self._call({"do": "beat"})
 
+    def ended(self, group: str, member: int) -> None:
+        """Say that a member's process has ended well: whoever waits for it without its having come need not."""
+        self._call({"do": "ended", "group": group, "member": member})
+
     def leave(self) -> None:
         """Say goodbye: from now on this member counts as finished, not as lost."""
         self._call({"do": "leave"})
+
+    def close_in_child(self) -> None:
+        """In a process that was forked from ours: let go of the connection, without a word to the server.
+
+        While a child holds it too, the server does not notice that we have died. No lock is taken, also not that of
+        the buffered file: a thread of the parent may have held it.
+        """
+        self._is_in_child = True
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -135,6 +177,11 @@ class StoreClient:
             self._sock.close()
 
     def _call(self, request: Json, patience_seconds: float = 0.0) -> Json:
+        if self._is_in_child:
+            raise ClusterError(
+                f"process {os.getpid()} was forked from {self._describe(self.member)} and has no place in the job: "
+                "call fleet in the process that called fleet.init only"
+            )
         with self._lock:
             try:
                 self._sock.settimeout(patience_seconds + self._answer_seconds)
@@ -157,10 +204,11 @@ class StoreClient:
             case None:
                 return reply["value"]
             case "timeout":
-                raise JoinTimeout(f"{self._names(reply['missing'])} did not come")
+                missing = [Absence(member, "missing", "did not come") for member in reply["missing"]]
+                raise with_absent(JoinTimeout(f"{self._names(reply['missing'])} did not come"), missing)
             case "gone":
                 parts = [f"{self._describe(m)} {_how_gone(how)}" for m, how in reply["gone"]]
-                raise WorkerFailed("; ".join(parts))
+                raise with_absent(WorkerFailed("; ".join(parts)), [_absence(m, how) for m, how in reply["gone"]])
             case "failed":
                 raise WorkerFailed(_what_failed(reply["failure"]))
             case "count":
@@ -197,8 +245,23 @@ def _pauses() -> Iterator[float]:
 
 def _how_gone(how: str) -> str:
     if how == "left":
-        return "has finished and left the job while others still wait for it (unequal numbers of steps?)"
+        return "has finished and left the job while others still wait for it (unequal numbers of steps, or an exit?)"
     return f"was lost ({how}: the process ended or its machine cannot be reached)"
+
+
+def _absence(member: int, how: str) -> Absence:
+    if how == "left":
+        return Absence(member, "left", "left the job")
+    return Absence(member, "lost", f"was lost ({how})")
+
+
+_Error = TypeVar("_Error", bound=FleetTrainError)
+
+
+def with_absent(error: _Error, absent: Iterable[Absence], more: str = "") -> _Error:
+    """The error with those who are to blame for it; ``more`` is said of each."""
+    error.absent = tuple(Absence(one.member, one.kind, one.what + more) for one in absent)
+    return error
 
 
 def _what_failed(report: dict[str, Json]) -> str:

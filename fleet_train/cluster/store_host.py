@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 from fleet_train.cluster.store_server import StoreServer
@@ -21,6 +22,18 @@ _READY = "listening"
 _LINGER_SECONDS = 300.0
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.05
+
+
+# The process ends with its parent; a child that the parent has forked must not hold it.
+_hosts: weakref.WeakSet[StoreHost] = weakref.WeakSet()
+
+
+def _release_all_in_child() -> None:
+    for host in list(_hosts):
+        host.release()
+
+
+os.register_at_fork(after_in_child=_release_all_in_child)
 
 
 class StoreHost:
@@ -36,6 +49,7 @@ class StoreHost:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # Ctrl-C reaches the ranks first; the store must outlive them to name the culprit
         )
+        _hosts.add(self)
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         self._process.stdout.close()

@@ -13,122 +13,12 @@ import asyncio
 import contextlib
 import json
 import threading
-from dataclasses import dataclass, field
 
+from fleet_train.cluster.store_memory import Memory, ScopeState
 from fleet_train.cluster.store_wire import Json, keep_alive
 from fleet_train.errors import ClusterError
 
 FRAME_LIMIT_BYTES = 64 * 2**20
-# How long all members may stand at different meetings before that counts as a mistake and not as a coincidence.
-_CROSSED_SECONDS = 1.0
-
-
-@dataclass
-class _Gather:
-    """One meeting: who has come with what, and who waits for the rest."""
-
-    count: int
-    first: int
-    values: dict[int, Json] = field(default_factory=dict)
-    waiting: list[asyncio.Future[Json]] = field(default_factory=list)
-
-    @property
-    def missing(self) -> list[int]:
-        return [member for member in range(self.count) if member not in self.values]
-
-    def answer(self, reply: Json) -> None:
-        for future in self.waiting:
-            if not future.done():
-                future.set_result(reply)
-        self.waiting.clear()
-
-
-class _State:
-    """What the server remembers. Touched by the event loop's thread only."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Json] = {}
-        self.gathers: dict[tuple[str, str], _Gather] = {}
-        self.gone: dict[tuple[str, int], str] = {}
-        self.failure: Json = None
-
-    def arrive(self, group: str, member: int, request: Json) -> asyncio.Future[Json]:
-        key = (group, request["name"])
-        gather = self.gathers.setdefault(key, _Gather(request["count"], member))
-        future: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
-        gather.waiting.append(future)
-        if gather.count != request["count"]:
-            counts = [[gather.first, gather.count], [member, request["count"]]]
-            self._finish(key, gather, {"error": "count", "counts": counts})
-            return future
-        gather.values[member] = request["value"]
-        if not gather.missing:
-            self._finish(key, gather, {"value": [gather.values[i] for i in range(gather.count)]})
-        else:
-            self._give_up_if_hopeless(key, gather)
-            asyncio.get_running_loop().call_later(_CROSSED_SECONDS, self._give_up_if_crossed, group)
-        return future
-
-    def _give_up_if_crossed(self, group: str) -> None:
-        """All members wait, but at different meetings: nobody will ever come, so say who stands where."""
-        pending = {name: gather for (g, name), gather in self.gathers.items() if g == group}
-        waiting = sorted(member for gather in pending.values() for member in gather.values)
-        if len(pending) < 2 or waiting != list(range(max(gather.count for gather in pending.values()))):
-            return
-        where = [[member, name] for name, gather in pending.items() for member in gather.values]
-        for name, gather in pending.items():
-            self._finish((group, name), gather, {"error": "crossed", "where": sorted(where)})
-
-    def _finish(self, key: tuple[str, str], gather: _Gather, reply: Json) -> None:
-        gather.answer(reply)
-        self.gathers.pop(key, None)
-
-    def _give_up_if_hopeless(self, key: tuple[str, str], gather: _Gather) -> None:
-        if self.failure is not None:
-            self._finish(key, gather, {"error": "failed", "failure": self.failure})
-            return
-        gone = [[member, self.gone[(key[0], member)]] for member in gather.missing if (key[0], member) in self.gone]
-        if gone:
-            self._finish(key, gather, {"error": "gone", "gone": gone})
-
-    def review(self) -> None:
-        """Answer every meeting that can no longer be complete."""
-        for key, gather in list(self.gathers.items()):
-            self._give_up_if_hopeless(key, gather)
-
-    def time_out(self, group: str, member: int, name: str) -> Json:
-        """The answer to a member whose patience ended; it is withdrawn, so that a later round can start clean."""
-        gather = self.gathers.get((group, name))
-        missing = gather.missing if gather else []
-        if gather:
-            gather.values.pop(member, None)
-            gather.waiting = [future for future in gather.waiting if not future.done()]
-            if not gather.values:
-                del self.gathers[(group, name)]
-        return {"error": "timeout", "missing": missing}
-
-
-class _Memory:
-    """All scopes, and who is connected to which. Touched by the event loop's thread only (``members`` is also read)."""
-
-    def __init__(self) -> None:
-        self.scopes: dict[str, _State] = {}
-        self.members: dict[tuple[str, str, int], str] = {}
-        """(scope, group, member) -> the machine that it has named."""
-
-    def scope(self, name: str) -> _State:
-        return self.scopes.setdefault(name, _State())
-
-    def lose(self, machine: str, how: str) -> None:
-        """The machine is silent: its members count as gone in every scope, whatever TCP still believes."""
-        for key in [key for key, named in self.members.items() if named == machine]:
-            self.depart(key, how)
-
-    def depart(self, key: tuple[str, str, int], how: str) -> None:
-        if self.members.pop(key, None) is not None:  # else it was lost already
-            state = self.scope(key[0])
-            state.gone[key[1:]] = how
-            state.review()
 
 
 class StoreServer:
@@ -140,7 +30,7 @@ class StoreServer:
     def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.port = port
-        self._memory = _Memory()
+        self._memory = Memory()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
         self._bound = threading.Event()
@@ -213,7 +103,7 @@ class StoreServer:
 class _Connection:
     """One client's side of the conversation: a request, its answer, the next request."""
 
-    def __init__(self, memory: _Memory, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, memory: Memory, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._memory = memory
         self._reader = reader
         self._writer = writer
@@ -225,7 +115,7 @@ class _Connection:
         self._silence_seconds: float | None = None
 
     @property
-    def _state(self) -> _State:
+    def _state(self) -> ScopeState:
         return self._memory.scope(self._scope)
 
     @property
@@ -263,13 +153,17 @@ class _Connection:
             case "gather":
                 return await self._gather(request)
             case "fail":
-                if state.failure is None:
-                    state.failure = request["value"]
-                    state.review()
+                state.fail(request["value"])
             case "failure":
                 return {"value": state.failure}
+            case "failures":
+                return {"value": state.failures}
+            case "clock":
+                return {"value": round(state.seconds, 3)}
             case "gone":
                 return {"value": [[m, how] for (g, m), how in state.gone.items() if g == request["group"]]}
+            case "ended":
+                self._memory.end((self._scope, request["group"], request["member"]))
             case "leave":
                 self._depart("left")
             case "beat":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +13,8 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.failure_report import FailureReport, report_of_exit, reports_of
+from fleet_train.cluster.store_client import with_absent
 from fleet_train.cluster.store_host import StoreHost
 from fleet_train.collectives.gate_notes import GateNotes
 from fleet_train.collectives.groups import new_group
@@ -66,6 +68,7 @@ class Job:
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that has made gradients in it."""
         self._left = False
+        self._has_reported = False
 
     @property
     def world_size(self) -> int:
@@ -102,7 +105,7 @@ class Job:
         try:
             return client.gather(name, value, self.world_size, timeout_seconds)
         except JoinTimeout as error:
-            self.failure = WorkerFailed(str(error))
+            self.failure = with_absent(WorkerFailed(str(error)), error.absent)
             raise self.failure from None
         except FleetTrainError as error:
             self.failure = error
@@ -163,7 +166,8 @@ class Job:
         try:
             self.store.gather(f"autopsy of {moment}", None, self.world_size, _AUTOPSY_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
-            return WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
+            error = WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
+            return with_absent(error, found.absent)
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return WorkerFailed(
@@ -171,13 +175,27 @@ class Job:
             "between them and at GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME"
         )
 
-    def report_failure(self, message: str) -> None:
-        """Tell the others why this rank stops, so that they can name it."""
+    def report_failure(self, error: BaseException, doing: str = "stopped with {kind}") -> None:
+        """Remember why this rank stops and tell the others, once: that it has failed, or which ranks it has missed."""
+        if self._has_reported:
+            return
+        self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
+        self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing))
+
+    def report_exit(self, code: Any) -> None:
+        """Tell the others that this rank's script has ended itself with a code other than 0."""
+        report = report_of_exit(code, self.cluster.this, self.cluster.describe(self.cluster.rank))
+        if report is not None:
+            self.failure = FleetTrainError(report.message)
+            self._report([report])
+
+    def _report(self, reports: Iterable[FailureReport]) -> None:
         if self._store is None or self._left:
             return
-        report = {"rank": self.cluster.rank, "host": self.cluster.this.host, "message": message, "time": time.time()}
+        self._has_reported = True
         with contextlib.suppress(FleetTrainError):
-            self._store.fail(report)
+            for report in reports:
+                self._store.fail(report.to_json())
 
     def leave(self) -> None:
         """An orderly goodbye; the store goes on for those that are still at work."""

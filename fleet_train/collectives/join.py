@@ -39,7 +39,7 @@ def join(cluster: Cluster, timeout_seconds: float) -> Job:
         _compare(job, timeout_seconds)
         _form_process_group(job, timeout_seconds)
     except BaseException as error:
-        job.report_failure(f"{cluster.describe(cluster.rank)} could not join: {error}")
+        job.report_failure(error, doing="could not join")
         job.close()
         raise
     return job

@@ -14,7 +14,7 @@ from typing import Any
 
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch import processes
-from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines
+from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines, with_reports
 from fleet_train.launch.meeting import Meeting, Say
 from fleet_train.launch.orderly import Newcomers, OrderlyStop
 from fleet_train.launch.prepare import Launch
@@ -25,8 +25,13 @@ from fleet_train.launch.stock import make_private_folder, remove_private_folder
 from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 
-_OTHERS_END_WITHIN_SECONDS = 10.0
-_LINGER_AFTER_SUCCESS_SECONDS = 30.0
+_OTHERS_END_WITHIN_SECONDS = 20.0
+# After this node's ranks have ended well: another one may still need them, which makes that end a failure. The others
+# may also wait for them in fleet.init, as long as --join_timeout says.
+_EXIT_BARRIER_SECONDS = 60.0
+_LINGER_AFTER_STOP_SECONDS = 30.0
+# Whoever misses a rank has a line to say, before the launchers end it.
+_LAST_LINE_SECONDS = 1.0
 
 
 @dataclass
@@ -43,17 +48,18 @@ class _Started:
     say: Say
 
     def end(self) -> list[RankEnd]:
-        """Stop everything; how every rank of this node has ended, with the last lines of those that failed."""
+        """Stop everything; how every rank of this node has ended, with its last lines."""
         processes.end_everything(self.stock, self.files.wrapper_pids())
         self.follower.close()
         found = self.files.ends(self.meeting.start)
         for local in self.files.records():
             seconds = max((end.seconds for end in found.values()), default=0.0)
             found.setdefault(local, self.files.end_without_trace(local, seconds))
-        ends = [
-            end if end.succeeded else replace(end, last_lines=self.files.tail(local))
-            for local, end in sorted(found.items())
-        ]
+        return self.tell(found)
+
+    def tell(self, found: Mapping[int, RankEnd]) -> list[RankEnd]:
+        """Let the other nodes know how the ranks of this one have ended (by local index)."""
+        ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
         self.meeting.tell_ends(ends)
         return ends
 
@@ -119,15 +125,25 @@ def _stop_notice(started: _Started) -> dict[str, Any]:
 def _end_well(started: _Started, outcome: Outcome) -> Outcome:
     processes.end_idle_launcher(started.stock)
     started.follower.close()
-    ends = list(started.files.ends(started.meeting.start).values())
-    started.meeting.tell_ends(ends)
-    is_host, restarts = started.launch.node.index == 0, started.launch.faults.max_restarts > 0
-    if not (is_host or restarts or outcome.kind is not Kind.DONE):
-        return replace(outcome, ends=tuple(ends))
-    patience = max(_LINGER_AFTER_SUCCESS_SECONDS, started.launch.faults.grace_seconds)
+    ends = started.tell(started.files.ends(started.meeting.start))
+    patience = max(_LINGER_AFTER_STOP_SECONDS, started.launch.faults.grace_seconds)
+    if outcome.kind is Kind.DONE:
+        patience = max(patience, started.launch.join_timeout_seconds + _EXIT_BARRIER_SECONDS)
     failure = started.meeting.await_others(patience, started.say)
+    if failure is None:
+        return replace(outcome, ends=tuple(ends))
     # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
-    return replace(outcome, ends=tuple(ends)) if failure is None else _told(started, ends, failure)
+    _own_up(started, ends)
+    return _told(started, ends, failure)
+
+
+def _own_up(started: _Started, ends: list[RankEnd]) -> None:
+    """Where a rank of this node has left too early, it is this launcher that says so: others wait for its word."""
+    node = started.launch.node
+    culprit = choose_culprit(with_reports(ends, started.meeting.reports(), node))
+    if culprit is not None and culprit.rank in node.ranks:
+        time.sleep(_LAST_LINE_SECONDS)
+        started.meeting.fail(headline(culprit), culprit.shell_code)
 
 
 def _fail(started: _Started, verdict: Verdict) -> Outcome:
@@ -162,7 +178,7 @@ def _abandon(started: _Started, verdict: Verdict) -> Outcome:
 
 def _over_all_nodes(started: _Started, ends: list[RankEnd], fallback: str = "another node has failed") -> Outcome:
     others, silent = started.meeting.ends_of_others(_OTHERS_END_WITHIN_SECONDS)
-    every = (*ends, *others)
+    every = tuple(with_reports((*ends, *others), started.meeting.reports(), started.launch.node))
     culprit = choose_culprit(every)
     code = culprit.shell_code if culprit is not None else WorkerFailed.exit_code
     return Outcome(Kind.FAILED, code, fallback, every, tuple(silent), culprit)

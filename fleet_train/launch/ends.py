@@ -1,13 +1,19 @@
-"""How ranks ended, and which of them was the first cause. Pure data and pure choices."""
+"""How ranks ended, and which of them was the root cause. Pure data and pure choices.
+
+What ranks have told the store (``FailureReport``) says more than the order in which processes end: a rank that has
+raised may take long to end, and one that others have missed would never end by itself, or has ended with 0.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import Preempted, WorkerFailed
+from fleet_train.launch.node import Node
 
 _SHELL_SIGNAL_BASE = 128
 
@@ -25,6 +31,25 @@ class RankEnd:
     asked_to_stop: bool
     log_file: str
     last_lines: tuple[str, ...] = ()
+    report: FailureReport | None = None
+    """What the store was told of this rank's failure, by itself or by a rank that has missed it."""
+    has_ended: bool = True
+    """False where its report is all that is known: it still runs, or its node is silent."""
+
+    @property
+    def failed(self) -> bool:
+        """Also with exit code 0: when others still needed it, or when it has told of a failure itself."""
+        return self.report is not None or not (self.succeeded or self.preempted)
+
+    @property
+    def failed_seconds(self) -> float:
+        """When it failed, which may be long before its process has ended."""
+        return self.seconds if self.report is None else min(self.seconds, self.report.seconds)
+
+    @property
+    def _says_enough(self) -> bool:
+        """Whether the end of its process alone shows a failure."""
+        return self.has_ended and not (self.asked_to_stop or self.succeeded or self.preempted)
 
     @property
     def succeeded(self) -> bool:
@@ -44,20 +69,36 @@ class RankEnd:
     def followed(self) -> bool:
         """It ended because something else had failed: we stopped it, or it reported that another rank was lost."""
         return (
-            not self.succeeded
+            self.report is None
+            and not self.succeeded
             and not self.preempted
             and (self.asked_to_stop or self.exit_code == WorkerFailed.exit_code)
         )
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a trace."""
+        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a trace.
+
+        A failure that the process's own end does not show (we had to end it, or it ended with 0) has the report's.
+        """
+        if self.report is not None and not self._says_enough:
+            return self.report.exit_code
         if self.exit_code is not None:
             return self.exit_code
         return _SHELL_SIGNAL_BASE + (self.signal_number or signal.SIGKILL)
 
     def how(self) -> str:
-        """``exit code 3``, ``killed by SIGKILL``, ``stopped (SIGTERM)``, ..."""
+        """``exit code 3``, ``killed by SIGKILL``, ``exit code 1 (ValueError)``, ``... , then stopped by SIGTERM``."""
+        if self.report is None or (self.report.kind == "lost" and self._says_enough):
+            return self._end()
+        if not self.has_ended:
+            return self.report.what
+        if self.asked_to_stop:
+            return f"{self.report.what}, then {self._end()}"
+        ending = self._end() if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"{ending} ({self.report.what})"
+
+    def _end(self) -> str:
         if self.without_trace:
             return "ended without a trace (its wrapper process was killed)"
         if self.signal_number is not None:
@@ -73,7 +114,8 @@ class RankEnd:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankEnd:
-        return cls(**{**data, "last_lines": tuple(data["last_lines"])})
+        report = None if data["report"] is None else FailureReport.from_json(data["report"])
+        return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report})
 
 
 def signal_name(number: int) -> str:
@@ -88,8 +130,32 @@ def choose_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
 
     Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
     """
-    failed = [end for end in ends if not end.succeeded and not end.preempted]
-    return min(failed, key=lambda end: (end.asked_to_stop, end.followed, end.seconds, end.rank), default=None)
+    failed = [end for end in ends if end.failed]
+    return min(
+        failed,
+        key=lambda end: (end.asked_to_stop and end.report is None, end.followed, end.failed_seconds, end.rank),
+        default=None,
+    )
+
+
+def with_reports(ends: Iterable[RankEnd], reports: Iterable[FailureReport], node: Node) -> list[RankEnd]:
+    """The ends with what was reported of each rank, its own words first; and who was reported and is not among them."""
+    found = {end.rank: end for end in ends}
+    told: dict[int, FailureReport] = {}
+    for report in reports:
+        earlier = told.setdefault(report.rank, report)
+        if report.is_own and not earlier.is_own:
+            told[report.rank] = report.at(min(earlier.seconds, report.seconds))
+    for rank, report in told.items():
+        if 0 <= rank < node.world_size:
+            found[rank] = replace(found.get(rank) or _not_ended(rank, report, node), report=report)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _not_ended(rank: int, report: FailureReport, node: Node) -> RankEnd:
+    index, local = divmod(rank, node.processes)
+    endpoint = f"{node.addresses[index]}:{node.started_port + local}"
+    return RankEnd(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
 
 
 def end_from_record(record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str) -> RankEnd:

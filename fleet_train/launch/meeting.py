@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.cluster.store_client import StoreClient
 from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.ends import RankEnd
@@ -19,6 +20,7 @@ from fleet_train.launch.node import Node
 
 GROUP = "node"
 _STOP = "launch/stop"
+_ZERO = "launch/zero"
 _POLL_SECONDS = 0.2
 _SAY_EVERY_SECONDS = 10.0
 _FOLDER_SECONDS = 60.0
@@ -67,6 +69,8 @@ class Meeting:
             self.fail(str(error), type(error).exit_code)
             raise
         self.start = time.monotonic()
+        if self.node.index == 0:
+            self._client.set(_ZERO, self._client.clock())
         return int(max(proposed.values()))
 
     def _await_all(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> None:
@@ -112,34 +116,61 @@ class Meeting:
     # while the job runs
 
     def failure(self) -> dict[str, Any] | None:
-        """What another node or a rank has reported, or that a launcher was lost; None while all is well.
+        """What a launcher or a rank has reported, or that a launcher was lost; None while all is well.
 
         Raises WorkerFailed when node 0's launcher, and with it the store, has vanished before its ranks had ended.
         """
+        word, reports = self.failures()
+        return word or (reports[0].to_json() if reports else None)
+
+    def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
+        """(what a launcher has said, or that one was lost; what ranks have reported). Raises as ``failure`` does."""
         if self._host_left:
-            return None
+            return None, []
         try:
-            failure = self._client.failure()
-            gone = {} if failure else self._client.gone(GROUP)
+            gone = self._client.gone(GROUP)
+            told = self._client.failures()
+            zero = self._zero() if told else 0.0
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(0)}, which hosts the job store at {self.node.store_endpoint}, "
                 "has vanished: it was killed, or its machine cannot be reached any more"
             ) from None
+        reports = [FailureReport.from_json(report).at(at - zero) for report, at in told if "reporter" in report]
+        word = next((report for report, _ in told if "node" in report), None) or self._lost(gone)
+        self._host_left = not told and gone.get(0) == "left" and self.node.index != 0
+        return word, reports
+
+    def _lost(self, gone: Mapping[int, str]) -> dict[str, Any] | None:
+        """A launcher that was lost takes its ranks with it: what others say of these is no news."""
         lost = [self.node.describe(index) for index, how in sorted(gone.items()) if how != "left"]
-        self._host_left = gone.get(0) == "left" and self.node.index != 0
-        if lost:
-            silent = next((how for how in gone.values() if how.startswith("not heard")), "")
-            message = f"the launcher of {', '.join(lost)} was lost{silent and f' ({silent})'}"
-            message += ": it was killed, or its machine cannot be reached"
-            return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_culprit": True}
-        return failure
+        if not lost:
+            return None
+        silent = next((how for how in gone.values() if how.startswith("not heard")), "")
+        message = f"the launcher of {', '.join(lost)} was lost{silent and f' ({silent})'}"
+        message += ": it was killed, or its machine cannot be reached"
+        return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_culprit": True}
+
+    def reports(self) -> list[FailureReport]:
+        """What ranks have reported so far; empty when the store does not answer."""
+        with suppress(FleetTrainError):
+            return self.failures()[1]
+        return []
+
+    def _zero(self) -> float:
+        """When the launchers had met, on the store's clock."""
+        return float(self._client.get(_ZERO) or 0.0)
 
     def fail(self, message: str, exit_code: int, *, no_culprit: bool = False, final: bool = False) -> None:
         """Tell everybody why the attempt ends; the first report stands. ``final``: it is not to be tried again."""
         report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_culprit": no_culprit}
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
+
+    def tell_finished(self, rank: int) -> None:
+        """Its process has ended with 0: those who wait for it in ``fleet.init`` are told that it will not come."""
+        with suppress(FleetTrainError):
+            self._client.ended("rank", rank)
 
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
         """Tell everybody that ranks are to save their state, in that time. ``again``: there is another attempt."""

@@ -43,6 +43,8 @@ class OrderlyStop:
         self._newcomers = newcomers
         self._clock = clock
         self._until: float | None = None
+        self.is_announced = False
+        """On some node: ranks that end or are lost until the bound is over belong to it."""
 
     @property
     def wanted_here(self) -> bool:
@@ -72,11 +74,13 @@ class OrderlyStop:
         notice: dict[str, Any] | None = self._meeting.stop_announced()
         if notice is not None:
             self._until = self._clock() + float(notice["grace_seconds"]) + _NEWS_SECONDS
+            self.is_announced = True
         elif self._clock() > self._meeting.start + _SETTLED_SECONDS and (why := self._newcomers()):
             self.for_newcomers = why
             self._ask(why)
 
     def _ask(self, why: str) -> None:
         self._until = self._clock() + self._grace_seconds
+        self.is_announced = True
         self._meeting.announce_stop(why, self._grace_seconds, again=not self.by_signal)
         processes.ask_to_stop(self._files.wrapper_pids())

@@ -26,11 +26,17 @@ def failure_report(ends: Iterable[RankEnd], silent_nodes: Sequence[str] = ()) ->
 
 def headline(culprit: RankEnd) -> str:
     """One line for other nodes and for whoever waits in the store."""
-    return f"rank {culprit.rank} ({culprit.endpoint}) failed first: {culprit.how()} after {culprit.seconds:.1f} s"
+    return (
+        f"rank {culprit.rank} ({culprit.endpoint}) failed first: {culprit.how()} after {culprit.failed_seconds:.1f} s"
+    )
 
 
 def _last_lines(culprit: RankEnd) -> str:
     host = culprit.endpoint.rpartition(":")[0]
+    told = culprit.report.traceback if culprit.report else ()
+    if told and told[-1] not in culprit.last_lines:  # much was printed since, or the log cannot be reached
+        lines = "\n".join(f"  | {line}" for line in told)
+        return f"rank {culprit.rank} has reported ({host}:{culprit.log_file}):\n{lines}"
     if not culprit.last_lines:
         return f"rank {culprit.rank} has written nothing to its log ({host}:{culprit.log_file})"
     lines = "\n".join(f"  | {line}" for line in culprit.last_lines)
@@ -39,17 +45,17 @@ def _last_lines(culprit: RankEnd) -> str:
 
 def _table(culprit: RankEnd, others: list[RankEnd]) -> str:
     rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", culprit)]
-    followers = [end for end in others if not end.succeeded]
+    followers = [end for end in others if not end.succeeded or end.failed]
     rows += [_row("followed", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += _rest("followed", followers[_ROWS_FOR_FOLLOWERS:])
-    lines += _rest("finished", [end for end in others if end.succeeded])
+    lines += _rest("finished", [end for end in others if end.succeeded and not end.failed])
     return "\n".join(lines)
 
 
 def _row(role: str, end: RankEnd) -> tuple[str, ...]:
-    return (role, str(end.rank), end.endpoint, end.how(), f"{end.seconds:.1f} s", end.log_file)
+    return (role, str(end.rank), end.endpoint, end.how(), f"{end.failed_seconds:.1f} s", end.log_file)
 
 
 def _rest(role: str, ends: list[RankEnd]) -> list[str]:

@@ -93,7 +93,7 @@ def why_not_again(outcome: Outcome, earlier: Sequence[Outcome], policy: FaultPol
     culprit = outcome.culprit
     if outcome.final or policy.max_restarts == 0:
         return ""
-    is_mistake = culprit is not None and culprit.exit_code in _COMES_AGAIN
+    is_mistake = culprit is not None and culprit.shell_code in _COMES_AGAIN
     # With a node that is silent, a rank's error may only be how it has met that node's end.
     if is_mistake and not outcome.without_culprit and not outcome.silent:
         return f"exit code {outcome.exit_code} stands for a mistake in flags, profile, data or numbers: it comes again"
@@ -112,7 +112,11 @@ def _same_failure(one: Outcome, other: Outcome) -> bool:
 def _signature(outcome: Outcome) -> tuple[Any, ...] | None:
     """What two failures of one cause have in common; None for those that came from outside or only followed."""
     culprit = outcome.culprit
-    if outcome.without_culprit or culprit is None or culprit.followed or culprit.signal_number in _FROM_OUTSIDE:
+    if outcome.without_culprit or culprit is None or culprit.followed:
+        return None
+    if culprit.report is not None and culprit.report.traceback:  # whatever it has printed since, and however it ended
+        return culprit.rank, culprit.shell_code, None, re.sub(r"\d+", "#", culprit.report.traceback[-1])
+    if culprit.signal_number in _FROM_OUTSIDE:
         return None
     if culprit.without_trace:
         return None

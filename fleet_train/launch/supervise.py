@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch import processes
-from fleet_train.launch.ends import RankEnd, choose_culprit
+from fleet_train.launch.ends import RankEnd, choose_culprit, with_reports
 from fleet_train.launch.meeting import Meeting
 from fleet_train.launch.orderly import OrderlyStop
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
@@ -19,8 +20,14 @@ _TICK_SECONDS = 0.1
 _STORE_EVERY_SECONDS = 0.5
 # How long a failure that may only be an echo (another rank was lost) waits for the news of its cause.
 _ECHO_SECONDS = 2.0
-# A rank that reports its own failure to the store is about to exit: its real exit code is worth this wait.
-_CONFESSION_SECONDS = 3.0
+# A rank whose failure the store knows is about to exit: its own exit code and its last lines are worth this wait. It
+# may take longer (exit handlers, threads); then we end it.
+_EXIT_SECONDS = 5.0
+# One that others have missed (frozen, in a loop) will not end by itself: this is for those who have noticed.
+_MISSED_SECONDS = 2.0
+_NOTICED_SECONDS = 1.0
+# How long the launcher of another node may need to say how such a rank has ended, beyond that.
+_NEWS_SECONDS = 3.0
 # After the stock launcher's end, for records that are being written.
 _RECORD_SECONDS = 1.0
 
@@ -66,7 +73,8 @@ class Supervisor:
         self._frozen = False
         self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
-        self._told_at: float | None = None
+        self._reports: list[FailureReport] = []
+        self._finished: set[int] = set()
 
     def watch(self) -> Verdict:
         while True:
@@ -82,11 +90,12 @@ class Supervisor:
             processes.freeze(self.stock)
             self._frozen = True
         ends = self.ends()
+        self._tell_finished(ends)
         all_ended = len(ends) == self.files.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
-        if failed or self._clock() >= self._next_look_at_store:
+        if failed or self._reports or self._clock() >= self._next_look_at_store:
             self._next_look_at_store = self._clock() + _STORE_EVERY_SECONDS
             verdict = self._ask_store()
             if verdict is not None:
@@ -94,29 +103,39 @@ class Supervisor:
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return Verdict(Cause.STOPPED)
-        return self._judge(ends) if failed and not self.stop.wanted_here else None
+        return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+
+    def _tell_finished(self, ends: list[RankEnd]) -> None:
+        for end in ends:
+            if end.succeeded and end.rank not in self._finished:
+                self._finished.add(end.rank)
+                self.meeting.tell_finished(end.rank)
 
     def _judge(self, ends: list[RankEnd]) -> Verdict | None:
-        culprit = choose_culprit(ends)
-        assert culprit is not None
-        self._failed_at = self._failed_at or self._clock()
-        if culprit.followed and self._clock() < self._failed_at + _ECHO_SECONDS:
+        node = self.files.node
+        culprit = choose_culprit(with_reports(ends, self._reports, node))
+        if culprit is None:  # reports of ranks that this job does not have
             return None
-        return Verdict(Cause.RANK_FAILED, culprit=culprit)
+        self._failed_at = self._failed_at or self._clock()
+        is_missed = culprit.report is not None and not culprit.report.is_own
+        if self.stop.is_announced and (culprit.followed or is_missed):
+            return None  # ranks that have stopped are missed by others
+        if self._clock() < self._failed_at + _patience(culprit, is_here=culprit.rank in node.ranks):
+            return None
+        if culprit.rank in node.ranks:
+            return Verdict(Cause.RANK_FAILED, culprit=culprit)
+        assert culprit.report is not None
+        return Verdict(Cause.TOLD, culprit.report.to_json())
 
     def _ask_store(self) -> Verdict | None:
         try:
-            report = self.meeting.failure()
+            word, self._reports = self.meeting.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
-        if report is None:
-            self.stop.ask_store()
-            return None
-        self._told_at = self._told_at or self._clock()
-        from_a_rank = "node" not in report
-        if from_a_rank and self._clock() < self._told_at + _CONFESSION_SECONDS:
-            return None
-        return Verdict(Cause.TOLD, report)
+        if word is not None:
+            return Verdict(Cause.TOLD, word)
+        self.stop.ask_store()
+        return None
 
     def ends(self) -> list[RankEnd]:
         """How ranks have ended so far; when the stock launcher is gone, the rest has ended without a trace."""
@@ -130,3 +149,14 @@ class Supervisor:
                 for local in range(self.files.node.processes):
                     ends.setdefault(local, self.files.end_without_trace(local, since_start))
         return [ends[local] for local in sorted(ends)]
+
+
+def _patience(culprit: RankEnd, *, is_here: bool) -> float:
+    """How long after the first sign of a failure its conclusion is drawn, when this is the root cause so far."""
+    report = culprit.report
+    if report is None:
+        return _ECHO_SECONDS if culprit.followed else 0.0
+    if is_here and culprit.has_ended:
+        return 0.0 if report.is_own else _NOTICED_SECONDS
+    own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
+    return own if is_here else own + _NEWS_SECONDS

@@ -58,6 +58,11 @@ def throw(step: int) -> None:
         raise ValueError("boom")
 
 
+def exit_with_text(step: int) -> None:
+    if RANK == 1 and step == 3:
+        sys.exit("no disk left")
+
+
 def leave_early(step: int) -> None:
     if RANK == 1 and step == 3:
         sys.exit(0)
@@ -87,6 +92,7 @@ CASES = {
     "train": lambda: train(),
     "die": lambda: train(before_step=die),
     "throw": lambda: train(before_step=throw),
+    "exit with text": lambda: train(before_step=exit_with_text),
     "leave early": lambda: train(before_step=leave_early),
     "stall": lambda: train(Profile(collective_timeout_seconds=2), before_step=sleep_at_step_3(30)),
     "busy for longer than gloo waits": lambda: train(before_step=sleep_at_step_3(33)),

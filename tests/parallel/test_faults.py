@@ -39,6 +39,13 @@ def test_exception_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     assert "ValueError: boom" in result.ranks[1].output
 
 
+def test_sys_exit_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    result = run("exit with text", tmp_path)
+    assert result.exit_codes == [WorkerFailed.exit_code, 1], result.report()
+    assert last_line(result, 0).endswith(") stopped with sys.exit: no disk left")
+    assert result.ranks[1].output.splitlines()[-1] == "no disk left"
+
+
 def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None:
     result = run("leave early", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 0]

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -8,7 +12,8 @@ import pytest
 
 from fleet_train.cluster.store_client import StoreClient
 from fleet_train.cluster.store_server import StoreServer
-from fleet_train.errors import ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import Absence, ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from tests.support.processes import clean_environ
 
 
 @pytest.fixture
@@ -128,6 +133,83 @@ def test_first_failure_report_stands_and_wakes_the_waiters(server: StoreServer) 
     thread.join(timeout=5)
     assert str(results[0]) == "rank 1 ran out of memory"
     assert three.failure() == {"message": "rank 1 ran out of memory"}
+
+
+def test_every_failure_report_is_kept_with_its_time_on_one_clock(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    before = one.clock()
+    one.fail({"message": "first"})
+    two.fail({"message": "second"})
+    reports = two.failures()
+    assert [report for report, _ in reports] == [{"message": "first"}, {"message": "second"}]
+    assert before <= reports[0][1] <= reports[1][1] <= two.clock()
+
+
+def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    with pytest.raises(JoinTimeout) as late:
+        one.gather("step 4", None, 2, 0.1)
+    assert late.value.absent == (Absence(1, "missing", "did not come to step 4 within 0.1 s"),)
+    two.leave()
+    with pytest.raises(WorkerFailed) as left:
+        one.gather("step 5", None, 2, 5)
+    assert left.value.absent == (Absence(1, "left", "left the job while others waited for it at step 5"),)
+    connect(server, 1).close()
+    while one.gone()[1] == "left":
+        time.sleep(0.01)
+    with pytest.raises(WorkerFailed) as lost:
+        one.gather("step 6", None, 2, 5)
+    assert [each.kind for each in lost.value.absent] == ["lost"]
+    one.fail({"message": "rank 0 has said it"})
+    with pytest.raises(WorkerFailed) as told:
+        one.gather("step 7", None, 2, 5)
+    assert told.value.absent == ()
+
+
+def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: StoreServer) -> None:
+    launcher, one, two = connect(server, 0, group="node"), connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: one.gather("join", None, 3, 30))
+    launcher.ended("rank", 1)  # it is still connected: its own goodbye counts
+    launcher.ended("rank", 2)
+    thread.join(timeout=5)
+    assert isinstance(results[0], WorkerFailed)
+    assert str(results[0]).startswith("rank 2 has finished and left the job")
+    assert launcher.gone("rank") == {2: "left"}
+    two.leave()
+
+
+_FORKS = """
+import os, sys, time
+from fleet_train.cluster.store_client import StoreClient
+from fleet_train.errors import ClusterError
+client = StoreClient.connect(sys.argv[1], 1, describe=lambda i: f"rank {i}")
+if os.fork() == 0:
+    try:
+        client.leave()
+    except ClusterError as error:
+        print(error, flush=True)
+    time.sleep(60)
+client.set("forked", True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_neither_speaks_for_its_parent_nor_hides_its_death(server: StoreServer) -> None:
+    one = connect(server, 0)
+    command = [sys.executable, "-c", _FORKS, server.endpoint]
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": clean_environ()}
+    with subprocess.Popen(command, **options) as parent:  # type: ignore[call-overload]
+        try:
+            assert parent.stdout is not None
+            assert "was forked from rank 1 and has no place in the job" in parent.stdout.readline()
+            while one.get("forked") is None:
+                time.sleep(0.01)
+            assert one.gone() == {}
+            parent.kill()  # its child lives on, with what it has inherited
+            with pytest.raises(WorkerFailed, match="rank 1 was lost"):
+                one.gather("step 1", None, 2, 20)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_disagreement_on_the_world_size_is_told_to_both(server: StoreServer) -> None:

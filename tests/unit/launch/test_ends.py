@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines, with_reports
+from fleet_train.launch.node import Node
 from fleet_train.launch.report import failure_report, spans
 
 
@@ -33,9 +37,80 @@ def test_the_culprit_is_the_first_that_did_not_merely_follow(
     assert (chosen and chosen.shell_code) == shell_code
 
 
+NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
+FOLLOWED = end(0, 2.0, code=11)
+
+
+def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
+    return FailureReport(rank, rank, "10.0.0.1", "raised", what, "...", code, ("ValueError: boom",), 0.0, seconds)
+
+
+def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
+    return FailureReport(rank, 0, "10.0.0.1", kind, what, "...", 11, (), 0.0, seconds)
+
+
+@pytest.mark.parametrize(
+    ("guilty", "report", "shell_code", "how"),
+    [
+        (end(1, 9.0, signal=15, asked=True), own(1, 1.5), 1, "ValueError, then stopped by SIGTERM"),
+        (end(1, 9.0, signal=9, asked=True), own(1, 1.5, "DataError", 10), 10, "DataError, then stopped by SIGKILL"),
+        (end(1, 2.5, code=1), own(1, 1.5), 1, "exit code 1 (ValueError)"),
+        (end(1, 2.5, code=0), own(1, 1.5), 1, "exit code 0 (ValueError)"),
+        (end(1, 9.0, signal=9, asked=True), missed(1, 2.0, "missing", "froze"), 11, "froze, then stopped by SIGKILL"),
+        (end(1, 1.0, code=0), missed(1, 2.0, "left", "left the job"), 11, "exit code 0 (left the job)"),
+        (end(1, 1.0, code=12), missed(1, 2.0, "left", "left the job"), 11, "exit code 12 (left the job)"),
+        (end(1, 2.5, code=3), missed(1, 2.0, "left", "left the job"), 3, "exit code 3 (left the job)"),
+        (end(1, 1.9, signal=9), missed(1, 2.0, "lost", "was lost"), 137, "killed by SIGKILL"),
+        (end(1, 1.9, code=0), missed(1, 2.0, "lost", "was lost"), 11, "exit code 0 (was lost)"),
+        (end(1, 9.0, signal=9, asked=True), missed(1, 2.0, "lost", "cut off"), 11, "cut off, then stopped by SIGKILL"),
+    ],
+)  # fmt: skip
+def test_who_was_reported_is_the_culprit_whoever_ended_first(
+    guilty: RankEnd, report: FailureReport, shell_code: int, how: str
+) -> None:
+    culprit = choose_culprit(with_reports([FOLLOWED, guilty], [report], NODE))
+    assert culprit is not None
+    assert (culprit.rank, culprit.shell_code, culprit.how()) == (1, shell_code, how)
+    assert culprit.failed_seconds == min(report.seconds, guilty.seconds)
+
+
+def test_a_report_of_a_rank_that_has_not_ended_names_its_place() -> None:
+    (_, three) = with_reports([FOLLOWED], [missed(3, 2.0, "missing", "froze")], NODE)
+    assert (three.rank, three.endpoint, three.node_index, three.has_ended, three.how()) == (
+        3, "10.0.0.2:6171", 1, False, "froze",
+    )  # fmt: skip
+    assert with_reports([FOLLOWED], [missed(4, 2.0, "missing", "froze")], NODE) == [FOLLOWED]  # not of this job
+
+
+def test_a_ranks_own_words_stand_before_those_of_others_and_the_earlier_time_counts() -> None:
+    (one,) = with_reports([end(1, 9.0, code=1)], [missed(1, 2.0, "missing", "froze"), own(1, 6.0), own(1, 7.0)], NODE)
+    assert one.report == own(1, 2.0)
+
+
+def test_a_process_that_died_before_the_first_report_is_the_culprit() -> None:
+    ends = with_reports([end(0, 2.2, code=1), end(2, 1.9, signal=9)], [own(0, 2.0)], NODE)
+    assert [(each.rank, each.failed) for each in ends] == [(0, True), (2, True)]
+    culprit = choose_culprit(ends)
+    assert culprit is not None
+    assert culprit.rank == 2
+
+
+def test_the_report_shows_the_traceback_when_the_log_has_other_last_words() -> None:
+    ends = with_reports([FOLLOWED, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
+    assert failure_report(ends).splitlines() == [
+        "rank 1 has reported (10.0.0.1:/job/workerlog.1):",
+        "  | ValueError: boom",
+        "              rank  host:port      how it ended                          after  log file",
+        "failed first  1     10.0.0.1:6171  ValueError, then stopped by SIGTERM   1.5 s  /job/workerlog.1",
+        "followed      0     10.0.0.1:6170  exit code 11 (another rank was lost)  2.0 s  /job/workerlog.0",
+    ]
+
+
 def test_an_end_survives_the_journey_as_json() -> None:
     before = end(3, 1.25, signal=9)
     assert RankEnd.from_json(before.to_json()) == before
+    (told,) = with_reports([end(1, 1.25, code=1)], [own(1, 1.0)], NODE)
+    assert RankEnd.from_json(json.loads(json.dumps(told.to_json()))) == told
 
 
 def test_last_lines_keep_what_says_something() -> None:

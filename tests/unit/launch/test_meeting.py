@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.store_client import StoreClient
 from fleet_train.cluster.store_server import StoreServer
 from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.ends import RankEnd
@@ -126,6 +129,43 @@ def test_the_first_failure_reaches_the_other_node(meetings: list[Meeting]) -> No
         assert meeting.failure() == {
             "message": "rank 1 failed", "exit_code": 7, "node": 1, "no_culprit": False, "final": False,
         }  # fmt: skip
+
+
+REPORT = FailureReport(1, 0, "127.0.0.1", "missing", "did not come to step 4", "step 4: rank 1 ...", 11)
+
+
+def test_reports_of_ranks_are_one_story_on_all_nodes_and_a_launchers_word_comes_first(
+    meetings: list[Meeting], server: StoreServer
+) -> None:
+    together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in meetings))
+    rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
+    rank.fail(REPORT.to_json())
+    word, reports = meetings[0].failures()
+    assert word is None
+    assert [replace(report, seconds=0.0) for report in reports] == [REPORT]
+    assert 0.0 <= reports[0].seconds < 5.0
+    assert meetings[1].failures() == (None, reports)  # also the time is the same number
+    failure = meetings[1].failure()
+    assert failure is not None
+    assert failure["message"] == "step 4: rank 1 ..."
+    meetings[1].fail("rank 1 failed first", 1)
+    word, reports = meetings[0].failures()
+    assert word is not None
+    assert word["message"] == "rank 1 failed first"
+    assert meetings[0].reports() == reports
+    assert len(reports) == 1
+
+
+def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
+    meetings: list[Meeting], server: StoreServer
+) -> None:
+    rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
+    rank.fail(REPORT.to_json())
+    meetings[1]._client.close()
+    while (word := meetings[0].failures()[0]) is None:
+        time.sleep(0.01)
+    assert "the launcher of node 1 (127.0.0.2) was lost" in word["message"]
+    assert word["no_culprit"]
 
 
 def test_a_lost_launcher_is_reported(meetings: list[Meeting]) -> None:

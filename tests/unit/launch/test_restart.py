@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.request import FaultPolicy
 from fleet_train.launch.restart import Kind, Outcome, pause_seconds, why_not_again
@@ -47,6 +48,18 @@ def test_ends_that_come_from_outside_may_repeat() -> None:
     for outcome in (failed(signal=9), failed(11), LOST):
         assert why_not_again(outcome, [outcome], THREE) is None
     assert why_not_again(failed(signal=11), [failed(signal=11)], THREE) is not None
+
+
+def test_what_a_rank_has_reported_counts_however_it_ended() -> None:
+    def reported(line: str, code: int) -> Outcome:
+        report = FailureReport(1, 1, "10.0.0.2", "raised", "ValueError", "...", code, (line,))
+        end = RankEnd(1, "10.0.0.2:6170", 1, None, 9, 20.0, True, "log", ("cleaning up",), report)
+        return Outcome(Kind.FAILED, end.shell_code, ends=(end,), culprit=end)
+
+    assert "exit code 10 stands for a mistake" in (why_not_again(reported("DataError: x", 10), [], THREE) or "")
+    first, again = reported("ValueError: bad row 17", 1), reported("ValueError: bad row 23", 1)
+    assert why_not_again(again, [first], THREE) == "it has failed twice in the same way"
+    assert why_not_again(reported("OSError: full", 1), [first], THREE) is None
 
 
 def test_restarts_are_counted() -> None:

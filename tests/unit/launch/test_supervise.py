@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.node import Node
@@ -29,12 +30,14 @@ class World:
     start: float = 0.0
     now: float = 0.0
     ended: dict[int, RankEnd] = field(default_factory=dict)
-    report: dict[str, Any] | None = None
+    word: dict[str, Any] | None = None
+    reports: list[FailureReport] = field(default_factory=list)
     store_is_lost: bool = False
     stock_code: int | None = None
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
     newcomers: str | None = None
+    finished: list[int] = field(default_factory=list)
     gone_wrappers: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
 
@@ -59,10 +62,13 @@ class World:
     def end_without_trace(self, local: int, seconds: float) -> RankEnd:
         return end(local, seconds)
 
-    def failure(self) -> dict[str, Any] | None:
+    def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         if self.store_is_lost:
             raise WorkerFailed("vanished")
-        return self.report
+        return self.word, self.reports
+
+    def tell_finished(self, rank: int) -> None:
+        self.finished.append(rank)
 
     def poll(self) -> int | None:
         return self.stock_code
@@ -84,7 +90,9 @@ def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
 def test_it_waits_until_all_ranks_have_ended() -> None:
     world = World(ended={0: end(0, 1, code=0)})
     supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    for now in (1.0, 1.5):
+        assert look_at(world, supervisor, now) is None
+        assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
     assert look_at(world, supervisor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
 
@@ -106,25 +114,83 @@ def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
     world = World(ended={0: end(0, 1.0, code=11)})
     supervisor = supervised(world)
     assert look_at(world, supervisor, 1.0) is None
-    world.report = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
-    assert look_at(world, supervisor, 1.4) == Verdict(Cause.TOLD, world.report)
-    world.report = None
+    world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
+    assert look_at(world, supervisor, 1.4) == Verdict(Cause.TOLD, world.word)
+    world.word = None
     assert look_at(world, supervisor, 3.1) == Verdict(Cause.RANK_FAILED, culprit=world.ended[0])
 
 
+def own(rank: int, seconds: float) -> FailureReport:
+    return FailureReport(rank, rank, "10.0.0.1", "raised", "ValueError", "rank ...", 1, (), 0.0, seconds)
+
+
+def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
+    return FailureReport(rank, 0, "10.0.0.1", kind, "did not come", "rank ...", 11, (), 0.0, seconds)
+
+
+def judged(world: World, supervisor: Supervisor, now: float) -> tuple[Cause, int] | None:
+    """Cause and culprit at this time; of a rank elsewhere, the one that the report is about."""
+    verdict = look_at(world, supervisor, now)
+    if verdict is None:
+        return None
+    if verdict.culprit is not None:
+        return verdict.cause, verdict.culprit.rank
+    assert verdict.report is not None
+    return verdict.cause, int(str(verdict.report["rank"]))
+
+
 def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_code() -> None:
-    world = World(report={"message": "rank 1: ValueError"})
+    world = World(reports=[own(1, 0.9)])
     supervisor = supervised(world)
     assert look_at(world, supervisor, 1.0) is None
-    world.ended[1] = end(1, 2.0, code=1)
-    assert look_at(world, supervisor, 2.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+    world.ended[0] = end(0, 1.2, code=11)  # whoever heard of it is quicker
+    assert look_at(world, supervisor, 4.0) is None
+    world.ended[1] = end(1, 4.5, code=1)
+    verdict = look_at(world, supervisor, 4.5)
+    assert verdict == Verdict(Cause.RANK_FAILED, culprit=replace(world.ended[1], report=own(1, 0.9)))
 
 
 def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever() -> None:
-    world = World(report={"message": "rank 1: ValueError"})
+    world = World(reports=[own(1, 0.9)])
     supervisor = supervised(world)
     assert look_at(world, supervisor, 1.0) is None
-    assert look_at(world, supervisor, 4.1) == Verdict(Cause.TOLD, world.report)
+    world.ended[0] = end(0, 1.2, code=11)
+    assert judged(world, supervisor, 5.9) is None
+    assert judged(world, supervisor, 6.1) == (Cause.RANK_FAILED, 1)
+
+
+def test_a_rank_that_others_have_missed_is_the_culprit_soon() -> None:
+    world = World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)})
+    supervisor = supervised(world)
+    assert judged(world, supervisor, 1.0) is None
+    assert judged(world, supervisor, 3.1) == (Cause.RANK_FAILED, 1)
+
+
+def test_a_rank_that_has_left_too_early_is_the_culprit() -> None:
+    world = World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)})
+    supervisor = supervised(world)
+    assert judged(world, supervisor, 1.0) is None  # whoever misses it has a line to say
+    assert judged(world, supervisor, 2.1) == (Cause.RANK_FAILED, 1)
+
+
+def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() -> None:
+    for report, patience in ((own(2, 0.9), 8.0), (missed(2, 0.9), 5.0)):
+        world = World(reports=[report], ended={0: end(0, 1.0, code=11), 1: end(1, 1.1, code=1)})
+        supervisor = supervised(world)
+        assert judged(world, supervisor, 1.0) is None
+        assert judged(world, supervisor, 0.9 + patience) is None
+        assert judged(world, supervisor, 1.1 + patience) == (Cause.TOLD, 2)
+        world.word = {"message": "rank 2 failed first: exit code 1", "exit_code": 1, "node": 1}
+        assert look_at(world, supervised(world), 2.0) == Verdict(Cause.TOLD, world.word)
+
+
+def test_whoever_misses_a_rank_that_was_asked_to_stop_waits_for_that_stop() -> None:
+    notice = {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 10.0}
+    world = World(reports=[missed(2, 0.9, "left")], ended={0: end(0, 1.0, code=11)}, notice=notice)
+    supervisor = supervised(world)
+    for now in (1.0, 9.0, 15.9):
+        assert look_at(world, supervisor, now) is None
+    assert look_at(world, supervisor, 16.1) == Verdict(Cause.STOPPED)
 
 
 def test_a_vanished_host_of_the_store_ends_the_job() -> None:

@@ -1,0 +1,94 @@
+"""What a rank tells the store of a failure: its own, or that of a rank that it has missed.
+
+A report is written when the failure is known; how the process ends, and when, may be another matter: its exit handlers
+run, threads go on, a data loader is taken down. So the launchers attribute a failure by reports first.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fleet_train.cluster.cluster import Rank
+from fleet_train.errors import FleetTrainError, JoinTimeout, WorkerFailed
+
+_TRACEBACK_LINES = 15
+_LINE_CHARACTERS = 240
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """One rank's failure. ``rank`` is whose it is, ``reporter`` who says so."""
+
+    rank: int
+    reporter: int
+    host: str  # the reporter's
+    kind: str
+    """``raised``, ``exited`` (both said by itself); ``missing``, ``left``, ``lost`` (said by others, see Absence)."""
+    what: str
+    """A few words for the table: ``ValueError``, ``sys.exit(3)``, ``did not come to step 4 within 2 s``."""
+    message: str
+    """One line that names the rank, for whoever waits."""
+    exit_code: int
+    """What the job ends with where the process itself ends with nothing to go by."""
+    traceback: tuple[str, ...] = ()
+    """The last lines of it."""
+    time: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    """When it came, since the ranks were started: on the store's clock, so the same number on every node."""
+
+    @property
+    def is_own(self) -> bool:
+        return self.rank == self.reporter
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FailureReport:
+        return cls(**{**data, "traceback": tuple(data["traceback"])})
+
+    def at(self, seconds: float) -> FailureReport:
+        return replace(self, seconds=round(seconds, 3))
+
+
+def reports_of(error: BaseException, this: Rank, name: str, doing: str) -> list[FailureReport]:
+    """What the rank ``this`` has to report of an error that ends it: nothing when another rank has said it already.
+
+    ``name`` is the rank in words; ``doing`` what it did with the error, ``{kind}`` being the class.
+    """
+    if isinstance(error, (WorkerFailed, JoinTimeout)):
+        code, absent = error.exit_code, error.absent
+        return [FailureReport(a.member, this.index, this.host, a.kind, a.what, str(error), code) for a in absent]
+    kind = type(error).__name__
+    message = f"{name} {doing.format(kind=kind)}: {str(error).strip() or '(no message)'}"
+    code = error.exit_code if isinstance(error, FleetTrainError) else 1
+    return [FailureReport(this.index, this.index, this.host, "raised", kind, message, code, last_of_traceback(error))]
+
+
+def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:
+    """What ``sys.exit(code)`` in the rank ``this`` is to be reported as; None where the process ends with 0."""
+    status = exit_status(code)
+    if status == 0:
+        return None
+    is_text = not isinstance(code, int)
+    what = "sys.exit" if is_text else f"sys.exit({code})"
+    message = f"{name} stopped with {what}" + (f": {code}" if is_text else "")
+    lines = tuple(line[:_LINE_CHARACTERS] for line in str(code).splitlines()) if is_text else ()
+    return FailureReport(this.index, this.index, this.host, "exited", what, message, status, lines[-_TRACEBACK_LINES:])
+
+
+def exit_status(code: Any) -> int:
+    """What a shell sees of ``sys.exit(code)``: Python prints what is no number, and ends with 1."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def last_of_traceback(error: BaseException) -> tuple[str, ...]:
+    text = "".join(traceback.format_exception(error))
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return tuple(line[:_LINE_CHARACTERS] for line in lines[-_TRACEBACK_LINES:])

@@ -1,0 +1,86 @@
+"""Who failed first, where the order in which processes end says something else: real ranks, real launchers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integration.launch.conftest import Bench
+from tests.support.processes import ROOT
+
+SCRIPT = ROOT / "tests" / "integration" / "launch" / "faulty_rank.py"
+
+
+def rows(output: str) -> list[list[str]]:
+    """The table below the launcher's last words: role, rank, endpoint, how it ended, after, log file."""
+    lines = [line for line in output.splitlines() if line.startswith(("failed first", "followed"))]
+    return [re.split(r"\s{2,}", line) for line in lines]
+
+
+def check_table(bench: Bench, output: str, guilty: str, how: str) -> None:
+    first, other = rows(output)
+    assert first[:3] == ["failed first", "1", guilty], bench.job.report()
+    assert re.fullmatch(how, first[3]), bench.job.report()
+    assert other[:2] == ["followed", "0"], bench.job.report()
+
+
+_LEFT = r"left the job while others waited for it at step 3"
+_MISSED = r"did not come to step 3 within 2 s"
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "how", "last_line", "told"),
+    [
+        # Its exit handler and its thread would run for a minute; the launcher does not wait so long.
+        ("raise, then exit slowly", 1, "ValueError, then stopped by SIG(TERM|KILL)", "ValueError: boom", "boom"),
+        ("raise, another hook", 10, r"exit code 10 \(DataError\)", "fleet_train.errors.DataError: bad row", "bad row"),
+        ("data loader", 1, r"exit code 1 \(\w*Error\)", None, "stopped with"),
+        ("sys.exit text", 1, r"exit code 1 \(sys.exit\)", "no disk left", "sys.exit: no disk left"),
+        ("raise SystemExit 3", 3, rf"exit code 3 \({_LEFT}\)", None, "left the job"),
+        ("exit 0", 11, rf"exit code 0 \({_LEFT}\)", None, "left the job"),
+        ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not come within 2 s"),
+    ],
+)  # fmt: skip
+def test_the_rank_that_failed_is_named_on_both_nodes(
+    bench: Bench, fault: str, exit_code: int, how: str, last_line: str | None, told: str
+) -> None:
+    bench.start_two(SCRIPT, fault)
+    ended = bench.ended(120.0)
+    assert [one.exit_code for one in ended] == [exit_code, exit_code], bench.job.report()
+    for one in ended:
+        check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", how)
+        if last_line is not None:
+            assert f"  | {last_line}" in one.output.splitlines(), bench.job.report()
+    (line,) = [line for line in bench.log().splitlines() if line.startswith("fleet_train: WorkerFailed:")]
+    assert f"rank 1 (127.0.0.3:{bench.first_port})" in line
+    assert told in line
+    if fault == "raise, another hook":
+        assert "other hook: bad row" in bench.log("node1/log/workerlog.0").splitlines()
+    assert bench.job.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "how"),
+    [
+        ("loop", 11, f"{_MISSED}, then stopped by SIGTERM"),
+        ("sys.exit 3", 3, r"exit code 3 \(sys.exit\(3\)\)"),
+        ("never join", 11, r"exit code 0 \(left the job while others waited for it at join\)"),
+    ],
+)
+def test_the_rank_that_failed_is_named_on_one_node(bench: Bench, fault: str, exit_code: int, how: str) -> None:
+    bench.start(SCRIPT, fault, flags=["--nproc_per_node=2"])
+    (ended,) = bench.ended(120.0)
+    assert ended.exit_code == exit_code, bench.job.report()
+    check_table(bench, ended.output, f"127.0.0.1:{bench.first_port + 1}", how)
+    assert bench.job.leftovers() == []
+
+
+def test_children_of_a_rank_have_no_part_in_its_job(bench: Bench) -> None:
+    bench.start_two(SCRIPT, "children")
+    ended = bench.ended(120.0)
+    assert [one.exit_code for one in ended] == [0, 0], bench.job.report()
+    log = bench.log("node1/log/workerlog.0")
+    assert "a child was told: process" in log
+    assert "was forked from rank 1" in log
+    assert "all steps made" in log
