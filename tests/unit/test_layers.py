@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"convert", "data"},
     "launch": {"cluster", "profile"},
     "cli": {"train", "launch"},
-    "__init__": {"convert"},  # by name, on first use
+    "fleet": {"convert"},
+    "__init__": {"convert"},  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
 }
 # Narrower than the table: the trainer is a user of the facade like any other.

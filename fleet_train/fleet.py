@@ -1,0 +1,10 @@
+"""Another name of the facade, for ``import fleet_train.fleet as fleet`` and ``from fleet_train.fleet import init``."""
+
+from __future__ import annotations
+
+import sys
+
+from fleet_train.convert import fleet
+from fleet_train.convert.fleet import *  # noqa: F403 - what type checkers see
+
+sys.modules[__name__] = fleet
