@@ -24,7 +24,7 @@ _is_drifting: Callable[[Any], bool] = bool
 
 
 def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
-    """From now on Paddle writes converted programs as one card has them. ``is_drifting``: LocalSGD's programs."""
+    """From now on Paddle writes converted programs as one card has them. ``is_drifting``: is it one of LocalSGD's?"""
     global _original, _is_drifting
     _is_drifting = is_drifting
     if _original is None:
@@ -38,8 +38,8 @@ def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
         return _original(program, *arguments, **options)
     if _is_drifting(program):
         notice = (
-            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: call "
-            "fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
+            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
+            "call fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
         )
         say([notice], rank=0)
     return _original(for_one_card(program), *arguments, **options)

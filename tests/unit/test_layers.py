@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"plan"},
     "convert": {"collectives"},
     "data": {"cluster"},
-    "train": {"convert", "data"},
+    "train": {"fleet", "convert", "data"},
     "launch": {"cluster", "profile"},
     "cli": {"train", "launch"},
     "fleet": {"convert"},
