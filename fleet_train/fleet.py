@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from fleet_train.convert import fleet
-from fleet_train.convert.fleet import *  # noqa: F403 - what type checkers see
+
+if TYPE_CHECKING:
+    from fleet_train.convert.fleet import *  # noqa: F403
 
 sys.modules[__name__] = fleet

@@ -837,22 +837,24 @@ def test_a_field_of_a_later_paddle_is_refused_by_its_name(stock: Callable[[], An
     )
 
 
-def test_a_default_build_strategy_is_accepted_and_a_foreign_communicator_refused(stock: Callable[[], Any]) -> None:
+def test_a_default_build_strategy_is_accepted_and_a_cuda_graph_refused(stock: Callable[[], Any]) -> None:
     import paddle
 
     given = stock()
     given.build_strategy = paddle.static.BuildStrategy()
     assert DistributedStrategy.from_stock(given).to_profile() == Profile(name="strategy")
     passes = paddle.static.BuildStrategy()
-    passes.bkcl_comm_num = 3
+    passes.allow_cuda_graph_capture = True
     given.build_strategy = passes
     with pytest.raises(
-        ProfileError, match=r"^DistributedStrategy\.build_strategy\.bkcl_comm_num: given 3: .*; use nccl_comm_num"
+        ProfileError,
+        match=r"^DistributedStrategy\.build_strategy\.allow_cuda_graph_capture: given true: host operators cannot",
     ):
         DistributedStrategy.from_stock(given)
     own = DistributedStrategy()
     with pytest.raises(
-        ProfileError, match=r"^DistributedStrategy\.build_strategy\.bkcl_comm_num: given 3: .*; use nccl_comm_num"
+        ProfileError,
+        match=r"^DistributedStrategy\.build_strategy\.allow_cuda_graph_capture: given true: host operators cannot",
     ):
         own.build_strategy = passes
 
