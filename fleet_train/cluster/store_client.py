@@ -198,8 +198,8 @@ class StoreClient:
         else:
             named = " and ".join(sorted(call for call in calls if call))
             why = (
-                f"call {named} on all {self.group}s, without `if rank == 0` around it; where all of them do, they have "
-                "made unequal numbers of steps before it"
+                f"call {named} on all {self.group}s, without `if rank == 0` around it; if all of them do, "
+                "they have made unequal numbers of steps before it"
             )
         return f"the {self.group}s wait for each other at different points: {', '.join(parts)}; {why}"
 
