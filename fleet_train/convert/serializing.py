@@ -17,7 +17,8 @@ from fleet_train.convert.apply_profile import say
 from fleet_train.errors import ConversionError
 
 _OURS = "fleet_train_"
-_BUCKET = re.compile(r"fleet_train_(launch|wait)_(\d+)_\d+")
+_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+)_)?\d+_-?\d+$")
+_BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "meet", "broadcast", "hold")
 
 _original: Callable[..., Any] | None = None
 _is_drifting: Callable[[Any], bool] = bool
@@ -52,28 +53,64 @@ def for_one_card(program: Any) -> Any:
     """
     twin = program.clone()
     ours = [operator for operator in twin.global_block().ops if _is_ours(operator)]
+    starts = [operator.operand_source(0).get_defining_op() for operator in ours]
     local: dict[str, list[Any]] = {}
     for operator in ours:
-        found = _BUCKET.search(operator.name())
-        if found and found[1] == "launch":
-            local[found[2]] = operator.operands_source()[1:]
-        elif found:
-            for averaged, gradient in zip(operator.results()[1:], local[found[2]], strict=False):
-                averaged.replace_all_uses_with(gradient)
-    start = ours[0].operand_source(0).get_defining_op()
+        _bypass(operator, local)
     for operator in reversed(ours):
-        _remove(twin, operator)
-    _remove(twin, start)
+        if not _is_unused(operator):
+            raise ConversionError(_needs_peers(operator.name()))
+        twin.global_block().remove_op(operator)
+    removed: set[int] = set()
+    for start in starts:
+        if start.id() not in removed and start.name() == "pd_op.full" and _is_unused(start):
+            removed.add(start.id())
+            twin.global_block().remove_op(start)
     return twin
 
 
-def _remove(program: Any, operator: Any) -> None:
-    if any(not result.use_empty() for result in operator.results()):
-        raise ConversionError(
-            f"the program cannot be written without '{operator.name()}', which talks to other ranks; use "
-            "fleet.save_persistables to resume, and fleet.save_inference_model with a program built with layer.eval()"
-        )
-    program.global_block().remove_op(operator)
+def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
+    """Give the readers of a host operator what has gone into it. ``local``: gradients of launched buckets."""
+    kind, bucket = _kind(operator)
+    given, gives = operator.operands_source(), operator.results()
+    pairs: list[tuple[Any, Any]] = []
+    match kind:
+        case "launch":
+            local[bucket] = given[1:]
+        case "wait":
+            pairs = list(zip(gives[1:], local[bucket], strict=False))
+        case "broadcast":
+            pairs = [(gives[1], given[1])]
+        case "hold":
+            pairs = list(zip(gives, given[:-1], strict=True))
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+
+
+def unwritable(program: Any) -> str:
+    """What to say of a converted program that Paddle cannot write; empty for one that it can."""
+    for operator in program.global_block().ops:
+        if _is_ours(operator) and _kind(operator)[0] not in _BYPASSED:
+            return f"paddle.static.save: {_needs_peers(operator.name())}"
+    return ""
+
+
+def _needs_peers(name: str) -> str:
+    return (
+        f"the program cannot be written without '{name.rpartition('_')[0]}', which talks to other ranks in its forward "
+        "pass (synchronised batch norm); use fleet.save_persistables to resume, and fleet.save_inference_model with a "
+        "program built with layer.eval()"
+    )
+
+
+def _kind(operator: Any) -> tuple[str, str]:
+    """``wait`` and the bucket's number for ``py_op.fleet_train_wait_0_12-664...``."""
+    found = _NAME.search(operator.name())
+    return (found[1], found[2] or "") if found else ("", "")
+
+
+def _is_unused(operator: Any) -> bool:
+    return all(result.use_empty() for result in operator.results())
 
 
 def _is_ours(operator: Any) -> bool:

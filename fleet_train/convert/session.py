@@ -14,6 +14,7 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import join
 from fleet_train.convert import exits, serializing
+from fleet_train.convert.apply_profile import say
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ConversionError
@@ -38,10 +39,11 @@ class Session:
 
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
+        serializing.leave_out_host_operators(self._is_drifting)
+        say(filter(None, [serializing.unwritable(main)]), self.job.cluster.rank)
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
-            serializing.leave_out_host_operators(self._is_drifting)
 
     def _is_drifting(self, program: Any) -> bool:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paddle.incubate.optimizer import GradientMergeOptimizer, RecomputeOptimizer
 
 import fleet_train.fleet as fleet
 from fleet_train import DistributedStrategy
+from fleet_train.errors import FleetTrainError
 from fleet_train.fleet import CollectiveOptimizer
 from tests.support.worker import digest, report
 
@@ -53,9 +55,10 @@ def several() -> Any:
     return GradientMergeOptimizer(amp(), k_steps=2)
 
 
-def build() -> Any:
+def build(with_norm: bool = False) -> Any:
     x, y = paddle.static.data("x", [None, 6]), paddle.static.data("y", [None, 1])
     hidden = paddle.nn.functional.relu(paddle.nn.Linear(6, 16)(x))
+    hidden = paddle.nn.BatchNorm1D(16)(hidden) if with_norm else hidden
     out = paddle.nn.Linear(16, 1)(paddle.nn.functional.tanh(paddle.nn.Linear(16, 16)(hidden)))
     return x, out, paddle.nn.functional.mse_loss(out, y)
 
@@ -63,12 +66,12 @@ def build() -> Any:
 class Program:
     """A small network with a program, a startup program and a scope of its own; every rank starts from other values."""
 
-    def __init__(self, minimize: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, minimize: Callable[[Any, Any], Any], with_norm: bool = False) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
         paddle.seed(7)
         with paddle.static.scope_guard(self.scope), paddle.utils.unique_name.guard():
             with paddle.static.program_guard(self.main, self.startup):
-                self.x, self.out, self.loss = build()
+                self.x, self.out, self.loss = build(with_norm)
             minimize(self.loss, self.startup)
             self.exe = paddle.static.Executor(fleet.place())
             self.exe.run(self.startup)
@@ -153,6 +156,55 @@ def saving(folder: Path) -> None:
     report(fleet.rank(), **{"weights after load": program.train(2).flat()})
 
 
+def saving_by_profile(folder: Path) -> None:
+    """What Paddle's own save says of the program of each profile."""
+    profiles = {
+        "merge": DistributedStrategy(accumulate_steps=2),
+        "local": DistributedStrategy(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4),
+        "recompute": DistributedStrategy(recompute_segments=2),
+        "powersgd": DistributedStrategy(compression="powersgd"),
+        "norm": DistributedStrategy(sync_batch_norm=True),
+    }
+    told = {}
+    for name, strategy in profiles.items():
+        program = Program(by(sgd(), strategy), with_norm=name == "norm").train(3)
+        with paddle.static.scope_guard(program.scope):
+            told[name] = message_of(partial(paddle.static.save, program.main, str(folder / name)))
+            paddle.static.load(program.main, str(folder / name))
+        program.train(1)
+    told["startup"] = message_of(lambda: paddle.static.save(fleet.startup_program, str(folder / "startup")))
+    report(fleet.rank(), told_when_saving=told)
+
+
+def refusals() -> None:
+    """Calls that are refused, on one process as on two ranks."""
+    decorated = fleet.distributed_optimizer(amp())
+    plain = fleet.distributed_optimizer(sgd())
+
+    def outside_without_startup() -> None:
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            Program(lambda loss, _: plain.minimize(loss))
+
+    report(
+        fleet.rank(),
+        refused={
+            "no startup program": message_of(outside_without_startup),
+            "amp_init": message_of(lambda: decorated.amp_init(fleet.place())),
+            "amp_init without amp": message_of(lambda: plain.amp_init(fleet.place())),
+            "wrapped twice": message_of(lambda: fleet.distributed_optimizer(plain)),
+            "two names": message_of(lambda: plain.minimize(None, parameters=[1], parameter_list=[1])),
+        },
+    )
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except FleetTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def helpers() -> None:
     rank, output = fleet.rank(), np.zeros(2)
     fleet.all_reduce_worker(np.array([1.0, rank]), output)
@@ -203,6 +255,8 @@ def main() -> None:
     report(fleet.rank(), returned=given is fleet)
     trainings()
     saving(folder / f"rank{fleet.rank()}of{fleet.nranks()}")
+    saving_by_profile(folder / f"by profile, rank{fleet.rank()}of{fleet.nranks()}")
+    refusals()
     helpers()
     facade_saves(folder / f"of{fleet.nranks()}")
 

@@ -72,6 +72,7 @@ def test_what_was_mapped_is_said_once_on_rank_0(two: RanksResult) -> None:
         "paddle.static.amp.decorate is mapped: read as amp_level: O1 and amp_dtype: bfloat16",
         "GradientMergeOptimizer is mapped: read as accumulate_steps: 2",
         "RecomputeOptimizer is mapped: read as recompute_checkpoints: linear_1.w_0",
+        "amp_init is mapped: parameters stay float32, so nothing is cast",
         "fleet._origin_program is fleet.main_program",
         "the strategy of fleet.distributed_optimizer is used, that of fleet.init is not",
     ):
@@ -90,6 +91,35 @@ def test_paddle_saves_and_loads_a_converted_program(two: RanksResult, one: dict[
         expected = one["weights after load"]
         np.testing.assert_allclose(two.values[rank]["weights after load"], expected, rtol=1e-5, atol=1e-6)
     assert two.of_all("normalized_has_ours") == [False, False]
+
+
+def test_paddle_saves_what_every_profile_makes_but_synchronised_batch_norm(
+    two: RanksResult, one: dict[str, Any]
+) -> None:
+    for told in two.of_all("told_when_saving"):
+        refused = told.pop("norm")
+        assert refused.startswith("ConversionError: the program cannot be written without 'py_op.fleet_train_")
+        assert "use fleet.save_persistables to resume, and fleet.save_inference_model with a program" in refused
+        assert set(told.values()) == {""}
+    assert set(one["told_when_saving"].values()) == {""}
+    # Said when the program is converted, too: not only after the training.
+    output = two.ranks[0].output
+    assert output.count("fleet_train: paddle.static.save: the program cannot be written without") == 1
+    assert output.count("fleet_train: paddle.static.save writes this rank's own parameters, and LocalSGD's") == 1
+
+
+def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult, one: dict[str, Any]) -> None:
+    refused = two.values[0]["refused"]
+    assert refused == two.values[1]["refused"] == one["refused"]
+    assert refused["no startup program"] == (
+        "ConversionError: the startup program of minimize gives no parameter of the loss its start value (such as "
+        "'linear_0.b_0'): call minimize inside `with paddle.static.program_guard(main, startup)`, or pass "
+        "startup_program=startup"
+    )
+    assert refused["amp_init"] == ""
+    assert "amp_level is O0; set amp_level: O1 or O2" in refused["amp_init without amp"]
+    assert "it is what distributed_optimizer returns; wrap an optimizer once" in refused["wrapped twice"]
+    assert "parameter_list= and parameters=, which are names of one argument" in refused["two names"]
 
 
 def test_written_program_is_the_one_of_one_card(two: RanksResult) -> None:

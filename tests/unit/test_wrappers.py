@@ -173,7 +173,7 @@ def test_a_profile_that_says_otherwise_is_refused_with_both_sides() -> None:
     unwrapped = unwrap(GradientMergeOptimizer(sgd(), 4))
     with pytest.raises(
         ProfileError,
-        match=r"^GradientMergeOptimizer: asks for accumulate_steps: 4, but the profile sets accumulate_steps: 2 \(set by",
+        match=r"^GradientMergeOptimizer: asks for accumulate_steps: 4, but the profile sets accumulate_steps: 2 \(",
     ):
         unwrapped.added_to(Profile(accumulate_steps=2))
     assert unwrapped.added_to(Profile(accumulate_steps=4)).accumulate_steps == 4

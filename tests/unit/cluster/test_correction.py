@@ -7,8 +7,8 @@ import pytest
 from fleet_train.cluster.correction import correct, read_before_import, warning_of
 
 RECIPE = (
-    "python -u -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 --started_port=6170 "
-    "--selected_gpus=0,1 --log_dir mylog train.py"
+    "python -u -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
+    "--started_port=6170 --selected_gpus=0,1 --log_dir mylog train.py"
 ).split()
 LEGACY = {
     "PADDLE_TRAINER_ID": "1",
