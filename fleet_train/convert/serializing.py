@@ -17,7 +17,7 @@ from fleet_train.convert.apply_profile import say
 from fleet_train.errors import ConversionError
 
 _OURS = "fleet_train_"
-_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+)_)?\d+_-?\d+$")
+_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
 _BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "meet", "broadcast", "hold")
 
 _original: Callable[..., Any] | None = None
@@ -104,7 +104,7 @@ def _needs_peers(name: str) -> str:
 
 
 def _kind(operator: Any) -> tuple[str, str]:
-    """``wait`` and the bucket's number for ``py_op.fleet_train_wait_0_12-664...``."""
+    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
     found = _NAME.search(operator.name())
     return (found[1], found[2] or "") if found else ("", "")
 

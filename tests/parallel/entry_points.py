@@ -176,6 +176,31 @@ def saving_by_profile(folder: Path) -> None:
     report(fleet.rank(), told_when_saving=told)
 
 
+def two_optimizers(folder: Path) -> None:
+    """Both backward passes before both updates: what is written must not mix up their gradients."""
+
+    def minimize(loss: Any, startup: Any) -> None:
+        with paddle.static.program_guard(loss.block.program, startup):
+            first, second = fleet.distributed_optimizer(sgd()), fleet.distributed_optimizer(sgd())
+            parameters = loss.block.program.global_block().all_parameters()
+            halves = parameters[:2], parameters[2:]
+            pairs = first.backward(loss, startup, halves[0]), second.backward(loss * 2, startup, halves[1])
+            first.apply_gradients(pairs[0])
+            second.apply_gradients(pairs[1])
+
+    program = Program(minimize)
+    with paddle.static.scope_guard(program.scope):
+        paddle.static.save(program.main, str(folder / "two"))
+    written = paddle.static.Program()
+    paddle.base.core.deserialize_pir_program(str(folder / "two.json"), written)
+    shapes = [
+        [list(operator.operand_source(i).shape) for i in (0, 2)]
+        for operator in written.global_block().ops
+        if operator.name() == "pd_op.sgd_"
+    ]
+    report(fleet.rank(), updates=shapes)
+
+
 def refusals() -> None:
     """Calls that are refused, on one process as on two ranks."""
     decorated = fleet.distributed_optimizer(amp())
@@ -256,6 +281,7 @@ def main() -> None:
     trainings()
     saving(folder / f"rank{fleet.rank()}of{fleet.nranks()}")
     saving_by_profile(folder / f"by profile, rank{fleet.rank()}of{fleet.nranks()}")
+    two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
     refusals()
     helpers()
     facade_saves(folder / f"of{fleet.nranks()}")

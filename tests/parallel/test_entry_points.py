@@ -122,6 +122,12 @@ def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult,
     assert "parameter_list= and parameters=, which are names of one argument" in refused["two names"]
 
 
+def test_written_updates_of_two_optimizers_have_their_own_gradients(two: RanksResult) -> None:
+    updates = two.values[0]["updates"]
+    assert len(updates) == 6
+    assert all(parameter == gradient for parameter, gradient in updates)
+
+
 def test_written_program_is_the_one_of_one_card(two: RanksResult) -> None:
     folder = two.folder.parent
     code = """

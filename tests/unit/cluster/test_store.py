@@ -224,8 +224,8 @@ def test_members_at_a_step_and_in_a_call_are_told_which_call_it_is(server: Store
     thread.join()
     expected = (
         "the ranks wait for each other at different points: rank 0 in fleet.save_persistables('out'), rank 1 at 'step "
-        "5'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it; if all of them do, they "
-        "have made unequal numbers of steps before it"
+        "5'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it; if all of them do, "
+        "they have made unequal numbers of steps before it"
     )
     assert (str(caught.value), str(results[0])) == (expected, expected)
 
