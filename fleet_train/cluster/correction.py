@@ -67,21 +67,16 @@ def launch_environment() -> dict[str, str]:
     return environ
 
 
-def corrected() -> list[str]:
-    """The variables that were corrected at import."""
-    return sorted(_launched)
-
-
-def read_before_import(source: str) -> str | None:
-    """The first line of a script that reads a misleading variable, or asks Paddle for the rank, above its import of
-    fleet_train; None where there is none.
+def read_before_import(source: str) -> int | None:
+    """The first line (1, 2, ...) of a script that reads a misleading variable, or asks Paddle for the rank, above its
+    import of fleet_train; None where there is none.
     """
-    for line in source.splitlines():
+    for number, line in enumerate(source.splitlines(), start=1):
         code = line.partition("#")[0]
         if re.match(r"\s*(from|import)\s+fleet_train\b", code):
             return None
         if any(name in code for name in _MISLEADING) or re.search(r"\b(get_rank|get_world_size|ParallelEnv)\(", code):
-            return code.strip()
+            return number
     return None
 
 
@@ -90,12 +85,13 @@ def warning_of(main_script: str | None, environ: Mapping[str, str | None] | None
     before = _launched if environ is None else environ
     if not before:
         return ""
-    names = ", ".join(sorted(name for name in before if name in _MISLEADING))
     text = (
-        f"the stock launcher has set {names} for a job of this machine alone; they were corrected when fleet_train was "
-        "imported. What read them before that import has taken this process for another rank"
+        "the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they "
+        "were corrected when fleet_train was imported. What has read them before that took this process for another rank"
     )
     line = read_before_import(main_script) if main_script else None
     if line is None:
         return text
-    return f"WARNING: {text}: `{line}` stands above it. Move `import fleet_train` above that line"
+    return (
+        f"WARNING: {text}, and line {line} of the script stands above it: move `import fleet_train` to its first line"
+    )

@@ -12,6 +12,7 @@ from fleet_train.convert.session import current
 from fleet_train.errors import ConversionError
 
 _COLLECTIONS = ("worker", "all")
+_OPERATIONS = ("sum", "max", "min", "mean")
 
 
 class UtilBase:
@@ -58,6 +59,8 @@ class UtilBase:
 def reduce(values: Array, op: str) -> Array:
     """``values`` reduced over all ranks; ``mean`` of floating point only."""
     job = current().job
+    if op not in _OPERATIONS:
+        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_OPERATIONS)}")
     if op != "mean":
         return job.reduce(values, op)
     if values.dtype.kind != "f":

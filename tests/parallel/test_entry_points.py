@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,27 @@ def test_exported_networks_answer_the_same(two: RanksResult) -> None:
 
 def test_fleets_argument_names_save_and_load(two: RanksResult) -> None:
     assert two.of_all("reloaded") == [True, True]
+
+
+OWN_CLUSTER = """
+import os
+endpoints, rank = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(","), int(os.environ["PADDLE_TRAINER_ID"])
+for name in [name for name in os.environ if name.startswith("PADDLE_")]:
+    del os.environ[name]
+import numpy as np
+from fleet_train import fleet
+from tests.support.worker import report
+fleet.init(fleet.UserDefinedRoleMaker(
+    is_collective=True, current_id=rank, role=fleet.Role.WORKER, worker_endpoints=endpoints
+))
+report(rank, sum=fleet.all_reduce(np.array([1.0 + rank])).tolist(), nodes=fleet.node_num(), me=fleet.rank())
+"""
+
+
+def test_ranks_form_the_cluster_that_the_script_describes(tmp_path: Path) -> None:
+    result = run_ranks(OWN_CLUSTER, 2, nodes=2, folder=tmp_path)
+    assert result.of_all("sum") == [[3.0], [3.0]]
+    assert (result.of_all("me"), result.of_all("nodes")) == ([0, 1], [2, 2])
 
 
 def test_helpers_of_fleet_say_and_do_what_they_did(two: RanksResult, one: dict[str, Any]) -> None:

@@ -87,6 +87,13 @@ def test_paddles_own_role_maker_with_endpoints_is_read(monkeypatch: pytest.Monke
         cluster_of(servers)
 
 
+def test_roles_have_paddles_numbers() -> None:
+    from paddle.distributed.fleet import Role as Theirs
+
+    for name in ("WORKER", "SERVER", "HETER_WORKER", "ALL", "COORDINATOR"):
+        assert getattr(Role, name) == getattr(Theirs, name)
+
+
 def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> None:
     PaddleCloudRoleMaker(is_collective=True, init_gloo=False)
     with pytest.raises(ClusterError, match=r"leave it out, fleet\.init forms the process groups"):
