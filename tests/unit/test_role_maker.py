@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from paddle.distributed import fleet as theirs
 
 from fleet_train.convert.role_maker import (
     PaddleCloudRoleMaker,
@@ -74,8 +75,6 @@ def test_what_describes_no_collective_cluster_is_refused(arguments: dict[str, ob
 
 
 def test_paddles_own_role_maker_with_endpoints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paddle.distributed import fleet as theirs
-
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     role = theirs.UserDefinedRoleMaker(
@@ -88,10 +87,8 @@ def test_paddles_own_role_maker_with_endpoints_is_read(monkeypatch: pytest.Monke
 
 
 def test_roles_have_paddles_numbers() -> None:
-    from paddle.distributed.fleet import Role as Theirs
-
     for name in ("WORKER", "SERVER", "HETER_WORKER", "ALL", "COORDINATOR"):
-        assert getattr(Role, name) == getattr(Theirs, name)
+        assert getattr(Role, name) == getattr(theirs.Role, name)
 
 
 def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> None:
