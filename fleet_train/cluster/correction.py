@@ -86,8 +86,8 @@ def warning_of(main_script: str | None, environ: Mapping[str, str | None] | None
     if not before:
         return ""
     text = (
-        "the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they were "
-        "corrected when fleet_train was imported. What read them before took this process for another rank"
+        "the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they "
+        "were corrected when fleet_train was imported. What read them before took this process for another rank"
     )
     line = read_before_import(main_script) if main_script else None
     if line is None:

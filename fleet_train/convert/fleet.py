@@ -26,10 +26,17 @@ import paddle  # noqa: E402
 
 from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
-from fleet_train.convert import agreement, session  # noqa: E402
+from fleet_train.convert import session  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
+from fleet_train.convert.collective_calls import (  # noqa: E402
+    agree,
+    all_reduce,
+    all_reduce_worker,
+    barrier_worker,
+    gather,
+)
 from fleet_train.convert.fleet_names import unknown  # noqa: E402
-from fleet_train.convert.keywords import needed, one_of  # noqa: E402
+from fleet_train.convert.keywords import one_of  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.ranks import (  # noqa: E402
     init_worker,
@@ -63,7 +70,7 @@ from fleet_train.convert.saving_calls import (  # noqa: E402
 from fleet_train.convert.session import current as _current  # noqa: E402
 from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
 from fleet_train.convert.strategy import DistributedStrategy  # noqa: E402
-from fleet_train.convert.util import UtilBase, inside, reduce  # noqa: E402
+from fleet_train.convert.util import UtilBase  # noqa: E402
 from fleet_train.convert.wrappers import unwrap  # noqa: E402
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
@@ -264,53 +271,6 @@ def should_fetch(step: int) -> bool:
     Nothing stops a loop that does not ask: what is in ``fetch_list`` is fetched.
     """
     return step % profile().fetch_frequency == 0
-
-
-def barrier_worker(timeout_seconds: float | None = None) -> None:
-    """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
-
-    Raises WorkerFailed naming the ranks that did not come, died or left.
-    """
-    job = _current().job
-    inside(
-        "fleet.barrier_worker()",
-        lambda: job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds),
-    )
-
-
-def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, mode: str | None = None) -> Any:
-    """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
-
-    ``op`` (Fleet's ``mode``): ``sum`` (the default), ``max``, ``min`` or ``mean``. dtypes: float32, float64, int32,
-    int64. All ranks call it in the same order. Raises ConversionError when the ranks bring different shapes, dtypes or
-    operations.
-    """
-    values = np.asarray(needed("all_reduce", input=input, array=array))
-    operation = one_of("all_reduce", mode=mode, op=op) or "sum"
-    return inside("fleet.all_reduce()", lambda: reduce(values, operation))
-
-
-def all_reduce_worker(input: Any, output: Any) -> None:
-    """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
-    output[:] = inside("fleet.all_reduce_worker()", lambda: reduce(np.asarray(input), "sum"))
-
-
-def agree(name: str, value: Any) -> None:
-    """Stop every rank with ScheduleMismatch unless all bring the same JSON value: ``agree("steps", len(loader))``.
-
-    For what a job must have in common and fleet_train cannot see. All ranks call it in the same order.
-    """
-    inside(f"fleet.agree({name!r})", lambda: agreement.agree(_current().job, name, value))
-
-
-def gather(value: Any) -> list[Any]:
-    """The JSON value of every rank, by rank, on every rank. For facts, not for tensors: it goes through the store.
-
-    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not come, died or left.
-    """
-    job = _current().job
-    values = inside("fleet.gather()", lambda: job.gather(f"gather {job.count('gather')}", value))
-    return [values[rank] for rank in range(job.world_size)]
 
 
 def request_stop(reason: str) -> None:
