@@ -98,6 +98,11 @@ def by(optimizer: Any, strategy: Any = None) -> Callable[[Any, Any], Any]:
     return lambda loss, startup: fleet.distributed_optimizer(optimizer, strategy).minimize(loss, startup)
 
 
+def by_paddle_alone(loss: Any, startup: Any) -> None:
+    with paddle.static.program_guard(loss.block.program, startup):
+        looking_ahead().minimize(loss)
+
+
 def keyword_minimize(loss: Any, startup: Any) -> None:
     CollectiveOptimizer(sgd(), None)
     fleet.minimize(loss, startup_program=startup, parameter_list=None, no_grad_set=None)
@@ -125,13 +130,17 @@ def trainings() -> None:
         "looking ahead in small buckets": (looking_ahead(), DistributedStrategy(fuse_parameter_groups_size=1)),
     }
     ways: dict[str, Callable[[Any, Any], Any]] = {name: by(*case) for name, case in cases.items()}
+    if fleet.nranks() == 1:
+        ways["looking ahead by Paddle alone"] = by_paddle_alone
     ways |= {"by fleet.minimize": keyword_minimize, "outside": outside_of_its_guard}
-    digests = {}
+    digests, recomputing = {}, {}
     for name, minimize in ways.items():
         program = Program(minimize).train()
         report(fleet.rank(), **{f"weights {name}": program.flat()})
         digests[name] = digest(program.parameters())
-    report(fleet.rank(), digests=digests)
+        operators = program.main.global_block().ops
+        recomputing[name] = sum("fleet_train_hold" in operator.name() for operator in operators)
+    report(fleet.rank(), digests=digests, recomputing=recomputing)
 
 
 def saving(folder: Path) -> None:

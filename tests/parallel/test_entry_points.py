@@ -51,9 +51,14 @@ def test_a_wrapper_trains_as_the_profile_with_its_knobs(name: str, two: RanksRes
 
 
 @pytest.mark.parametrize("name", ["amp", "merged", "several"])
+def test_recompute_by_the_wrapper_cuts_where_the_profile_does(two: RanksResult) -> None:
+    found = two.values[0]["recomputing"]
+    assert (found["recomputed"], found["recomputed by profile"], found["plain"]) == (1, 1, 0)
+
+
 def test_a_wrapper_has_an_effect(name: str, two: RanksResult) -> None:
-    digests = two.values[0]["digests"]
-    assert digests[name] != digests["recomputed"]
+    wrapped, plain = (two.values[0][f"weights {one}"] for one in (name, "recomputed"))
+    assert np.abs(wrapped - plain).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["merged", "recomputed", *SGD])
@@ -62,9 +67,12 @@ def test_two_ranks_train_as_one_process_with_the_joint_batch(name: str, two: Ran
     np.testing.assert_allclose(two.values[1][f"weights {name}"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_look_ahead_changes_the_training_and_buckets_do_not_change_look_ahead(two: RanksResult) -> None:
+def test_look_ahead_trains_as_paddles_own_and_buckets_do_not_change_it(two: RanksResult, one: dict[str, Any]) -> None:
+    expected = one["weights looking ahead by Paddle alone"]
+    assert np.abs(expected - one["weights plain"]).max() > 1e-2
+    np.testing.assert_array_equal(one["weights looking ahead"], expected)
+    np.testing.assert_allclose(two.values[0]["weights looking ahead"], expected, rtol=1e-5, atol=1e-6)
     digests = two.values[0]["digests"]
-    assert digests["looking ahead"] != digests["plain"]
     assert digests["looking ahead"] == digests["looking ahead in small buckets"]
 
 
