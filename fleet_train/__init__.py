@@ -1,13 +1,16 @@
 """fleet_train: static-graph Paddle programs on many machines after four changed lines.
 
 ``from fleet_train import fleet, role_maker, DistributedStrategy`` is the whole public surface of a training script.
-The names are loaded on first use, so that the command line starts without importing Paddle.
+The names are loaded on first use, so that the command line starts without importing Paddle. Below the stock launcher's
+legacy mode, the import corrects the variables that say which rank this is.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from fleet_train.cluster.correction import correct_this_process
 
 if TYPE_CHECKING:
     from fleet_train.convert import fleet, role_maker
@@ -21,6 +24,9 @@ _HOMES = {
     "role_maker": ("fleet_train.convert.role_maker", None),
     "DistributedStrategy": ("fleet_train.convert.strategy", "DistributedStrategy"),
 }
+
+
+correct_this_process()
 
 
 def __getattr__(name: str) -> Any:

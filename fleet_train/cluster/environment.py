@@ -41,6 +41,12 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
     return Cluster.single()
 
 
+def is_legacy_launch(launcher_command: Sequence[str]) -> bool:
+    """Whether the stock launcher was given what only its legacy mode takes, and drops."""
+    asked = parse_launch(launcher_command)
+    return asked is not None and bool(asked.ips() or "use_paddlecloud" in asked.flags)
+
+
 def join_timeout_seconds(environ: Mapping[str, str]) -> float:
     """How long ``fleet.init`` waits for the other ranks, in seconds."""
     text = environ.get("FLEET_TRAIN_JOIN_TIMEOUT", "")

@@ -111,21 +111,23 @@ class StoreClient:
         """The value of ``key``, or None."""
         return self._call({"do": "get", "key": key})
 
-    def gather(self, name: str, value: Json, count: int, timeout_seconds: float) -> dict[int, Json]:
+    def gather(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> dict[int, Json]:
         """Wait until members 0 .. count-1 of this group have called with this name; everybody gets all values.
 
+        ``call``: what the member's script has called to get here, for messages; empty for a step of training.
         Raises JoinTimeout naming who did not come; WorkerFailed naming a member that died, left, or reported a
         failure; ScheduleMismatch when the members do not agree on ``count``. The first two say in ``absent`` what the
         members did that are to blame.
         """
         request = {"do": "gather", "name": name, "value": value, "count": count, "timeout": timeout_seconds}
+        request |= {"call": call}
         try:
             values = self._call(request, timeout_seconds)
         except JoinTimeout as error:
-            told = JoinTimeout(f"{name}: {error} within {timeout_seconds:g} s")
-            raise with_absent(told, error.absent, f" to {name} within {timeout_seconds:g} s") from None
+            told = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{_on_all(call)}")
+            raise with_absent(told, error.absent, f" to {call or name} within {timeout_seconds:g} s") from None
         except WorkerFailed as error:
-            raise with_absent(error, error.absent, f" while others waited for it at {name}") from None
+            raise with_absent(error, error.absent, f" while others waited for it at {call or name}") from None
         return dict(enumerate(values))
 
     def fail(self, report: dict[str, Json]) -> None:
@@ -207,7 +209,8 @@ class StoreClient:
                 missing = [Absence(member, "missing", "did not come") for member in reply["missing"]]
                 raise with_absent(JoinTimeout(f"{self._names(reply['missing'])} did not come"), missing)
             case "gone":
-                parts = [f"{self._describe(m)} {_how_gone(how)}" for m, how in reply["gone"]]
+                call = reply.get("call", "")
+                parts = [f"{self._describe(m)} {_how_gone(how, call)}" for m, how in reply["gone"]]
                 raise with_absent(WorkerFailed("; ".join(parts)), [_absence(m, how) for m, how in reply["gone"]])
             case "failed":
                 raise WorkerFailed(_what_failed(reply["failure"]))
@@ -218,11 +221,7 @@ class StoreClient:
                     f"{other}; start every node with the same node list and the same number of processes"
                 )
             case "crossed":
-                parts = [f"{self._describe(member)} at '{name}'" for member, name in reply["where"]]
-                raise ScheduleMismatch(
-                    f"the {self.group}s wait for each other at different points: {', '.join(parts)}; every "
-                    f"{self.group} must make the same steps and calls in the same order (unequal numbers of batches?)"
-                )
+                raise ScheduleMismatch(self._crossed(reply["where"]))
             case "twice":
                 raise ClusterError(
                     f"{self._describe(self.member)} has joined this job already (rendezvous store at {self.endpoint}); "
@@ -231,6 +230,26 @@ class StoreClient:
                 )
             case other:
                 raise ClusterError(f"the rendezvous store at {self.endpoint} answered {other!r}")
+
+    def _crossed(self, where: list[list[Json]]) -> str:
+        """``where``: member, the name of its meeting, and the call that it is in or an empty text."""
+        parts = [
+            f"{self._describe(m)} in {call}" if call else f"{self._describe(m)} at '{name}'" for m, name, call in where
+        ]
+        calls = {call for _, _, call in where}
+        if not any(calls):
+            why = (
+                f"every {self.group} must make the same steps and calls in the same order (unequal numbers of batches?)"
+            )
+        elif len(calls) == 1:
+            why = f"every {self.group} must make the same calls in the same order"
+        else:
+            named = " and ".join(sorted(call for call in calls if call))
+            why = (
+                f"call {named} on all {self.group}s, without `if rank == 0` around it; if all of them do, "
+                "they have made unequal numbers of steps before it"
+            )
+        return f"the {self.group}s wait for each other at different points: {', '.join(parts)}; {why}"
 
     def _names(self, members: list[int]) -> str:
         return ", ".join(self._describe(member) for member in members)
@@ -243,7 +262,13 @@ def _pauses() -> Iterator[float]:
         pause = min(pause * 1.5, 0.5)
 
 
-def _how_gone(how: str) -> str:
+def _on_all(call: str) -> str:
+    return f"; call {call} on all ranks, without `if rank == 0` around it" if call else ""
+
+
+def _how_gone(how: str, call: str = "") -> str:
+    if how == "left" and call:
+        return f"has finished and left the job while others wait for it in {call}{_on_all(call)}"
     if how == "left":
         return "has finished and left the job while others still wait for it (unequal numbers of steps, or an exit?)"
     return f"was lost ({how}: the process ended or its machine cannot be reached)"

@@ -21,6 +21,8 @@ class Gather:
     count: int
     first: int
     values: dict[int, Json] = field(default_factory=dict)
+    calls: dict[int, str] = field(default_factory=dict)
+    """What each has called in its script to get here, where it has said so."""
     waiting: list[asyncio.Future[Json]] = field(default_factory=list)
 
     @property
@@ -69,6 +71,7 @@ class ScopeState:
             self._finish(key, gather, {"error": "count", "counts": counts})
             return future
         gather.values[member] = request["value"]
+        gather.calls[member] = str(request.get("call", ""))
         if not gather.missing:
             self._finish(key, gather, {"value": [gather.values[i] for i in range(gather.count)]})
         else:
@@ -82,7 +85,7 @@ class ScopeState:
         waiting = sorted(member for gather in pending.values() for member in gather.values)
         if len(pending) < 2 or waiting != list(range(max(gather.count for gather in pending.values()))):
             return
-        where = [[member, name] for name, gather in pending.items() for member in gather.values]
+        where = [[member, name, gather.calls[member]] for name, gather in pending.items() for member in gather.values]
         for name, gather in pending.items():
             self._finish((group, name), gather, {"error": "crossed", "where": sorted(where)})
 
@@ -96,7 +99,8 @@ class ScopeState:
             return
         gone = [[member, self.gone[(key[0], member)]] for member in gather.missing if (key[0], member) in self.gone]
         if gone:
-            self._finish(key, gather, {"error": "gone", "gone": gone})
+            call = next(filter(None, gather.calls.values()), "")
+            self._finish(key, gather, {"error": "gone", "gone": gone, "call": call})
 
     def review(self) -> None:
         """Answer every meeting that can no longer be complete."""

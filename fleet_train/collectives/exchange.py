@@ -42,7 +42,8 @@ class GradientExchange:
             make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets
         ]
         self.averager = ParameterAverager(profile, reducers[0], plan.world_size, rate) if plan.averaging else None
-        self._conversion = job.count("exchange")
+        self.number = job.count("exchange")
+        """Of the conversion that this belongs to: 0, 1, ..."""
         self.step = 0
         """Updates so far; with gradient merge not every run of the program is one."""
         self._updates = True
@@ -175,7 +176,7 @@ class GradientExchange:
         return self._moment_of(self.step)
 
     def _moment_of(self, step: int) -> str:
-        return f"step {step}" if self._conversion == 0 else f"step {step} of program {self._conversion}"
+        return f"step {step}" if self.number == 0 else f"step {step} of program {self.number}"
 
     def _is_synchronous(self, step: int) -> bool:
         return self.averager is None or self.averager.schedule.is_synchronous(step)

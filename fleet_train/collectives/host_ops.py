@@ -101,7 +101,7 @@ def emit_launch(
         return link.clone()
 
     inputs = [*gradients, *extra]
-    return _host_operator(f"launch_{bucket.index}", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
+    return _host_operator(f"launch_{exchange.number}_{bucket.index}", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
 
 
 def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
@@ -111,7 +111,7 @@ def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any],
         return (link.clone(), *exchange.wait(bucket.index))
 
     outputs = [(gradient.shape, dtype) for gradient, dtype in zip(bucket.gradients, dtypes, strict=True)]
-    results = _host_operator(f"wait_{bucket.index}", 1, [_TOKEN, *outputs], run)(chain)
+    results = _host_operator(f"wait_{exchange.number}_{bucket.index}", 1, [_TOKEN, *outputs], run)(chain)
     return results[0], list(results[1:])
 
 

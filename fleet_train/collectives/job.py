@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,6 +69,19 @@ class Job:
         """Programs, each with an optimizer that has made gradients in it."""
         self._left = False
         self._has_reported = False
+        self._call = ""
+        """The call of the facade that this rank is in, in the script's words."""
+
+    @contextlib.contextmanager
+    def inside(self, call: str) -> Iterator[None]:
+        """While this lasts, what goes wrong with waiting for others is told as happening in ``call``; nested ones keep
+        the outermost."""
+        before = self._call
+        self._call = before or call
+        try:
+            yield
+        finally:
+            self._call = before
 
     @property
     def world_size(self) -> int:
@@ -103,7 +116,7 @@ class Job:
 
     def _remember(self, client: StoreClient, name: str, value: Any, timeout_seconds: float) -> dict[int, Any]:
         try:
-            return client.gather(name, value, self.world_size, timeout_seconds)
+            return client.gather(name, value, self.world_size, timeout_seconds, self._call)
         except JoinTimeout as error:
             self.failure = with_absent(WorkerFailed(str(error)), error.absent)
             raise self.failure from None

@@ -7,36 +7,71 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet_train.cluster.environment import asked_strategy, join_timeout_seconds
+from fleet_train.cluster.correction import warning_of
+from fleet_train.cluster.environment import asked_strategy
 from fleet_train.collectives.paddle_check import require_paddle
 from fleet_train.convert import exits
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ClusterError, ConversionError
 
 exits.install()
 require_paddle()
 
 import paddle  # noqa: E402
 
-from fleet_train.collectives.exchange import GradientExchange  # noqa: E402
 from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
-from fleet_train.collectives.join import join  # noqa: E402
-from fleet_train.convert import agreement, saving  # noqa: E402
+from fleet_train.convert import session  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
-from fleet_train.convert.exporting import export_inference_model  # noqa: E402
-from fleet_train.convert.local_state import make_equal  # noqa: E402
+from fleet_train.convert.collective_calls import (  # noqa: E402
+    agree,
+    all_reduce,
+    all_reduce_worker,
+    barrier_worker,
+    gather,
+)
+from fleet_train.convert.fleet_names import unknown  # noqa: E402
+from fleet_train.convert.keywords import one_of  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
-from fleet_train.convert.program_state import ProgramState  # noqa: E402
-from fleet_train.convert.role_maker import cluster_of  # noqa: E402
-from fleet_train.convert.saving import Captured  # noqa: E402
+from fleet_train.convert.ranks import (  # noqa: E402
+    init_worker,
+    is_coordinator,
+    is_first_worker,
+    is_server,
+    is_worker,
+    local_rank,
+    node_num,
+    nranks,
+    place,
+    rank,
+    rank_in_node,
+    server_endpoints,
+    server_num,
+    stop_worker,
+    worker_endpoints,
+    worker_index,
+    worker_num,
+    world_size,
+)
+from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
+from fleet_train.convert.saving_calls import (  # noqa: E402
+    capture_persistables,
+    first_not_finite,
+    load_persistables,
+    save_inference_model,
+    save_persistables,
+    synchronize_parameters,
+)
+from fleet_train.convert.session import current as _current  # noqa: E402
+from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
 from fleet_train.convert.strategy import DistributedStrategy  # noqa: E402
+from fleet_train.convert.util import UtilBase  # noqa: E402
+from fleet_train.convert.wrappers import unwrap  # noqa: E402
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
 
@@ -45,8 +80,15 @@ if TYPE_CHECKING:
     startup_program: Any
 
 __all__ = [
+    "CollectiveOptimizer",
+    "DistributedStrategy",
+    "PaddleCloudRoleMaker",
+    "Role",
+    "UserDefinedRoleMaker",
+    "UtilBase",
     "agree",
     "all_reduce",
+    "all_reduce_worker",
     "barrier_worker",
     "capture_persistables",
     "communication",
@@ -54,95 +96,134 @@ __all__ = [
     "first_not_finite",
     "gather",
     "init",
+    "init_worker",
+    "is_coordinator",
     "is_first_worker",
+    "is_server",
+    "is_worker",
     "load_persistables",
     "local_rank",
     "loss_scale",
     "main_program",
+    "minimize",
     "node_num",
+    "nranks",
     "place",
     "plan",
     "profile",
+    "rank",
+    "rank_in_node",
     "request_stop",
     "save_inference_model",
     "save_persistables",
+    "server_endpoints",
+    "server_num",
     "should_fetch",
     "shutdown",
+    "split_files",
     "startup_program",
     "stop_requested",
+    "stop_worker",
     "synchronize_parameters",
+    "util",
     "worker_endpoints",
     "worker_index",
     "worker_num",
+    "world_size",
 ]
 
-
-@dataclass
-class _Session:
-    """One ``init`` .. ``shutdown``."""
-
-    job: Job
-    profile: Profile | None = None
-    main_program: Any = None
-    startup_program: Any = None
-    plans: list[CommPlan] = field(default_factory=list)
-    optimizers: list[DistributedOptimizer] = field(default_factory=list)
-    exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
-    """Converted programs with their communication."""
+util = UtilBase()
+split_files = util.get_file_shard
 
 
-_session: _Session | None = None
-_has_left_a_job = False
-_imagined_job: Callable[[], Job] | None = None
+def init(
+    role_maker: Any = None,
+    is_collective: bool | None = None,
+    strategy: Any = None,
+    log_level: int | str = "INFO",
+    *,
+    role: Any = None,
+) -> Any:
+    """Join the cluster that the launcher describes; with no launcher, become a job of one process. Returns ``fleet``.
 
-
-def init(role: Any = None) -> None:
-    """Join the cluster that the launcher describes; with no launcher, become a job of one process.
-
-    ``role``: ``role_maker.PaddleCloudRoleMaker(is_collective=True)``, Paddle's role maker of that name, or None.
-    Bounded by the launcher's ``--join_timeout`` (300 s). Raises ClusterError when the environment describes no usable
-    cluster, JoinTimeout naming the ranks that did not come, ScheduleMismatch when ranks disagree on versions.
+    ``role_maker``: ``PaddleCloudRoleMaker(is_collective=True)``, ``UserDefinedRoleMaker(is_collective=True, ...)``,
+    Paddle's role makers of these names, or None. ``strategy`` is the default of ``distributed_optimizer``. Bounded by
+    the launcher's ``--join_timeout`` (300 s). Raises ClusterError when the environment describes no usable cluster,
+    JoinTimeout naming the ranks that did not come, ScheduleMismatch when ranks disagree on versions.
     """
-    global _session
-    if _session is not None:
-        raise ConversionError("fleet.init was called twice; one call joins the job for the whole process")
-    if _has_left_a_job:
-        raise ConversionError("this process has left its job (fleet.shutdown); a process joins one job in its life")
-    job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
-    _session = _Session(job)
-    exits.watch(job)
+    given = one_of("init", role=role, role_maker=role_maker)
+    if isinstance(given, (bool, str, DistributedStrategy)):
+        raise ClusterError(
+            f"fleet.init was given {given!r} as its role maker; its order is init(role_maker, is_collective, strategy)"
+        )
+    if given is None and is_collective is False:
+        raise ClusterError(
+            "fleet.init(is_collective=False) asks for parameter servers; fleet_train is for collective training: write "
+            "fleet.init(is_collective=True)"
+        )
+    job = session.begin(given, strategy).job
+    say(filter(None, [warning_of(_main_script())]), job.cluster.rank)
+    if log_level not in ("INFO", 20):
+        say([f"log_level: {log_level!r} is mapped: what fleet_train says is said once, on rank 0"], job.cluster.rank)
+    return sys.modules[__name__]
 
 
-def join_as(make_job: Callable[[], Job] | None) -> None:
-    """For planning: from now on ``init`` takes this job instead of joining one; None ends that."""
-    global _imagined_job
-    _imagined_job = make_job
-
-
-def _current() -> _Session:
-    if _session is None:
-        raise ConversionError("fleet.init(role) has not been called yet; it is the first of the four lines")
-    return _session
+def _main_script() -> str:
+    """The text of the script that runs; empty where it has no file."""
+    try:
+        return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOptimizer:
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
-    name or path, or None: then the launcher's ``--strategy``, else ``multi_node`` on several nodes and
-    ``single_node`` on one. Raises ProfileError for settings that cannot be carried out.
+    name or path, or None: then that of ``init``, else the launcher's ``--strategy``, else ``multi_node`` on several
+    nodes and ``single_node`` on one. Optimizers that Paddle wraps around others (``paddle.static.amp.decorate``,
+    ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes settings of the profile.
+
+    Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
     """
-    session = _current()
-    rank, node_num = session.job.cluster.rank, session.job.cluster.node_num
-    session.profile, notices = _resolve(strategy, session.job).overridden_by(os.environ)
-    if strategy is not None and asked_strategy(os.environ):
-        notices.append(
-            f"the script names its own strategy; the launcher's --strategy is not used ({asked_strategy(os.environ)})"
+    now = _current()
+    rank, node_num = now.job.cluster.rank, now.job.cluster.node_num
+    notices = _which_strategy(strategy, now)
+    unwrapped = unwrap(optimizer)
+    asked = unwrapped.added_to(_resolve(now.strategy if strategy is None else strategy, now.job))
+    now.profile, more = asked.overridden_by(os.environ)
+    notices += [*more, *apply_environment(now.profile)]
+    say([*notices, *applied_mappings(now.profile, node_num)], rank)
+    made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
+    if unwrapped.around is not None:
+        made.around_update(unwrapped.around)
+    now.optimizers.append(made)
+    return made
+
+
+CollectiveOptimizer = distributed_optimizer
+
+
+def minimize(
+    loss: Any, startup_program: Any = None, parameter_list: Any = None, no_grad_set: Any = None
+) -> tuple[Any, list[tuple[Any, Any]]]:
+    """``minimize`` of the optimizer that ``distributed_optimizer`` returned last."""
+    if not _current().optimizers:
+        raise ConversionError(
+            "fleet.minimize needs an optimizer: call fleet.distributed_optimizer(optimizer) before it"
         )
-    notices += apply_environment(session.profile)
-    say([*notices, *applied_mappings(session.profile, node_num)], rank)
-    session.optimizers.append(DistributedOptimizer(optimizer, session.profile, session.job, _on_converted))
-    return session.optimizers[-1]
+    return _current().optimizers[-1].minimize(loss, startup_program, parameter_list, no_grad_set)
+
+
+def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
+    """What to say where a strategy was given in more than one place."""
+    launchers = asked_strategy(os.environ)
+    notices = []
+    if launchers and (strategy is not None or now.strategy is not None):
+        notices.append(f"the script names its own strategy; the launcher's --strategy is not used ({launchers})")
+    if strategy is not None and now.strategy is not None and strategy is not now.strategy:
+        notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
+    return notices
 
 
 def _resolve(strategy: Any, job: Job) -> Profile:
@@ -157,60 +238,20 @@ def _resolve(strategy: Any, job: Job) -> Profile:
     return DistributedStrategy.from_stock(strategy).to_profile()
 
 
-def _on_converted(main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
-    session = _current()
-    session.main_program, session.startup_program = main, startup
-    if plan is not None and exchange is not None:
-        session.plans.append(plan)
-        session.exchanges.append((main, exchange))
-
-
-def _exchange_of(program: Any) -> GradientExchange | None:
-    found = [exchange for main, exchange in _current().exchanges if main is program]
-    return found[-1] if found else None
-
-
 def __getattr__(name: str) -> Any:
     if name == "main_program":
-        return _current().main_program or paddle.static.default_main_program()
+        return session.program_or_last(None)
     if name == "startup_program":
         return _current().startup_program or paddle.static.default_startup_program()
-    raise AttributeError(f"module 'fleet_train.fleet' has no attribute {name!r}")
-
-
-def place() -> Any:
-    """The device of this rank: ``CUDAPlace`` of its GPU on a GPU build, else ``CPUPlace``."""
-    return _current().job.place
-
-
-def worker_index() -> int:
-    """This process's rank, 0 .. worker_num() - 1."""
-    return _current().job.cluster.rank
-
-
-def worker_num() -> int:
-    """The number of processes of the job (world size)."""
-    return _current().job.world_size
-
-
-def local_rank() -> int:
-    """This process's index on its node."""
-    return _current().job.cluster.local_rank
-
-
-def node_num() -> int:
-    """The number of nodes of the job."""
-    return _current().job.cluster.node_num
-
-
-def is_first_worker() -> bool:
-    """Whether this is rank 0, the one that reports and saves."""
-    return worker_index() == 0
-
-
-def worker_endpoints() -> list[str]:
-    """``host:port`` of every rank, by rank."""
-    return _current().job.cluster.endpoints
+    if name in ("_origin_program", "_transpiled_program"):
+        say(
+            [f"fleet.{name} is fleet.main_program: minimize converts the program itself, there is no other one"],
+            _current().job.cluster.rank,
+        )
+        return session.program_or_last(None)
+    if name == "fleet":
+        return sys.modules[__name__]
+    raise unknown(name, __all__)
 
 
 def profile() -> Profile:
@@ -232,42 +273,6 @@ def should_fetch(step: int) -> bool:
     return step % profile().fetch_frequency == 0
 
 
-def barrier_worker(timeout_seconds: float | None = None) -> None:
-    """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
-
-    Raises WorkerFailed naming the ranks that did not come, died or left.
-    """
-    job = _current().job
-    job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds)
-
-
-def all_reduce(array: Any, op: str = "sum") -> np.ndarray[Any, Any]:
-    """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
-
-    ``op``: ``sum``, ``max`` or ``min``. dtypes: float32, float64, int32, int64. All ranks call it in the same order.
-    Raises ConversionError when the ranks bring different shapes, dtypes or operations.
-    """
-    return _current().job.reduce(np.asarray(array), op)
-
-
-def agree(name: str, value: Any) -> None:
-    """Stop every rank with ScheduleMismatch unless all bring the same JSON value: ``agree("steps", len(loader))``.
-
-    For what a job must have in common and fleet_train cannot see. All ranks call it in the same order.
-    """
-    agreement.agree(_current().job, name, value)
-
-
-def gather(value: Any) -> list[Any]:
-    """The JSON value of every rank, by rank, on every rank. For facts, not for tensors: it goes through the store.
-
-    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not come, died or left.
-    """
-    job = _current().job
-    values = job.gather(f"gather {job.count('gather')}", value)
-    return [values[rank] for rank in range(job.world_size)]
-
-
 def request_stop(reason: str) -> None:
     """Ask all ranks to stop in good order; safe in a signal handler. Any rank may ask; nothing is sent at once."""
     _current().job.notes.request_stop(reason)
@@ -284,10 +289,10 @@ def stop_requested() -> str | None:
 
 def communication() -> Communication:
     """What communication has cost since the last call: see ``Communication``. One process: zeros and one entry."""
-    session = _current()
-    if not session.exchanges:
-        return session.job.notes.read(local_sgd_period=0)
-    return session.exchanges[-1][1].communication()
+    now = _current()
+    if not now.exchanges:
+        return now.job.notes.read(local_sgd_period=0)
+    return now.exchanges[-1][1].communication()
 
 
 def loss_scale() -> float | None:
@@ -298,79 +303,6 @@ def loss_scale() -> float | None:
     return None if variable is None else float(np.asarray(variable.get_tensor()).item())
 
 
-def synchronize_parameters(main_program: Any = None) -> None:
-    """Make parameters and batch-norm statistics equal on all ranks now, as means over the ranks.
-
-    LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised takes its statistics from
-    each rank's own batches. Call it on all ranks before an evaluation. It is done by itself before every save.
-    """
-    program = main_program or __getattr__("main_program")
-    exchange = _exchange_of(program)
-    if exchange is not None:
-        state = ProgramState(program, paddle.static.global_scope())
-        make_equal(_current().job, state, exchange, with_optimizer=False)
-
-
-def first_not_finite(main_program: Any = None) -> str | None:
-    """The name of the first parameter or batch-norm statistic of this rank that holds NaN or infinity."""
-    program = main_program or __getattr__("main_program")
-    return ProgramState(program, paddle.static.global_scope()).first_not_finite()
-
-
-def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
-    """What ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a thread.
-
-    All ranks call it after the same step. ``memory``: an earlier capture that is written; its memory is used again.
-    """
-    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
-    return saving.capture(_current().job, program, scope, _exchange_of(program), memory)
-
-
-def save_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
-    """Save all that a resumed run needs of the program: rank 0 writes, all return when it is done.
-
-    Parameters, statistics, optimizer state, what the profile's passes, LocalSGD and compression keep, also where each
-    rank has its own. With LocalSGD, parameters and optimizer state are averaged first. Writes
-    ``persistables.safetensors``, ``persistables.json`` and, for what differs between ranks, ``ranks.safetensors`` into
-    ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
-    """
-    del exe  # Fleet's signature; the state is read from the scope
-    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
-    saving.save(_current().job, program, scope, _exchange_of(program), Path(dirname))
-
-
-def load_persistables(exe: Any, dirname: str | os.PathLike[str], main_program: Any = None) -> None:
-    """Load what ``save_persistables`` wrote. Rank 0 reads, the others get its values over the network.
-
-    The startup program must have run. Raises CheckpointError on every rank, naming the first offending tensor, for
-    state that is missing, cut off, altered, or of another model. The number of ranks may be another one.
-    """
-    del exe
-    program, scope = main_program or __getattr__("main_program"), paddle.static.global_scope()
-    saving.load(_current().job, program, scope, _exchange_of(program), Path(dirname))
-
-
-def save_inference_model(exe: Any, dirname: str | os.PathLike[str], feeds: list[Any], targets: list[Any]) -> None:
-    """Export the forward program, pruned to ``feeds`` -> ``targets``, with its parameters, for Paddle's inference.
-
-    ``targets``: values of the training program or, better, of one built with ``layer.eval()`` that has the same
-    parameters. ``feeds``: values or names of its inputs. LocalSGD's parameters are averaged first. Rank 0 writes
-    ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks return once they are on disk.
-    """
-    synchronize_parameters()
-    scope = paddle.static.global_scope()
-    saving.on_first_worker(
-        _current().job,
-        f"export to {dirname}",
-        lambda: export_inference_model(exe, Path(dirname), feeds, targets, scope),
-    )
-
-
 def shutdown() -> None:
     """Leave the job in good order; called at exit by itself. A process of several cannot join again after it."""
-    global _session, _has_left_a_job
-    if _session is not None:
-        _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
-        exits.watch(None)
-        _session.job.leave()
-        _session = None
+    session.end()

@@ -12,8 +12,10 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
 from fleet_train.collectives.job import Job
 from fleet_train.convert.agreement import agree_on_plan
+from fleet_train.convert.amp_calls import AmpCalls
 from fleet_train.convert.apply_profile import say
 from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, names_used_twice, summed_over_uses
+from fleet_train.convert.keywords import one_of
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.profile_passes import (
@@ -25,6 +27,7 @@ from fleet_train.convert.profile_passes import (
 )
 from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_launches, insert_waits
 from fleet_train.convert.separable import updates_each_alone
+from fleet_train.convert.startup import refuse_foreign_startup
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan
 from fleet_train.profile import Profile
@@ -33,7 +36,7 @@ ParamsGrads = list[tuple[Any, Any]]
 UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(AmpCalls):
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
     What is not defined here (``set_lr``, ``state_dict``, ...) is the wrapped optimizer's. With one process the
@@ -47,6 +50,7 @@ class DistributedOptimizer:
         job: Job,
         on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
     ):
+        self.amp_level, self._rank = profile.amp_level, job.cluster.rank
         for method in ("backward", "apply_gradients", "minimize"):
             if not callable(getattr(inner, method, None)):
                 raise ConversionError(
@@ -88,10 +92,12 @@ class DistributedOptimizer:
         (optimizer operators, parameter and gradient pairs).
         """
         _refuse_dynamic_mode()
-        parameters = parameters if parameters is not None else parameter_list
+        parameters = one_of("minimize", parameter_list=parameter_list, parameters=parameters)
         startup = _startup_or_default(startup_program)
+        refuse_foreign_startup(_program_of(loss), startup)
         if self._is_untouched and not names_used_twice(_program_of(loss)):
-            result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup_program, parameters, no_grad_set)
+            with paddle.static.program_guard(_program_of(loss), startup):
+                result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup, parameters, no_grad_set)
             self._on_converted(_program_of(loss), startup, None, None)
             return result
         with paddle.static.program_guard(_program_of(loss), startup):

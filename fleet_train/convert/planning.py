@@ -14,7 +14,7 @@ import paddle
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
-from fleet_train.convert import fleet
+from fleet_train.convert import fleet, session
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile
@@ -54,12 +54,12 @@ class _ImaginedJob(Job):
 @contextmanager
 def _imagined(cluster: Cluster) -> Iterator[None]:
     fleet.shutdown()
-    fleet.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace()))
+    session.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace()))
     try:
         yield
     finally:
         fleet.shutdown()
-        fleet.join_as(None)
+        session.join_as(None)
 
 
 def plan_of(action: Callable[[], Any], cluster: Cluster) -> Planned:

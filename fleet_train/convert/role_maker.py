@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleet_train.cluster import Cluster, cluster_from_environ
+from fleet_train.cluster.cluster import from_endpoints
+from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.errors import ClusterError
+
+__all__ = ["PaddleCloudRoleMaker", "Role", "UserDefinedCollectiveRoleMaker", "UserDefinedRoleMaker", "cluster_of"]
+
+
+class Role:
+    """Fleet's numbers for what a process does. Only WORKER exists here."""
+
+    WORKER = 1
+    SERVER = 2
+    HETER_WORKER = 3
+    ALL = 4
+    COORDINATOR = 5
 
 
 class PaddleCloudRoleMaker:
@@ -18,39 +30,107 @@ class PaddleCloudRoleMaker:
     """
 
     def __init__(self, is_collective: bool = False, **options: Any) -> None:
-        if not is_collective:
+        _refuse_parameter_servers(type(self).__name__, is_collective)
+        # Fleet's own Gloo, for parameter servers; PaddleClas and others write init_gloo=False.
+        if options.pop("init_gloo", False):
             raise ClusterError(
-                "PaddleCloudRoleMaker(is_collective=False) asks for parameter servers; fleet_train is for collective "
-                "training: write PaddleCloudRoleMaker(is_collective=True)"
+                "PaddleCloudRoleMaker(init_gloo=True) starts a Gloo for parameter servers; leave it out, fleet.init "
+                "forms the process groups"
             )
         if options:
             raise ClusterError(
                 f"PaddleCloudRoleMaker does not know {', '.join(sorted(options))}; it takes is_collective"
             )
 
-    def cluster(self, environ: Mapping[str, str] = os.environ) -> Cluster:
+    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster:
         """The cluster that the launch environment, or the launcher's own command line, describes."""
-        return cluster_from_environ(environ, parent_command())
+        return cluster_from_environ(launch_environment() if environ is None else environ, parent_command())
 
 
-def parent_command() -> list[str]:
-    """The argument list of the parent process; empty where the system does not tell (not Linux)."""
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [word.decode(errors="replace") for word in raw.rstrip(b"\0").split(b"\0")]
+class UserDefinedRoleMaker:
+    """The cluster in the script's own words: this process is ``worker_endpoints[current_id]``.
+
+    A launcher that has started several processes must have meant the same cluster. Raises ClusterError where the two
+    differ, for parameter servers, and for arguments that describe no cluster.
+    """
+
+    def __init__(
+        self,
+        is_collective: bool = False,
+        init_gloo: bool = False,
+        *,
+        current_id: int = 0,
+        role: int = Role.WORKER,
+        worker_endpoints: Sequence[str] = (),
+        worker_num: int = 0,
+        server_endpoints: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        _refuse_parameter_servers(name, is_collective and role == Role.WORKER and not server_endpoints)
+        if init_gloo or options:
+            unknown = ", ".join(sorted([*options, *(["init_gloo"] if init_gloo else [])]))
+            raise ClusterError(f"{name} does not know {unknown}; it takes current_id, worker_endpoints and worker_num")
+        self._endpoints = list(worker_endpoints)
+        self._number = len(self._endpoints) or worker_num
+        self._current = current_id
+        if self._endpoints and worker_num not in (0, len(self._endpoints)):
+            raise ClusterError(
+                f"{name}: worker_num={worker_num}, but worker_endpoints names {len(self._endpoints)} processes; they "
+                "must agree"
+            )
+        if self._number < 1:
+            raise ClusterError(f"{name} needs worker_endpoints=['host:port', ...], one for each rank")
+        if not 0 <= current_id < self._number:
+            raise ClusterError(
+                f"{name}: current_id={current_id} is not in 0 .. {self._number - 1}, the ranks of this job"
+            )
+
+    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster:
+        """The cluster that was described, cross-checked with the launcher's."""
+        launched = PaddleCloudRoleMaker(is_collective=True).cluster(environ)
+        if launched.world_size == 1 and self._endpoints:
+            return Cluster(from_endpoints(self._endpoints), self._current, formed_by="UserDefinedRoleMaker")
+        ours = (self._current, self._number, self._endpoints or launched.endpoints)
+        theirs = (launched.rank, launched.world_size, launched.endpoints)
+        for what, one, other in zip(
+            ("current_id", "the number of ranks", "worker_endpoints"), ours, theirs, strict=True
+        ):
+            if one != other:
+                raise ClusterError(
+                    f"UserDefinedRoleMaker: {what} is {one}, but {launched.formed_by} says {other}; start the script "
+                    "without a launcher, or use PaddleCloudRoleMaker(is_collective=True), which reads the launcher's"
+                )
+        return launched
+
+
+class UserDefinedCollectiveRoleMaker(UserDefinedRoleMaker):
+    """Fleet 1.8's name for collective training."""
+
+    def __init__(self, current_id: int = 0, worker_endpoints: Sequence[str] = ()) -> None:
+        super().__init__(is_collective=True, current_id=current_id, worker_endpoints=worker_endpoints)
+
+
+def _refuse_parameter_servers(name: str, is_collective: bool) -> None:
+    if not is_collective:
+        raise ClusterError(
+            f"{name}(is_collective=False), or with a server's role or endpoints, asks for parameter servers; "
+            f"fleet_train is for collective training: write {name}(is_collective=True)"
+        )
 
 
 def cluster_of(role: Any) -> Cluster:
-    """The cluster for what was handed to ``fleet.init``: our role maker, None, or Paddle's own role maker."""
+    """The cluster for what was handed to ``fleet.init``: our role makers, None, or Paddle's own role makers."""
     if role is None:
         return PaddleCloudRoleMaker(is_collective=True).cluster()
-    if isinstance(role, PaddleCloudRoleMaker):
+    if isinstance(role, (PaddleCloudRoleMaker, UserDefinedRoleMaker)):
         return role.cluster()
-    if type(role).__name__ == "PaddleCloudRoleMaker" and type(role).__module__.startswith("paddle."):
+    kind, is_paddles = type(role).__name__, type(role).__module__.startswith("paddle.")
+    if is_paddles and kind == "PaddleCloudRoleMaker":
         return PaddleCloudRoleMaker(is_collective=bool(getattr(role, "_is_collective", False))).cluster()
+    if is_paddles and kind == "UserDefinedRoleMaker":
+        return UserDefinedRoleMaker(bool(role._is_collective), **role._kwargs).cluster()
     raise ClusterError(
-        f"fleet.init was given {type(role).__name__}; it takes role_maker.PaddleCloudRoleMaker(is_collective=True) "
-        "or nothing"
+        f"fleet.init was given {kind}; it takes role_maker.PaddleCloudRoleMaker(is_collective=True), "
+        "UserDefinedRoleMaker(is_collective=True, ...) or nothing"
     )

@@ -76,7 +76,8 @@ class Outcome:
 _OFF: tuple[Any, ...] = (False, None)
 _PARAMETER_SERVER = "belongs to parameter servers, which are out of scope here: every rank holds the whole model"
 _DATA_PARALLEL = "splits the model; only data parallelism is done here, every rank holds the whole model"
-_OLD_PASS = "is a pass over the old IR, which Paddle 3 does not run on PIR programs; remove it, results stay the same"
+_OLD_PASS = "has no such field here; remove it, and choose the profile's knobs instead"
+_SAME_RESULTS = "passes over the old IR do not run on PIR programs; results stay the same"
 _AUTO = "belongs to automatic parallelism, which is out of scope here; choose a profile instead"
 
 _ON_OR_OFF = "allowed: true or false"
@@ -147,12 +148,24 @@ _SWITCHES = {
     "collective_mode": Switch("local_sgd", (("use_local_sgd", True),)),
 }
 
+# What only made the old executor faster or leaner: on or off, the numbers are the same.
 _OLD_PASSES = """
     build_cinn_pass enable_addto enable_auto_fusion fuse_adamw fuse_all_optimizer_ops fuse_bn_act_ops
     fuse_bn_add_act_ops fuse_dot_product_attention fuse_elewise_add_act_ops fuse_gemm_epilogue fuse_relu_depthwise_conv
-    fuse_resunit fused_attention fused_feedforward mkldnn_enabled_op_types onednn_enabled_op_types sequential_run
-    enable_sequential_execution remove_unnecessary_lock bkcl_comm_num
+    fuse_resunit fused_attention fused_feedforward
 """.split()
+_OLD_EXECUTOR = {
+    "sequential_run": "operators run as their data allows; num_threads: 1 runs them one by one",
+    "enable_sequential_execution": "operators run as their data allows; num_threads: 1 runs them one by one",
+    "remove_unnecessary_lock": "today's executor has no such lock",
+    "enable_backward_optimizer_op_deps": "updates wait for their own bucket of gradients",
+    "enable_inplace": "PIR's own in-place pass decides, and is on by default",
+    "memory_optimize": "the executor frees a variable after its last reader",
+    "cache_runtime_context": "the executor prepares its instructions once per program",
+    "fuse_broadcast_ops": "the start state is broadcast once, by fleet itself",
+}
+_ON_BY_DEFAULT = ("fuse_bn_add_act_ops", "enable_backward_optimizer_op_deps")
+_EITHER_WAY = ("enable_inplace", "memory_optimize", "fuse_broadcast_ops")  # their default has changed over time
 
 _REFUSED = {
     "amp": _ON_OR_OFF,
@@ -226,16 +239,27 @@ _REFUSED = {
     "without_graph_optimization": "the old graph passes do not run on PIR programs; leave it at True",
     "gradient_scale_configs": "gradients are averaged, sum over ranks / world size; for another scale, scale the loss",
     "build_strategy": _OLD_PASS,
-    "build_strategy.reduce_strategy": "gradients are reduced by allreduce only; leave it out",
+    "build_strategy.reduce_strategy": "gradients are reduced by allreduce; leave it out",
+    "build_strategy.gradient_scale_strategy": "gradients are averaged, sum over ranks / world size; for the sum, "
+    "multiply the loss by the number of ranks and leave it out",
     "build_strategy.debug_graphviz_path": "PIR programs have no such graph; print(program) shows the operators",
     "build_strategy.allow_cuda_graph_capture": "host operators cannot be captured in a CUDA graph; leave it off",
     "build_strategy.num_trainers": "follows from the cluster; remove it",
     "build_strategy.trainer_id": "follows from the cluster; remove it",
     "build_strategy.trainers_endpoints": "follows from the cluster; remove it",
     "build_strategy.async_mode": _PARAMETER_SERVER,
-    **{f"build_strategy.{name}": _OLD_PASS for name in _OLD_PASSES},
+    **{f"build_strategy.{name}": _ON_OR_OFF for name in (*_OLD_PASSES, *_OLD_EXECUTOR)},
+    "build_strategy.mkldnn_enabled_op_types": "Paddle chooses its kernels itself; leave it out, results stay the same",
+    "build_strategy.onednn_enabled_op_types": "Paddle chooses its kernels itself; leave it out, results stay the same",
+    "build_strategy.bkcl_comm_num": "is for Kunlun devices, which are not known here; use nccl_comm_num",
     "exec_strategy.num_iteration_per_run": "one run of the executor is one step; loop in Python and leave it at 1",
-    "exec_strategy.allow_op_delay": "today's executor has no such delay; remove it",
+    **{
+        f"exec_strategy.{name}": _ON_OR_OFF
+        for name in (
+            "allow_op_delay",
+            "use_thread_barrier",
+        )
+    },
 }
 
 _MAPPED = {
@@ -244,11 +268,14 @@ _MAPPED = {
     "collective_mode": ("gradients are averaged by allreduce, unless use_local_sgd is set", ("grad_allreduce",)),
     "amp_configs.use_fp16_guard": ("the whole program is converted", (False,)),
     "find_unused_parameters": ("parameters without a gradient are found when the program is converted", (True,)),
-    "build_strategy.enable_inplace": ("PIR's own in-place pass decides, and is on by default", (True,)),
-    "build_strategy.memory_optimize": ("the executor frees a variable after its last reader", (True,)),
-    "build_strategy.cache_runtime_context": ("the executor prepares its instructions once per program", (True,)),
-    "build_strategy.fuse_broadcast_ops": ("the start state is broadcast once, by fleet itself", (True,)),
-    "build_strategy.fuse_bn_add_act_ops": ("passes over the old IR do not run on PIR programs", (False,)),
+    **{f"build_strategy.{name}": (_SAME_RESULTS, (name not in _ON_BY_DEFAULT,)) for name in _OLD_PASSES},
+    **{
+        f"build_strategy.{name}": (words, (True, False) if name in _EITHER_WAY else (name not in _ON_BY_DEFAULT,))
+        for name, words in _OLD_EXECUTOR.items()
+    },
+    "build_strategy.reduce_strategy": ("gradients are reduced by allreduce, with the same results", (1,)),
+    "exec_strategy.allow_op_delay": ("today's executor has no such delay; results stay the same", (True,)),
+    "exec_strategy.use_thread_barrier": ("today's executor has no such barrier; results stay the same", (True,)),
     "exec_strategy.use_experimental_executor": ("today's executor is the only one", (True,)),
 }
 
@@ -274,8 +301,8 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "gradient_merge_configs.avg": (True,),
     "gradient_scale_configs.scale_strategy": ("avg",),
     "build_strategy.reduce_strategy": (0,),
-    "build_strategy.enable_backward_optimizer_op_deps": (True,),
-    "build_strategy.fuse_bn_add_act_ops": (True,),
+    "build_strategy.gradient_scale_strategy": (0,),
+    **{f"build_strategy.{name}": (True,) for name in _ON_BY_DEFAULT},
     "exec_strategy.num_iteration_per_run": (1,),
 }
 
@@ -320,6 +347,7 @@ STOCK_FIELDS: dict[str, StockField] = {
 
 def settle(path: str, value: Any) -> Outcome:
     """The fate of one value of one field. A knob's own rules are left to the knob."""
+    value = _number_of(value)
     row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
     if row is None:
         return Outcome(problem=f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
@@ -337,6 +365,12 @@ def settle(path: str, value: Any) -> Outcome:
     if row.path == path and _is_one_of(value, row.silent):
         return Outcome()
     return Outcome(problem=f"given {shown(value)}: {row.refusal}")
+
+
+def _number_of(value: Any) -> Any:
+    """The number of an enumeration (``BuildStrategy.ReduceStrategy.Reduce``); other values as they are."""
+    number = getattr(value, "value", None)
+    return number if type(number) is int else value
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:

@@ -39,6 +39,25 @@ def test_old_recipe_forms_one_job_with_the_stock_launcher(tmp_path: Path) -> Non
     assert_one_job(result, world_size=2)
     assert result.values[0]["endpoints"] == [f"127.0.0.2:{port}", f"127.0.0.3:{port}"]
     assert [(folder / "mylog" / "workerlog.0").exists() for folder in result.folders] == [True, True]
+    # What old scripts shard their data by is right from the import of fleet_train on.
+    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
+    assert result.of_all("paddles") == [[0, 2], [1, 2]]
+    log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
+    assert log.count("they were corrected when fleet_train was imported") == 1
+    assert "WARNING: the stock launcher" not in log
+
+
+def test_script_that_reads_its_rank_before_the_import_is_warned(tmp_path: Path) -> None:
+    commands.put_script(tmp_path, len(HOSTS), TRAIN)
+    for node in range(len(HOSTS)):
+        script = tmp_path / f"node{node}" / "train.py"
+        script.write_text("import os\nRANK = int(os.environ['PADDLE_TRAINER_ID'])\n" + script.read_text())
+    port = free_ports(2, HOSTS)
+    lines = [commands.on_node(commands.OLD_RECIPE, node, HOSTS, port) for node in range(len(HOSTS))]
+    result = run_launchers(lines, folder=tmp_path)
+    log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
+    assert "WARNING: the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM" in log
+    assert "and line 2 of the script stands above it" in log
 
 
 def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_path: Path) -> None:

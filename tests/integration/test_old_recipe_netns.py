@@ -31,6 +31,8 @@ def test_old_command_forms_one_job_over_a_wire(tmp_path: Path) -> None:
     assert result.of_all("world_size") == [2, 2]
     assert result.of_all("node_num") == [2, 2]
     assert result.values[1]["endpoints"] == ["10.77.0.1:6170", "10.77.0.2:6170"]
+    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
+    assert result.of_all("paddles") == [[0, 2], [1, 2]]
     assert len(set(result.of_all("digest"))) == 1
 
 

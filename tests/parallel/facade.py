@@ -112,7 +112,7 @@ def main() -> None:
     report(RANK, smallest=fleet.all_reduce(np.float64(RANK - 3), op="min"))
     report(RANK, gathered=fleet.gather({"rank": RANK}))
     report(RANK, unequal=message_of(lambda: fleet.all_reduce(np.zeros(1 + RANK, "float32"))))
-    report(RANK, bad_op=message_of(lambda: fleet.all_reduce(np.zeros(1), op="mean")))
+    report(RANK, bad_op=message_of(lambda: fleet.all_reduce(np.zeros(1), op="product")))
     report(RANK, bad_dtype=message_of(lambda: fleet.all_reduce(np.zeros(1, "float16"))))
     stock = paddle.distributed.fleet.DistributedStrategy()
     stock.fuse_grad_size_in_MB = 8

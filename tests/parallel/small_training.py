@@ -68,6 +68,25 @@ def leave_early(step: int) -> None:
         sys.exit(0)
 
 
+def save_on_rank_0(step: int) -> None:
+    if RANK == 0 and step == 3:
+        fleet.save_persistables(None, "out")
+
+
+def save_on_rank_0_at_the_end() -> None:
+    train(Profile(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4))
+    if fleet.is_first_worker():
+        fleet.save_persistables(None, "out")
+
+
+def barrier_after_unequal_steps() -> None:
+    def stop_early(step: int) -> None:
+        if RANK == 1 and step == 3:
+            fleet.barrier_worker()
+
+    train(before_step=stop_early)
+
+
 def sleep_at_step_3(seconds: float) -> Any:
     def sleep(step: int) -> None:
         if RANK == 1 and step == 3:
@@ -94,6 +113,9 @@ CASES = {
     "throw": lambda: train(before_step=throw),
     "exit with text": lambda: train(before_step=exit_with_text),
     "leave early": lambda: train(before_step=leave_early),
+    "save on rank 0": lambda: train(before_step=save_on_rank_0),
+    "save on rank 0 at the end": save_on_rank_0_at_the_end,
+    "barrier after unequal steps": barrier_after_unequal_steps,
     "stall": lambda: train(Profile(collective_timeout_seconds=2), before_step=sleep_at_step_3(30)),
     "busy for longer than gloo waits": lambda: train(before_step=sleep_at_step_3(33)),
     "other shapes": lambda: train(width=8 + RANK),

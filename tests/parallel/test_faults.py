@@ -53,6 +53,32 @@ def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None
     assert "has finished and left the job while others still wait for it" in last_line(result, 0)
 
 
+def test_save_under_a_rank_guard_is_named_on_every_rank(tmp_path: Path) -> None:
+    result = run("save on rank 0", tmp_path)
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
+    for rank in (0, 1):
+        line = last_line(result, rank)
+        assert "in fleet.save_persistables('out'), rank 1 (127.0.0.3:" in line
+        assert "at 'step 4'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
+
+
+def test_save_under_a_rank_guard_at_the_end_is_named(tmp_path: Path) -> None:
+    result = run("save on rank 0 at the end", tmp_path)
+    assert result.exit_codes == [WorkerFailed.exit_code, 0], result.report()
+    assert (
+        "has finished and left the job while others wait for it in fleet.save_persistables('out'); call "
+        in last_line(result, 0)
+    )
+    assert "without `if rank == 0` around it" in last_line(result, 0)
+
+
+def test_unequal_steps_before_a_barrier_are_named_too(tmp_path: Path) -> None:
+    result = run("barrier after unequal steps", tmp_path)
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
+    assert "in fleet.barrier_worker(); call fleet.barrier_worker() on all ranks" in last_line(result, 0)
+    assert last_line(result, 0).endswith("they have made unequal numbers of steps before it")
+
+
 def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
     began = time.monotonic()
     result = run("stall", tmp_path, patience_after_failure_seconds=1.0)

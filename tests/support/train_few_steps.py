@@ -3,12 +3,16 @@
 Every rank starts from a seed of its own and sees data of its own: equal digests at the end are the work of fleet.
 """
 
+import os
+
 import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
 from tests.support.worker import digest, report
 
+at_import = [os.environ.get("PADDLE_TRAINER_ID"), os.environ.get("PADDLE_TRAINERS_NUM")]
+paddles = [paddle.distributed.get_rank(), paddle.distributed.get_world_size()]
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 rank = fleet.worker_index()
@@ -35,6 +39,8 @@ report(
     world_size=fleet.worker_num(),
     node_num=fleet.node_num(),
     local_rank=fleet.local_rank(),
+    at_import=at_import,
+    paddles=paddles,
     endpoints=fleet.worker_endpoints(),
     loss=loss_now.item(),
     digest=digest(state),

@@ -247,9 +247,8 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
         ),
         (
             "fuse_elewise_add_act_ops",
-            True,
-            "DistributedStrategy.build_strategy.fuse_elewise_add_act_ops: given true: is a pass over the old IR, "
-            "which Paddle 3 does not run on PIR programs; remove it, results stay the same",
+            1,
+            "DistributedStrategy.build_strategy.fuse_elewise_add_act_ops: given 1: allowed: true or false",
         ),
         (
             "hybrid_configs",
@@ -477,8 +476,8 @@ def test_a_wrong_execution_setting_is_told() -> None:
         strategy.exec_strategy.num_thread = 2
     with pytest.raises(ProfileError, match=r"^DistributedStrategy\.num_threads: given 0; allowed"):
         strategy.exec_strategy.num_threads = 0
-    with pytest.raises(ProfileError, match="today's executor has no such delay"):
-        strategy.exec_strategy.allow_op_delay = True
+    with pytest.raises(ProfileError, match="one run of the executor is one step"):
+        strategy.exec_strategy.num_iteration_per_run = 2
 
 
 def test_an_execution_strategy_of_another_class_gives_what_it_changes() -> None:
@@ -838,24 +837,68 @@ def test_a_field_of_a_later_paddle_is_refused_by_its_name(stock: Callable[[], An
     )
 
 
-def test_a_default_build_strategy_is_accepted_and_an_old_pass_refused(stock: Callable[[], Any]) -> None:
+def test_a_default_build_strategy_is_accepted_and_a_cuda_graph_refused(stock: Callable[[], Any]) -> None:
     import paddle
 
     given = stock()
     given.build_strategy = paddle.static.BuildStrategy()
     assert DistributedStrategy.from_stock(given).to_profile() == Profile(name="strategy")
     passes = paddle.static.BuildStrategy()
-    passes.fuse_gemm_epilogue = True
+    passes.allow_cuda_graph_capture = True
     given.build_strategy = passes
     with pytest.raises(
-        ProfileError, match=r"^DistributedStrategy\.build_strategy\.fuse_gemm_epilogue: given true: is a pass"
+        ProfileError,
+        match=r"^DistributedStrategy\.build_strategy\.allow_cuda_graph_capture: given true: host operators cannot",
     ):
         DistributedStrategy.from_stock(given)
     own = DistributedStrategy()
     with pytest.raises(
-        ProfileError, match=r"^DistributedStrategy\.build_strategy\.fuse_gemm_epilogue: given true: is a pass"
+        ProfileError,
+        match=r"^DistributedStrategy\.build_strategy\.allow_cuda_graph_capture: given true: host operators cannot",
     ):
         own.build_strategy = passes
+
+
+@pytest.mark.parametrize(
+    "name",
+    "fuse_elewise_add_act_ops fuse_bn_act_ops enable_addto enable_auto_fusion fuse_relu_depthwise_conv "
+    "fuse_all_optimizer_ops fuse_broadcast_ops enable_inplace memory_optimize cache_runtime_context "
+    "remove_unnecessary_lock enable_sequential_execution".split(),
+)
+def test_a_pass_of_the_old_executor_is_mapped_in_one_sentence(name: str) -> None:
+    strategy = DistributedStrategy()
+    setattr(strategy.build_strategy, name, True)
+    (sentence,) = applied_mappings(strategy.to_profile())
+    assert sentence.startswith(f"DistributedStrategy.build_strategy.{name}: true is mapped: ")
+    assert strategy.to_profile() == Profile(name="strategy")
+
+
+def test_a_pass_that_is_switched_off_where_fleet_has_it_on_is_mapped_too() -> None:
+    strategy = DistributedStrategy()
+    strategy.build_strategy.fuse_bn_add_act_ops = True
+    strategy.build_strategy.enable_addto = False
+    assert applied_mappings(strategy.to_profile()) == []
+    strategy.build_strategy.fuse_bn_add_act_ops = False
+    assert len(applied_mappings(strategy.to_profile())) == 1
+
+
+@pytest.mark.parametrize("name", ["allow_op_delay", "use_thread_barrier"])
+def test_the_old_executors_waits_are_mapped_in_one_sentence(name: str) -> None:
+    strategy = DistributedStrategy()
+    setattr(strategy.exec_strategy, name, True)
+    (sentence,) = applied_mappings(strategy.to_profile())
+    assert sentence.endswith("results stay the same")
+
+
+def test_reduce_is_mapped_to_allreduce_and_a_sum_of_gradients_refused() -> None:
+    import paddle
+
+    strategy = DistributedStrategy()
+    strategy.build_strategy.reduce_strategy = paddle.static.BuildStrategy.ReduceStrategy.Reduce
+    (sentence,) = applied_mappings(strategy.to_profile())
+    assert "by allreduce, with the same results" in sentence
+    with pytest.raises(ProfileError, match="multiply the loss by the number of ranks"):
+        strategy.build_strategy.gradient_scale_strategy = 1
 
 
 def test_an_own_build_strategy_gives_what_both_classes_know() -> None:

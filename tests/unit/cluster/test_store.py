@@ -296,3 +296,33 @@ def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreS
         silent.beat()
     assert seat().get("nothing") is None
     elsewhere.close()
+
+
+def test_members_at_a_step_and_in_a_call_are_told_which_call_it_is(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: two.gather("step 5", None, 2, 10))
+    with pytest.raises(ScheduleMismatch) as caught:
+        one.gather("save to out 0", None, 2, 10, "fleet.save_persistables('out')")
+    thread.join()
+    expected = (
+        "the ranks wait for each other at different points: rank 0 in fleet.save_persistables('out'), rank 1 at 'step "
+        "5'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it; if all of them do, "
+        "they have made unequal numbers of steps before it"
+    )
+    assert (str(caught.value), str(results[0])) == (expected, expected)
+
+
+def test_members_at_different_steps_are_asked_for_their_batches(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, _ = in_thread(lambda: two.gather("step 5", None, 2, 10))
+    with pytest.raises(ScheduleMismatch, match=r"\(unequal numbers of batches\?\)$"):
+        one.gather("step 6", None, 2, 10)
+    thread.join()
+
+
+def test_member_that_does_not_come_to_a_call_is_told_with_the_call(server: StoreServer) -> None:
+    one, _ = connect(server, 0), connect(server, 1)
+    with pytest.raises(
+        JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not come within 0\.2 s; call fleet\."
+    ):
+        one.gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train.cluster import Cluster, Rank
 from fleet_train.collectives.job import Job
-from fleet_train.convert import fleet
+from fleet_train.convert import fleet, session
 from fleet_train.convert.passes import pipeline
 from fleet_train.convert.passes.gradient_merge import GradientMerge
 from fleet_train.convert.passes.loss_scale import LossScaling
@@ -82,8 +82,8 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
         precision=MixedPrecision("O1", "float16"), loss_scaling=LossScaling(256.0, decr_every_n_nan_or_inf=1)
     )
     passes = ProgramPasses(settings, alone())
-    session = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
-    monkeypatch.setattr(fleet, "_session", session)
+    holding = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
+    monkeypatch.setattr(session, "_session", holding)
     assert fleet.loss_scale() is None
 
     def minimize(optimizer: Any, loss: Any) -> None:
@@ -91,7 +91,7 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
         passes.update(merged, merged.pairs, optimizer.apply_gradients)
 
     trained = Trained(momentum, minimize)
-    session.optimizers[0].loss_scale_name = passes.loss_scale_name
+    holding.optimizers[0].loss_scale_name = passes.loss_scale_name
     with paddle.static.scope_guard(trained.scope):
         assert fleet.loss_scale() == 256.0
         (features, labels) = batches(1, 8, seed=0)[0]

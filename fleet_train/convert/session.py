@@ -1,0 +1,101 @@
+"""What one ``fleet.init`` .. ``fleet.shutdown`` holds; the modules of the facade share it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from fleet_train.cluster.environment import join_timeout_seconds
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.join import join
+from fleet_train.convert import exits, serializing
+from fleet_train.convert.apply_profile import say
+from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.role_maker import cluster_of
+from fleet_train.errors import ConversionError
+from fleet_train.plan import CommPlan
+from fleet_train.profile import Profile
+
+
+@dataclass
+class Session:
+    """This process's job and what it has converted."""
+
+    job: Job
+    strategy: Any = None
+    """What ``init`` was given; the default of ``distributed_optimizer``."""
+    profile: Profile | None = None
+    main_program: Any = None
+    startup_program: Any = None
+    plans: list[CommPlan] = field(default_factory=list)
+    optimizers: list[DistributedOptimizer] = field(default_factory=list)
+    exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
+    """Converted programs with their communication."""
+
+    def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
+        self.main_program, self.startup_program = main, startup
+        serializing.leave_out_host_operators(self._is_drifting)
+        say(filter(None, [serializing.unwritable(main)]), self.job.cluster.rank)
+        if plan is not None and exchange is not None:
+            self.plans.append(plan)
+            self.exchanges.append((main, exchange))
+
+    def _is_drifting(self, program: Any) -> bool:
+        return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
+
+
+_session: Session | None = None
+_has_left_a_job = False
+_imagined_job: Callable[[], Job] | None = None
+
+
+def begin(role: Any, strategy: Any) -> Session:
+    """Join the job; see ``fleet.init``."""
+    global _session
+    if _session is not None:
+        raise ConversionError("fleet.init was called twice; one call joins the job for the whole process")
+    if _has_left_a_job:
+        raise ConversionError("this process has left its job (fleet.shutdown); a process joins one job in its life")
+    job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
+    _session = Session(job, strategy)
+    exits.watch(job)
+    return _session
+
+
+def join_as(make_job: Callable[[], Job] | None) -> None:
+    """For planning: from now on ``begin`` takes this job instead of joining one; None ends that."""
+    global _imagined_job
+    _imagined_job = make_job
+
+
+def current() -> Session:
+    """The session; ConversionError before ``fleet.init``."""
+    if _session is None:
+        raise ConversionError("fleet.init(role) has not been called yet; it is the first of the four lines")
+    return _session
+
+
+def end() -> None:
+    """Leave the job; see ``fleet.shutdown``."""
+    global _session, _has_left_a_job
+    if _session is not None:
+        _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
+        exits.watch(None)
+        _session.job.leave()
+        _session = None
+
+
+def program_or_last(main_program: Any) -> Any:
+    """The program that a call is about: the one given, else the one converted last."""
+    return main_program or current().main_program or paddle.static.default_main_program()
+
+
+def exchange_of(program: Any) -> GradientExchange | None:
+    """The communication of a converted program; None with one process."""
+    found = [exchange for main, exchange in current().exchanges if main is program]
+    return found[-1] if found else None

@@ -1,0 +1,299 @@
+"""Run as one or two ranks: the entry points of old and new Fleet scripts, each training as its profile does.
+
+Every rank feeds its part of one joint batch, so that one process (all of it) is the reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.incubate.optimizer import GradientMergeOptimizer, RecomputeOptimizer
+
+import fleet_train.fleet as fleet
+from fleet_train import DistributedStrategy
+from fleet_train.errors import FleetTrainError
+from fleet_train.fleet import CollectiveOptimizer
+from tests.support.worker import digest, report
+
+STEPS, BATCH = 6, 8
+Wrapped = Callable[[], Any]
+
+
+def sgd() -> Any:
+    return paddle.optimizer.SGD(0.1)
+
+
+def adam() -> Any:
+    return paddle.optimizer.Adam(0.05)
+
+
+def amp() -> Any:
+    return paddle.static.amp.decorate(adam(), level="O1", dtype="bfloat16")
+
+
+def merged() -> Any:
+    return GradientMergeOptimizer(adam(), k_steps=2)
+
+
+def recomputed() -> Any:
+    optimizer = RecomputeOptimizer(adam())
+    optimizer._set_checkpoints(["linear_1.w_0"])
+    return optimizer
+
+
+def looking_ahead() -> Any:
+    return paddle.incubate.LookAhead(sgd(), alpha=0.5, k=2)
+
+
+def several() -> Any:
+    return GradientMergeOptimizer(amp(), k_steps=2)
+
+
+def build(with_norm: bool = False) -> Any:
+    x, y = paddle.static.data("x", [None, 6]), paddle.static.data("y", [None, 1])
+    hidden = paddle.nn.functional.relu(paddle.nn.Linear(6, 16)(x))
+    hidden = paddle.nn.BatchNorm1D(16)(hidden) if with_norm else hidden
+    out = paddle.nn.Linear(16, 1)(paddle.nn.functional.tanh(paddle.nn.Linear(16, 16)(hidden)))
+    return x, out, paddle.nn.functional.mse_loss(out, y)
+
+
+class Program:
+    """A small network with a program, a startup program and a scope of its own; every rank starts from other values."""
+
+    def __init__(self, minimize: Callable[[Any, Any], Any], with_norm: bool = False) -> None:
+        self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+        paddle.seed(7)
+        with paddle.static.scope_guard(self.scope), paddle.utils.unique_name.guard():
+            with paddle.static.program_guard(self.main, self.startup):
+                self.x, self.out, self.loss = build(with_norm)
+            minimize(self.loss, self.startup)
+            self.exe = paddle.static.Executor(fleet.place())
+            self.exe.run(self.startup)
+
+    def train(self, steps: int = STEPS) -> Program:
+        rank, ranks = fleet.rank(), fleet.nranks()
+        draws = np.random.RandomState(3)
+        with paddle.static.scope_guard(self.scope):
+            for _ in range(steps):
+                x, y = draws.randn(BATCH, 6).astype("float32"), draws.randn(BATCH, 1).astype("float32")
+                feed = {"x": x[rank::ranks], "y": y[rank::ranks]}
+                self.exe.run(self.main, feed=feed, fetch_list=[self.loss])
+        return self
+
+    def parameters(self) -> dict[str, Any]:
+        return {name: np.array(value) for name, value in self.main.state_dict("param", self.scope).items()}
+
+    def flat(self) -> Any:
+        weights = self.parameters()
+        return np.concatenate([weights[name].reshape(-1) for name in sorted(weights) if name.startswith("linear")])
+
+
+def by(optimizer: Any, strategy: Any = None) -> Callable[[Any, Any], Any]:
+    return lambda loss, startup: fleet.distributed_optimizer(optimizer, strategy).minimize(loss, startup)
+
+
+def by_paddle_alone(loss: Any, startup: Any) -> None:
+    with paddle.static.program_guard(loss.block.program, startup):
+        looking_ahead().minimize(loss)
+
+
+def keyword_minimize(loss: Any, startup: Any) -> None:
+    CollectiveOptimizer(sgd(), None)
+    fleet.minimize(loss, startup_program=startup, parameter_list=None, no_grad_set=None)
+
+
+def outside_of_its_guard(loss: Any, startup: Any) -> None:
+    fleet.distributed_optimizer(sgd()).minimize(loss, startup_program=startup)
+
+
+def trainings() -> None:
+    cases = {
+        "amp": (amp(), None),
+        "amp by profile": (adam(), DistributedStrategy(amp_level="O1", amp_dtype="bfloat16")),
+        "merged": (merged(), None),
+        "merged by profile": (adam(), DistributedStrategy(accumulate_steps=2)),
+        "recomputed": (recomputed(), None),
+        "recomputed by profile": (adam(), DistributedStrategy(recompute_checkpoints=["linear_1.w_0"])),
+        "several": (several(), None),
+        "several by profile": (
+            adam(),
+            DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2),
+        ),
+        "plain": (sgd(), None),
+        "looking ahead": (looking_ahead(), None),
+        "looking ahead in small buckets": (looking_ahead(), DistributedStrategy(fuse_parameter_groups_size=1)),
+    }
+    ways: dict[str, Callable[[Any, Any], Any]] = {name: by(*case) for name, case in cases.items()}
+    if fleet.nranks() == 1:
+        ways["looking ahead by Paddle alone"] = by_paddle_alone
+    ways |= {"by fleet.minimize": keyword_minimize, "outside": outside_of_its_guard}
+    digests, recomputing = {}, {}
+    for name, minimize in ways.items():
+        program = Program(minimize).train()
+        report(fleet.rank(), **{f"weights {name}": program.flat()})
+        digests[name] = digest(program.parameters())
+        operators = program.main.global_block().ops
+        recomputing[name] = sum("fleet_train_hold" in operator.name() for operator in operators)
+    report(fleet.rank(), digests=digests, recomputing=recomputing)
+
+
+def saving(folder: Path) -> None:
+    """Paddle's own ways to save, called on a converted program, by this rank alone."""
+    program = Program(by(adam())).train(2)
+    before = program.flat()
+    with paddle.static.scope_guard(program.scope):
+        paddle.static.save(program.main, str(folder / "state"))
+        paddle.static.save_inference_model(
+            str(folder / "deploy"), [program.x], [program.out], program.exe, program=program.main
+        )
+        kept = paddle.static.normalize_program(program.main, [program.x], [program.out])
+        names = [operator.name() for operator in kept.global_block().ops]
+    program.train(1)
+    with paddle.static.scope_guard(program.scope):
+        paddle.static.load(program.main, str(folder / "state"))
+    report(
+        fleet.rank(),
+        loaded_equal=bool((program.flat() == before).all()),
+        normalized_has_ours=any("fleet_train" in name for name in names),
+    )
+    report(fleet.rank(), **{"weights after load": program.train(2).flat()})
+
+
+def saving_by_profile(folder: Path) -> None:
+    """What Paddle's own save says of the program of each profile."""
+    profiles = {
+        "merge": DistributedStrategy(accumulate_steps=2),
+        "local": DistributedStrategy(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4),
+        "recompute": DistributedStrategy(recompute_segments=2),
+        "powersgd": DistributedStrategy(compression="powersgd"),
+        "norm": DistributedStrategy(sync_batch_norm=True),
+    }
+    told = {}
+    for name, strategy in profiles.items():
+        program = Program(by(sgd(), strategy), with_norm=name == "norm").train(3)
+        with paddle.static.scope_guard(program.scope):
+            told[name] = message_of(partial(paddle.static.save, program.main, str(folder / name)))
+            paddle.static.load(program.main, str(folder / name))
+        program.train(1)
+    told["startup"] = message_of(lambda: paddle.static.save(fleet.startup_program, str(folder / "startup")))
+    report(fleet.rank(), told_when_saving=told)
+
+
+def two_optimizers(folder: Path) -> None:
+    """Both backward passes before both updates: what is written must not mix up their gradients."""
+
+    def minimize(loss: Any, startup: Any) -> None:
+        with paddle.static.program_guard(loss.block.program, startup):
+            first, second = fleet.distributed_optimizer(sgd()), fleet.distributed_optimizer(sgd())
+            parameters = loss.block.program.global_block().all_parameters()
+            halves = parameters[:2], parameters[2:]
+            pairs = first.backward(loss, startup, halves[0]), second.backward(loss * 2, startup, halves[1])
+            first.apply_gradients(pairs[0])
+            second.apply_gradients(pairs[1])
+
+    program = Program(minimize)
+    with paddle.static.scope_guard(program.scope):
+        paddle.static.save(program.main, str(folder / "two"))
+    written = paddle.static.Program()
+    paddle.base.core.deserialize_pir_program(str(folder / "two.json"), written)
+    shapes = [
+        [list(operator.operand_source(i).shape) for i in (0, 2)]
+        for operator in written.global_block().ops
+        if operator.name() == "pd_op.sgd_"
+    ]
+    report(fleet.rank(), updates=shapes)
+
+
+def refusals() -> None:
+    """Calls that are refused, on one process as on two ranks."""
+    decorated = fleet.distributed_optimizer(amp())
+    plain = fleet.distributed_optimizer(sgd())
+
+    def outside_without_startup() -> None:
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            Program(lambda loss, _: plain.minimize(loss))
+
+    report(
+        fleet.rank(),
+        refused={
+            "no startup program": message_of(outside_without_startup),
+            "amp_init": message_of(lambda: decorated.amp_init(fleet.place())),
+            "amp_init without amp": message_of(lambda: plain.amp_init(fleet.place())),
+            "wrapped twice": message_of(lambda: fleet.distributed_optimizer(plain)),
+            "two names": message_of(lambda: plain.minimize(None, parameters=[1], parameter_list=[1])),
+        },
+    )
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except FleetTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def helpers() -> None:
+    rank, output = fleet.rank(), np.zeros(2)
+    fleet.all_reduce_worker(np.array([1.0, rank]), output)
+    fleet.util.barrier()
+    report(
+        rank,
+        roles=[fleet.is_worker(), fleet.is_server(), fleet.server_num(), fleet.server_endpoints(True)],
+        same=[fleet.rank() == fleet.worker_index(), fleet.world_size() == fleet.nranks() == fleet.worker_num()],
+        summed=fleet.util.all_reduce([1, rank + 1], "sum", "worker").tolist(),
+        mean=fleet.all_reduce(input=np.array([1.0, rank]), mode="mean").tolist(),
+        written=output.tolist(),
+        gathered=fleet.util.all_gather(10 * rank, "all"),
+        shard=[fleet.util.get_file_shard(list("abcde")), fleet.split_files(["a"])],
+        endpoints=fleet.worker_endpoints(to_string=True) == ",".join(fleet.worker_endpoints()),
+        origin=fleet._origin_program is fleet.main_program,
+        groups=fleet.profile().fuse_parameter_groups_size,
+    )
+    fleet.util.print_on_rank("printed by the last rank", fleet.nranks() - 1)
+    fleet.init_worker()
+    fleet.stop_worker()
+
+
+def facade_saves(folder: Path) -> None:
+    """Fleet's argument names."""
+    program = Program(by(adam())).train(2)
+    before = program.flat()
+    with paddle.static.scope_guard(program.scope):
+        fleet.save_persistables(executor=program.exe, dirname=str(folder / "all"), main_program=program.main)
+        program.train(1)
+        fleet.load_persistables(executor=program.exe, dirname=str(folder / "all"), main_program=program.main)
+        report(fleet.rank(), reloaded=bool((program.flat() == before).all()))
+        fleet.save_inference_model(
+            executor=program.exe,
+            dirname=str(folder / "export"),
+            feeded_var_names=["x"],
+            target_vars=[program.out],
+            main_program=program.main,
+            export_for_deployment=True,
+        )
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    paddle.enable_static()
+    strategy = fleet.DistributedStrategy()
+    strategy.fuse_parameter_groups_size = 2
+    given = fleet.init(fleet.PaddleCloudRoleMaker(is_collective=True), True, strategy)
+    report(fleet.rank(), returned=given is fleet)
+    trainings()
+    saving(folder / f"rank{fleet.rank()}of{fleet.nranks()}")
+    saving_by_profile(folder / f"by profile, rank{fleet.rank()}of{fleet.nranks()}")
+    two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
+    refusals()
+    helpers()
+    facade_saves(folder / f"of{fleet.nranks()}")
+
+
+main()

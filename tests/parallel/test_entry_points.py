@@ -1,0 +1,202 @@
+"""The entry points of old and new Fleet scripts on two ranks, against one process with the joint batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.inference import infer
+from tests.support.processes import ROOT
+from tests.support.ranks import RanksResult, run_ranks
+
+SCRIPT = ROOT / "tests/parallel/entry_points.py"
+TWINS = ["amp", "merged", "recomputed", "several"]
+SGD = ["plain", "looking ahead", "looking ahead in small buckets", "by fleet.minimize", "outside"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[RanksResult, RanksResult]:
+    """(two ranks, one process without a launcher)"""
+    folder = tmp_path_factory.mktemp("entry_points")
+    return (
+        run_ranks(SCRIPT, 2, folder=folder / "two", args=[str(folder)], timeout_seconds=240),
+        run_ranks(SCRIPT, 1, nodes=0, folder=folder / "one", args=[str(folder)], timeout_seconds=240),
+    )
+
+
+@pytest.fixture(scope="module")
+def two(results: tuple[RanksResult, RanksResult]) -> RanksResult:
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def one(results: tuple[RanksResult, RanksResult]) -> dict[str, Any]:
+    return results[1].values[0]
+
+
+def test_replicas_are_bit_equal_in_every_way_to_start(two: RanksResult) -> None:
+    first, second = two.of_all("digests")
+    assert first == second
+    assert len(first) == 13
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_wrapper_trains_as_the_profile_with_its_knobs(name: str, two: RanksResult, one: dict[str, Any]) -> None:
+    for digests in (two.values[0]["digests"], one["digests"]):
+        assert digests[name] == digests[f"{name} by profile"]
+
+
+def test_recompute_by_the_wrapper_cuts_where_the_profile_does(two: RanksResult) -> None:
+    found = two.values[0]["recomputing"]
+    assert (found["recomputed"], found["recomputed by profile"], found["plain"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["amp", "merged", "several"])
+def test_a_wrapper_has_an_effect(name: str, two: RanksResult) -> None:
+    wrapped, plain = (two.values[0][f"weights {one}"] for one in (name, "recomputed"))
+    assert np.abs(wrapped - plain).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["merged", "recomputed", *SGD])
+def test_two_ranks_train_as_one_process_with_the_joint_batch(name: str, two: RanksResult, one: dict[str, Any]) -> None:
+    expected = one[f"weights {name}"]
+    np.testing.assert_allclose(two.values[1][f"weights {name}"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_look_ahead_trains_as_paddles_own_and_buckets_do_not_change_it(two: RanksResult, one: dict[str, Any]) -> None:
+    expected = one["weights looking ahead by Paddle alone"]
+    assert np.abs(expected - one["weights plain"]).max() > 1e-2
+    np.testing.assert_array_equal(one["weights looking ahead"], expected)
+    np.testing.assert_allclose(two.values[0]["weights looking ahead"], expected, rtol=1e-5, atol=1e-6)
+    digests = two.values[0]["digests"]
+    assert digests["looking ahead"] == digests["looking ahead in small buckets"]
+
+
+def test_what_was_mapped_is_said_once_on_rank_0(two: RanksResult) -> None:
+    for sentence in (
+        "paddle.static.amp.decorate is mapped: read as amp_level: O1 and amp_dtype: bfloat16",
+        "GradientMergeOptimizer is mapped: read as accumulate_steps: 2",
+        "RecomputeOptimizer is mapped: read as recompute_checkpoints: linear_1.w_0",
+        "amp_init is mapped: parameters stay float32, so nothing is cast",
+        "fleet._origin_program is fleet.main_program",
+        "the strategy of fleet.distributed_optimizer is used, that of fleet.init is not",
+    ):
+        assert [rank.output.count(sentence) for rank in two.ranks] == [1, 0], sentence
+
+
+def test_strategy_of_init_is_the_default_of_distributed_optimizer(two: RanksResult) -> None:
+    assert two.of_all("groups") == [2, 2]
+    assert two.of_all("returned") == [True, True]
+
+
+def test_paddle_saves_and_loads_a_converted_program(two: RanksResult, one: dict[str, Any]) -> None:
+    assert two.of_all("loaded_equal") == [True, True]
+    # The optimizer's state is loaded, too: training goes on as on one card.
+    for rank in (0, 1):
+        expected = one["weights after load"]
+        np.testing.assert_allclose(two.values[rank]["weights after load"], expected, rtol=1e-5, atol=1e-6)
+    assert two.of_all("normalized_has_ours") == [False, False]
+
+
+def test_paddle_saves_what_every_profile_makes_but_synchronised_batch_norm(
+    two: RanksResult, one: dict[str, Any]
+) -> None:
+    for told in two.of_all("told_when_saving"):
+        refused = told.pop("norm")
+        assert refused.startswith("ConversionError: the program cannot be written without 'py_op.fleet_train_")
+        assert "use fleet.save_persistables to resume, and fleet.save_inference_model with a program" in refused
+        assert set(told.values()) == {""}
+    assert set(one["told_when_saving"].values()) == {""}
+    # Said when the program is converted, too: not only after the training.
+    output = two.ranks[0].output
+    assert output.count("fleet_train: paddle.static.save: the program cannot be written without") == 1
+    assert output.count("fleet_train: paddle.static.save writes this rank's own parameters, and LocalSGD's") == 1
+
+
+def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult, one: dict[str, Any]) -> None:
+    refused = two.values[0]["refused"]
+    assert refused == two.values[1]["refused"] == one["refused"]
+    assert refused["no startup program"] == (
+        "ConversionError: the startup program of minimize gives no parameter of the loss its start value (such as "
+        "'linear_0.b_0'): call minimize inside `with paddle.static.program_guard(main, startup)`, or pass "
+        "startup_program=startup"
+    )
+    assert refused["amp_init"] == ""
+    assert "amp_level is O0; set amp_level: O1 or O2" in refused["amp_init without amp"]
+    assert "it is what distributed_optimizer returns; wrap an optimizer once" in refused["wrapped twice"]
+    assert "parameter_list= and parameters=, which are names of one argument" in refused["two names"]
+
+
+def test_written_updates_of_two_optimizers_have_their_own_gradients(two: RanksResult) -> None:
+    updates = two.values[0]["updates"]
+    assert len(updates) == 6
+    assert all(parameter == gradient for parameter, gradient in updates)
+
+
+def test_written_program_is_the_one_of_one_card(two: RanksResult) -> None:
+    folder = two.folder.parent
+    code = """
+import sys, json, paddle
+paddle.enable_static()
+found = []
+for path in sys.argv[1:]:
+    program = paddle.static.Program()
+    paddle.base.core.deserialize_pir_program(path, program)
+    found.append([operator.name() for operator in program.global_block().ops])
+json.dump(found, open("operators.json", "w"))
+"""
+    paths = [str(folder / name / "state.json") for name in ("rank0of2", "rank0of1")]
+    run_ranks(code, 1, nodes=0, folder=folder / "reader", args=paths)
+    ours, single = json.loads((folder / "reader/operators.json").read_text())
+    assert sorted(ours) == sorted(single)
+    assert "pd_op.adam_" in ours
+
+
+def test_exported_networks_answer_the_same(two: RanksResult) -> None:
+    folder = two.folder.parent
+    x = np.random.RandomState(0).randn(3, 6).astype("float32")
+    answers = [infer(folder / name, x, folder) for name in ("of2/export", "of1/export")]
+    np.testing.assert_allclose(answers[0], answers[1], rtol=1e-4, atol=1e-5)
+
+
+def test_fleets_argument_names_save_and_load(two: RanksResult) -> None:
+    assert two.of_all("reloaded") == [True, True]
+
+
+OWN_CLUSTER = """
+import os
+endpoints, rank = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(","), int(os.environ["PADDLE_TRAINER_ID"])
+for name in [name for name in os.environ if name.startswith("PADDLE_")]:
+    del os.environ[name]
+import numpy as np
+from fleet_train import fleet
+from tests.support.worker import report
+fleet.init(fleet.UserDefinedRoleMaker(
+    is_collective=True, current_id=rank, role=fleet.Role.WORKER, worker_endpoints=endpoints
+))
+report(rank, sum=fleet.all_reduce(np.array([1.0 + rank])).tolist(), nodes=fleet.node_num(), me=fleet.rank())
+"""
+
+
+def test_ranks_form_the_cluster_that_the_script_describes(tmp_path: Path) -> None:
+    result = run_ranks(OWN_CLUSTER, 2, nodes=2, folder=tmp_path)
+    assert result.of_all("sum") == [[3.0], [3.0]]
+    assert (result.of_all("me"), result.of_all("nodes")) == ([0, 1], [2, 2])
+
+
+def test_helpers_of_fleet_say_and_do_what_they_did(two: RanksResult, one: dict[str, Any]) -> None:
+    assert two.of_all("roles") == [[True, False, 0, ""]] * 2
+    assert two.of_all("same") == [[True, True]] * 2
+    assert two.of_all("summed") == [[2, 3]] * 2
+    assert two.of_all("mean") == [[1.0, 0.5]] * 2
+    assert two.of_all("written") == [[2.0, 1.0]] * 2
+    assert two.of_all("gathered") == [[0, 10]] * 2
+    assert two.of_all("shard") == [[["a", "b", "c"], ["a"]], [["d", "e"], []]]
+    assert two.of_all("endpoints") == [True, True]
+    assert two.of_all("origin") == [True, True]
+    assert ["printed by the last rank" in rank.output for rank in two.ranks] == [False, True]
+    assert one["gathered"] == [0]

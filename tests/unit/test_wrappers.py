@@ -1,0 +1,187 @@
+"""Optimizers that Paddle wraps around others: what is asked of the profile, and what is refused with what to use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+from paddle.incubate.optimizer import (
+    GradientMergeOptimizer,
+    LarsMomentumOptimizer,
+    PipelineOptimizer,
+    RecomputeOptimizer,
+)
+
+from fleet_train.convert.wrappers import unwrap
+from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.profile import Profile, applied_mappings
+
+
+@pytest.fixture(autouse=True)
+def static_mode() -> Any:
+    paddle.enable_static()
+    yield
+    paddle.disable_static()
+
+
+def sgd() -> Any:
+    return paddle.optimizer.SGD(0.1)
+
+
+def settings(optimizer: Any) -> dict[str, Any]:
+    return {knob: value for knob, (value, _) in unwrap(optimizer).settings.items()}
+
+
+def test_a_plain_optimizer_is_taken_as_it_is() -> None:
+    optimizer = sgd()
+    unwrapped = unwrap(optimizer)
+    assert (unwrapped.optimizer, unwrapped.settings, unwrapped.sentences) == (optimizer, {}, [])
+    profile = Profile(accumulate_steps=2)
+    assert unwrapped.added_to(profile) is profile
+
+
+def test_lars_is_an_optimizer_and_no_wrapper() -> None:
+    assert settings(LarsMomentumOptimizer(0.1, 0.9)) == {}
+
+
+def test_bfloat16_needs_no_loss_scale() -> None:
+    inner = sgd()
+    decorated = paddle.static.amp.decorate(inner, level="O2", dtype="bfloat16")
+    assert settings(decorated) == {"amp_level": "O2", "amp_dtype": "bfloat16"}
+    assert unwrap(decorated).optimizer is inner
+
+
+def test_all_numbers_of_the_loss_scale_are_taken_over() -> None:
+    decorated = paddle.static.amp.decorate(
+        sgd(),
+        level="O1",
+        dtype="float16",
+        init_loss_scaling=128.0,
+        incr_every_n_steps=7,
+        decr_every_n_nan_or_inf=3,
+        incr_ratio=4.0,
+        decr_ratio=0.25,
+        use_dynamic_loss_scaling=True,
+    )
+    assert settings(decorated) == {
+        "amp_level": "O1",
+        "amp_dtype": "float16",
+        "amp_init_loss_scaling": 128.0,
+        "amp_dynamic_loss_scaling": True,
+        "amp_incr_every_n_steps": 7,
+        "amp_decr_every_n_nan_or_inf": 3,
+        "amp_incr_ratio": 4.0,
+        "amp_decr_ratio": 0.25,
+    }
+    profile = unwrap(decorated).added_to(Profile())
+    assert profile.amp_decr_ratio == 0.25
+
+
+def test_the_older_form_of_decorate_is_float16_with_fleets_numbers() -> None:
+    asked = settings(paddle.static.amp.decorate(sgd(), use_pure_fp16=True, use_dynamic_loss_scaling=False))
+    assert asked == {
+        "amp_level": "O2",
+        "amp_dtype": "float16",
+        "amp_init_loss_scaling": 2.0**15,
+        "amp_dynamic_loss_scaling": False,
+    }
+
+
+def test_level_o0_asks_for_float32() -> None:
+    assert settings(paddle.static.amp.decorate(sgd(), level="O0")) == {"amp_level": "O0"}
+
+
+def test_wrappers_are_taken_off_from_the_outermost_inwards() -> None:
+    inner = sgd()
+    outer = GradientMergeOptimizer(paddle.static.amp.decorate(inner, level="O1", dtype="bfloat16"), k_steps=4)
+    unwrapped = unwrap(outer)
+    assert unwrapped.optimizer is inner
+    profile = unwrapped.added_to(Profile())
+    assert (profile.accumulate_steps, profile.amp_level) == (4, "O1")
+    assert len(applied_mappings(profile)) == 2
+
+
+def test_recompute_takes_names_of_parameters() -> None:
+    wrapper = RecomputeOptimizer(sgd())
+    wrapper._set_checkpoints(["linear_1.w_0"])
+    assert settings(wrapper) == {"recompute_checkpoints": ["linear_1.w_0"]}
+
+
+def without_checkpoints() -> Any:
+    return RecomputeOptimizer(sgd())
+
+
+def with_offload() -> Any:
+    wrapper = RecomputeOptimizer(sgd())
+    wrapper._enable_offload()
+    return wrapper
+
+
+def with_lists() -> Any:
+    lists = paddle.static.amp.AutoMixedPrecisionLists(custom_black_list={"softmax"})
+    return paddle.static.amp.decorate(sgd(), amp_lists=lists, level="O1", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (without_checkpoints, "set recompute_segments or recompute_every_blocks in the profile"),
+        (with_offload, "offload is not done here"),
+        (with_lists, "amp_lists with custom_black_list: .* follows from amp_level; leave amp_lists out"),
+        (lambda: GradientMergeOptimizer(sgd(), 2, avg=False), "avg=False asks for the sum .* scale the learning rate"),
+        (
+            lambda: paddle.static.amp.decorate(sgd(), level="O1", dtype="bfloat16", use_promote=True),
+            "use_promote=True: .* leave it out",
+        ),
+        (
+            lambda: GradientMergeOptimizer(GradientMergeOptimizer(sgd(), 2), 3),
+            "asks for accumulate_steps: 2, but GradientMergeOptimizer asks for 3; keep one of the two",
+        ),
+    ],
+)
+def test_what_a_profile_cannot_do_is_refused_with_what_to_use(make: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        unwrap(make())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PipelineOptimizer(sgd(), num_microbatches=2), "set accumulate_steps in the profile"),
+        (lambda: paddle.incubate.ModelAverage(0.15), "it averages what another optimizer updates"),
+        (lambda: paddle.incubate.LookAhead(paddle.incubate.LookAhead(sgd())), "LookAhead around LookAhead"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_refused_by_name(make: Any, message: str) -> None:
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        pytest.raises(ConversionError, match=message),
+    ):
+        unwrap(make())
+
+
+def test_a_wrapper_of_paddle_that_nobody_knows_is_refused() -> None:
+    kind = type("NewOptimizer", (), {"__module__": "paddle.incubate.optimizer.new"})
+    wrapper = kind()
+    wrapper.inner_opt = sgd()
+    with pytest.raises(ConversionError, match=r"NewOptimizer, which wraps another optimizer \(inner_opt\)"):
+        unwrap(wrapper)
+
+
+def test_a_profile_that_says_otherwise_is_refused_with_both_sides() -> None:
+    unwrapped = unwrap(GradientMergeOptimizer(sgd(), 4))
+    with pytest.raises(
+        ProfileError,
+        match=r"^GradientMergeOptimizer: asks for accumulate_steps: 4, but the profile sets accumulate_steps: 2 \(",
+    ):
+        unwrapped.added_to(Profile(accumulate_steps=2))
+    assert unwrapped.added_to(Profile(accumulate_steps=4)).accumulate_steps == 4
+
+
+@pytest.mark.parametrize("asked", [{"use_local_sgd": True}, {"accumulate_steps": 2}])
+def test_look_ahead_is_refused_beside_steps_without_an_update(asked: dict[str, Any]) -> None:
+    with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+        unwrapped = unwrap(paddle.incubate.LookAhead(sgd()))
+    with pytest.raises(ProfileError, match=r"^paddle.incubate.LookAhead: .* choose another profile"):
+        unwrapped.added_to(Profile(**asked))
