@@ -8,7 +8,7 @@ from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 TOLD = {
-    "dtype": "'fc_0.b_0' [8] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_0.b_0' [8] float64",
+    "dtype": "'fc_1.b_0' [8] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_1.b_0' [8] float64",
     "knob outside the plan": "divergence_check_steps is 100 here, 50 there",
     "variable": "environment.NCCL_DEBUG has another value there (values are not shown)",
     "variable on one rank": "environment.NCCL_DEBUG has no value here (values are not shown)",
