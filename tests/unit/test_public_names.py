@@ -74,7 +74,7 @@ def test_importing_the_package_loads_no_paddle() -> None:
     assert not loaded & {"paddle", "numpy", "visualdl", "pydantic"}
 
 
-@pytest.mark.parametrize("command", ["launch", "train", "check", "plan", "profiles"])
+@pytest.mark.parametrize("command", ["launch", "train", "check", "plan", "port", "profiles"])
 def test_help_of_every_command_loads_no_paddle(command: str) -> None:
     code = (
         "from fleet_train.cli import cli\n"

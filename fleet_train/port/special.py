@@ -1,0 +1,172 @@
+"""Calls whose new form follows from more than the names of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from fleet_train.port.calls import ACTIVATIONS, Undecided, dotted, source
+
+if TYPE_CHECKING:
+    from fleet_train.port.rewriter import Rewriter
+
+Special = Callable[["Rewriter", cst.Call, cst.Call], cst.BaseExpression | None]
+WRAPPERS = set(ACTIVATIONS.values())
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    """The argument that is given by this name."""
+    return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
+
+
+def layers_data(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """``fluid.layers.data``: with a shape in plain numbers it is known whether a batch dimension comes in front."""
+    del rewriter
+    names = ("name", "shape", "append_batch_size", "dtype", "lod_level", "type", "stop_gradient")
+    given: dict[str, cst.Arg] = {}
+    for index, (old, new) in enumerate(zip(original.args, updated.args, strict=True)):
+        name = old.keyword.value if old.keyword else names[index] if index < len(names) else ""
+        if old.star or name not in names:
+            return None
+        given[name] = new
+    texts = {name: source(argument.value) for name, argument in given.items()}
+    if texts.get("lod_level", "0") != "0":
+        raise Undecided(f"lod_level={texts['lod_level']}: there are no sequences with levels of detail today")
+    if not _is_plain(given.get("shape")) or texts.get("stop_gradient", "True") != "True" or "type" in texts:
+        return None
+    if texts.get("append_batch_size", "True") not in ("True", "False"):
+        return None
+    shape = given["shape"]
+    value = cst.ensure_type(shape.value, cst.List) if isinstance(shape.value, cst.List) else shape.value
+    if texts.get("append_batch_size", "True") == "True" and not _is_open(value):
+        first = cst.Element(cst.Name("None"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+        value = value.with_changes(elements=[first, *_elements(value)])
+    kept = [
+        argument.with_changes(value=value) if name == "shape" else argument
+        for name, argument in given.items()
+        if name in ("name", "shape", "dtype")
+    ]
+    kept = [_after_the_first_two(index, argument, names) for index, argument in enumerate(kept)]
+    end = updated.args[-1]
+    kept[-1] = kept[-1].with_changes(comma=end.comma, whitespace_after_arg=end.whitespace_after_arg)
+    return updated.with_changes(func=dotted("paddle.static.data"), args=kept)
+
+
+def _after_the_first_two(index: int, argument: cst.Arg, names: tuple[str, ...]) -> cst.Arg:
+    """dtype may not stay positional: another parameter stood in front of it."""
+    del names
+    if index < 2 or argument.keyword is not None:
+        return argument
+    return argument.with_changes(
+        keyword=cst.Name("dtype"),
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+    )
+
+
+def _elements(value: cst.BaseExpression) -> list[cst.BaseElement]:
+    return list(value.elements) if isinstance(value, (cst.List, cst.Tuple)) else []
+
+
+def _is_plain(shape: cst.Arg | None) -> bool:
+    if shape is None or not isinstance(shape.value, cst.List):
+        return False
+    return all(source(one.value).lstrip("-").isdigit() or source(one.value) == "None" for one in shape.value.elements)
+
+
+def _is_open(value: cst.BaseExpression) -> bool:
+    return any(source(one.value).startswith(("-", "None")) for one in _elements(value))
+
+
+def cuda_place(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """In a fleet script every rank has its device, on CPUs too; else the place stays."""
+    if not rewriter.facts.is_fleet_script:
+        return None
+    here, line = id(rewriter.scope_of(original)), rewriter.line_of(original)
+    lines = [init for scope, init in rewriter.facts.init_lines if scope == here]
+    if lines and min(lines) > line:
+        rewriter.mark(original, "fleet.place() before fleet.init", "move fleet.init(...) above this line")
+    return updated.with_changes(func=dotted("fleet.place"), args=[])
+
+
+def compiled_program(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """The program itself: there is one process per device, and the executor compiles what it runs."""
+    if not updated.args or updated.args[0].star or updated.args[0].keyword not in (None,):
+        raise Undecided("the program is not the first argument")
+    outer = rewriter.parent_of(original)
+    call = rewriter.parent_of(outer) if isinstance(outer, cst.Attribute) else None
+    settings = [*original.args[1:], *(call.args if isinstance(call, cst.Call) else ())]
+    named = [one.keyword.value if one.keyword else "a setting" for one in settings]
+    if lost := [name for name in named if name not in ("loss_name", "places")]:
+        rewriter.mark(original, f"CompiledProgram with {', '.join(lost)}", "settings belong to DistributedStrategy")
+    return updated.args[0].value
+
+
+def fleet_init(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """A strategy that was given to ``init`` becomes an argument of the only ``distributed_optimizer``, see below."""
+    if keyword(original, "strategy") is None:
+        return None
+    if not can_move_strategy(rewriter):
+        return None
+    left = [new for old, new in zip(original.args, updated.args, strict=True) if not _is_word(old, "strategy")]
+    without = updated.with_changes(args=_closed(left))
+    flag = keyword(without, "is_collective")
+    if flag is not None and source(flag.value) == "True":
+        without = without.with_changes(args=_closed([one for one in without.args if one is not flag]))
+    elif flag is not None:
+        return None
+    return without.with_changes(
+        func=dotted("fleet.init"), args=[_renamed(one, "role_maker", "role") for one in without.args]
+    )
+
+
+def distributed_optimizer(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """Takes over the strategy of ``init``."""
+    del original
+    if not rewriter.facts.init_strategies or not can_move_strategy(rewriter):
+        return None
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    args = [*updated.args[:-1], updated.args[-1].with_changes(comma=comma)]
+    args.append(cst.Arg(cst.Name(rewriter.facts.init_strategies[0])))
+    return updated.with_changes(func=dotted("fleet.distributed_optimizer"), args=args)
+
+
+def can_move_strategy(rewriter: Rewriter) -> bool:
+    """One init with a strategy by name, and one distributed_optimizer of one argument in the same scope."""
+    facts = rewriter.facts
+    if len(facts.init_strategies) != 1 or len(facts.wrappings) != 1 or len(facts.init_lines) != 1:
+        return False
+    wrapping = facts.wrappings[0]
+    return (
+        bool(facts.init_strategies[0])
+        and len(wrapping.args) == 1
+        and not wrapping.args[0].star
+        and id(rewriter.scope_of(wrapping)) == facts.init_lines[0][0]
+    )
+
+
+def _is_word(argument: cst.Arg, name: str) -> bool:
+    return argument.keyword is not None and argument.keyword.value == name
+
+
+def _renamed(argument: cst.Arg, old: str, new: str) -> cst.Arg:
+    return argument.with_changes(keyword=cst.Name(new)) if _is_word(argument, old) else argument
+
+
+def _closed(arguments: list[cst.Arg]) -> list[cst.Arg]:
+    """The last argument without the comma that another one followed."""
+    if not arguments:
+        return []
+    return [*arguments[:-1], arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
+CALLS: dict[str, Special] = {
+    "paddle.fluid.layers.data": layers_data,
+    "paddle.fluid.CUDAPlace": cuda_place,
+    "paddle.CUDAPlace": cuda_place,
+    "paddle.fluid.CompiledProgram": compiled_program,
+    "paddle.static.CompiledProgram": compiled_program,
+    "paddle.distributed.fleet.init": fleet_init,
+    "paddle.distributed.fleet.distributed_optimizer": distributed_optimizer,
+}
