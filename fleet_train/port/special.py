@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,26 @@ def _is_plain(shape: cst.Arg | None) -> bool:
 
 def _is_open(value: cst.BaseExpression) -> bool:
     return any(source(one.value).startswith(("-", "None")) for one in _elements(value))
+
+
+def truncated_normal(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """1.8 cut off at two deviations from the mean, today's default is -2 and 2 whatever the deviation."""
+    del rewriter
+    given = dict(zip(("loc", "scale", "seed"), (one for one in original.args if one.keyword is None), strict=False))
+    given |= {one.keyword.value: one for one in original.args if one.keyword is not None}
+    if any(one.star for one in original.args) or not given.keys() <= {"loc", "scale", "seed"}:
+        return None
+    loc, scale = (source(given[name].value) if name in given else "" for name in ("loc", "scale"))
+    if not scale or source(given["seed"].value if "seed" in given else cst.Integer("0")) != "0":
+        return None
+    if "(" in loc + scale:
+        raise Undecided(f"`{loc or scale}` would be computed twice; a and b are its limits")
+    mean, spread = loc or "0.0", scale if re.fullmatch(r"[\w.\-]+", scale) else f"({scale})"
+    text = f"f(mean={mean}, std={scale}, a={mean} - 2 * {spread}, b={mean} + 2 * {spread})"
+    if mean in ("0.0", "0"):
+        text = f"f(mean={mean}, std={scale}, a=-2 * {spread}, b=2 * {spread})"
+    call = cst.ensure_type(cst.parse_expression(text), cst.Call)
+    return updated.with_changes(func=dotted("paddle.nn.initializer.TruncatedNormal"), args=call.args)
 
 
 def cuda_place(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
@@ -164,6 +185,7 @@ def _closed(arguments: list[cst.Arg]) -> list[cst.Arg]:
 CALLS: dict[str, Special] = {
     "paddle.fluid.layers.data": layers_data,
     "paddle.fluid.CUDAPlace": cuda_place,
+    "paddle.fluid.initializer.TruncatedNormal": truncated_normal,
     "paddle.CUDAPlace": cuda_place,
     "paddle.fluid.CompiledProgram": compiled_program,
     "paddle.static.CompiledProgram": compiled_program,

@@ -40,7 +40,7 @@ _DECAYS = {
     "polynomial_decay": "paddle.optimizer.lr.PolynomialDecay(learning_rate, decay_steps, end_lr, power, cycle)",
     "exponential_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda n: decay_rate ** (n / decay_steps))",
     "natural_exp_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda n: exp(-decay_rate * n / decay_steps))",
-    "inverse_time_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda n: 1 / (1 + decay_rate * n / decay_steps))",
+    "inverse_time_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda n: 1 / (1 + rate * n / decay_steps))",
     "noam_decay": "paddle.optimizer.lr.NoamDecay(d_model, warmup_steps, learning_rate)",
     "linear_lr_warmup": "paddle.optimizer.lr.LinearWarmup(learning_rate, warmup_steps, start_lr, end_lr)",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fleet_train.port.rules import Rule, To, Todo
 
 # Positional arguments behind those two changed their order between 1.6, 1.7 and 1.8: they are marked, see calls.py.
@@ -20,17 +22,17 @@ def _optimizer(new: str, leading: str, more: str = "", hand: str = "") -> To:
 OPTIMIZERS: dict[str, Rule] = {
     "SGD": _optimizer("SGD", "learning_rate"),
     "Momentum": _optimizer("Momentum", "learning_rate momentum", "use_nesterov"),
-    "Adam": _optimizer("Adam", "learning_rate beta1 beta2 epsilon", "lazy_mode"),
+    # 1.8 added epsilon to the root of the corrected moment, today's Adam weighs it by sqrt(1 - beta2^t).
+    "Adam": replace(
+        _optimizer("Adam", "learning_rate beta1 beta2 epsilon", "lazy_mode"),
+        values={"epsilon": {text: text for text in ("1e-8", "1e-08", "1e-9", "1e-09", "1e-10", "0.00000001")}},
+        hand="paddle.optimizer.Adam: it multiplies epsilon by sqrt(1 - beta2**t), which 1e-8 does not show and this may",
+    ),
     "Adamax": _optimizer("Adamax", "learning_rate beta1 beta2 epsilon"),
     "Adagrad": _optimizer("Adagrad", "learning_rate epsilon", "initial_accumulator_value"),
-    "Adadelta": _optimizer("Adadelta", "learning_rate epsilon rho"),
+    "Adadelta": Todo("paddle.optimizer.Adadelta: it heeds learning_rate, of which Paddle 1.8 took no notice (= 1.0)"),
     "RMSProp": _optimizer("RMSProp", "learning_rate rho epsilon momentum centered"),
-    "Lamb": To(
-        "paddle.optimizer.Lamb",
-        "learning_rate lamb_weight_decay beta1 beta2 epsilon / parameter_list>parameters regularization-None "
-        "grad_clip exclude_from_weight_decay_fn name",
-        hand="Lamb takes lamb_weight_decay, no regularization",
-    ),
+    "Lamb": Todo("paddle.optimizer.Lamb: it corrects the bias of its moments, which Paddle 1.8 did not; tune the rate"),
     "LarsMomentum": To(
         "paddle.incubate.optimizer.LarsMomentumOptimizer",
         "learning_rate momentum / lars_coeff lars_weight_decay parameter_list regularization grad_clip name",
@@ -50,8 +52,8 @@ OPTIMIZERS: dict[str, Rule] = {
 CLIPS: dict[str, Rule] = {
     "GradientClipByGlobalNorm": To("paddle.nn.ClipGradByGlobalNorm", "clip_norm / group_name need_clip-None"),
     "GradientClipByNorm": To("paddle.nn.ClipGradByNorm", "clip_norm / need_clip-None"),
-    "GradientClipByValue": To("paddle.nn.ClipGradByValue", "max min / need_clip-None"),
-    "ErrorClipByValue": Todo("nothing in Paddle 3: clip the gradients (paddle.nn.ClipGradByValue)"),
+    "GradientClipByValue": Todo("paddle.nn.ClipGradByNorm or ByGlobalNorm: ClipGradByValue knows no static programs"),
+    "ErrorClipByValue": Todo("nothing in Paddle 3: clip the gradients (paddle.nn.ClipGradByNorm)"),
     "set_gradient_clip": Todo("give the clip to the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(clip_norm)"),
 }
 
