@@ -13,7 +13,7 @@ from fleet_train.port.table import is_old
 
 Statement = TypeVar("Statement", cst.Import, cst.ImportFrom)
 Kept = Collection[tuple[cst.CSTNode, str]]
-_KEPT = marks.comment("Paddle 3 has no such module", "remove this import with the last TODO below")
+_KEPT = marks.comment("an import of old Paddle", "remove it with the last marked line below that needs it")
 
 
 def with_new_imports(module: cst.Module, kept: Kept, needed: Collection[str]) -> cst.Module:
@@ -49,6 +49,7 @@ class _Cleaner(cst.CSTTransformer):
     def __init__(self, module: cst.Module, kept: Kept) -> None:
         super().__init__()
         self._top, self._kept = {id(one) for one in module.body}, kept
+        self._first, self._header = module.body[0] if module.body else None, module.header
         self.bound_paddle = False
         self._places: list[cst.SimpleStatementLine] = []
 
@@ -91,7 +92,8 @@ class _Cleaner(cst.CSTTransformer):
             self._places.append(place)
             return place
         if any(node is one for node, _ in self._kept for one in original_node.body):
-            return updated_node.with_changes(leading_lines=marks.with_marks(updated_node.leading_lines, [_KEPT]))
+            new = marks.not_in(self._header, [_KEPT]) if original_node is self._first else [_KEPT]
+            return updated_node.with_changes(leading_lines=marks.with_marks(updated_node.leading_lines, new))
         return updated_node
 
 

@@ -30,10 +30,15 @@ def comment(what: str, do: str) -> str:
     return PREFIX + " ".join(f"{what} -> {do}".split())
 
 
+def not_in(lines: Sequence[cst.EmptyLine], comments: Sequence[str]) -> list[str]:
+    """The comments that none of these lines is: what is above a module's first statement is the module's header."""
+    there = {line.comment.value for line in lines if line.comment}
+    return [text for text in dict.fromkeys(comments) if text not in there]
+
+
 def with_marks(leading: Sequence[cst.EmptyLine], comments: Sequence[str]) -> list[cst.EmptyLine]:
     """Lines in front of a statement with the TODO lines that are not there yet."""
-    there = {line.comment.value for line in leading if line.comment}
-    new = [text for text in dict.fromkeys(comments) if text not in there]
+    new = not_in(leading, comments)
     return [*leading, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import libcst as cst
@@ -11,18 +10,11 @@ from libcst.metadata import ParentNodeProvider, PositionProvider, Scope, ScopePr
 from fleet_train.port import fetches, guards, marks, methods, special
 from fleet_train.port.calls import Undecided, dotted, rewritten, source
 from fleet_train.port.facts import Facts, defining_scopes, is_run
+from fleet_train.port.heads import HEADS, brings, call_of, outer_names, shown
 from fleet_train.port.names import Meaning, meaning_of, means_only
 from fleet_train.port.rules import Rule, To, Todo
-from fleet_train.port.table import FLEET, canonical, is_fleet, is_module, is_old, rule_of
+from fleet_train.port.table import FLEET, canonical, is_module, is_old, rule_of
 
-# The first part of a new name, and the module that brings it.
-HEADS = {
-    "paddle": "paddle",
-    "compat": "fleet_train.compat",
-    "fleet": "fleet_train.fleet",
-    "role_maker": "fleet_train.role_maker",
-    "DistributedStrategy": "fleet_train.DistributedStrategy",
-}
 _UNKNOWN = "no entry in the table: look for its equal in Paddle 3, which has no paddle.fluid"
 _UNKNOWN_FLEET = "not in fleet_train: see docs/old-programs.md"
 
@@ -66,13 +58,17 @@ class Rewriter(cst.CSTTransformer):
         self._comments.setdefault(node, []).append(marks.comment(what, do))
 
     def keep(self, meaning: Meaning) -> None:
-        """The imports behind a name that stays. Fleet's own go all the same: its name is bound to ours."""
-        if not is_fleet(meaning.name):
-            self.kept |= {(one.node, one.name) for one in meaning.imports}
+        """The imports behind a name that stays."""
+        self.kept |= {(one.node, one.name) for one in meaning.imports}
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._first = (node.body[0], node.header) if node.body else None
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         result = super().on_leave(original_node, updated_node)
         comments = self._comments.get(original_node)
+        if comments and self._first is not None and original_node is self._first[0]:
+            comments = marks.not_in(self._first[1], comments)
         if not comments or not isinstance(result, (cst.CSTNode, cst.FlattenSentinel)):
             return result
         if isinstance(result, cst.FlattenSentinel):
@@ -98,17 +94,30 @@ class Rewriter(cst.CSTTransformer):
 
     def _reference(self, original: cst.Name | cst.Attribute, updated: cst.Name | cst.Attribute) -> cst.BaseExpression:
         parent = self.parent_of(original)
-        if self._is_no_reference(original, parent):
+        if self._is_no_reference(original, parent) or self._site_of(original) is not original:
             return updated
-        meaning = self.meaning_of(original)
-        if meaning is None or not (is_old(meaning.name) or self.rule_of(original)):
-            return updated
-        if isinstance(parent, cst.Attribute) and parent.value is original and self._is_known(parent):
-            return updated  # a longer chain has a rule of its own
-        rule = self.rule_of(original)
-        if isinstance(parent, cst.Call) and parent.func is original and rule is not None:
+        meaning, rule = self.meaning_of(original), self.rule_of(original)
+        if meaning is None or (isinstance(parent, cst.Call) and parent.func is original and rule is not None):
             return updated  # leave_Call sees it with its arguments
         return self._referred(original, updated, meaning, rule)
+
+    def _site_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The part of the whole chain of names around ``node`` that a row is about, or that no row knows."""
+        while isinstance(parent := self.parent_of(node), cst.Attribute) and parent.value is node:
+            node = parent
+        unknown: cst.CSTNode | None = None
+        whole = node
+        while True:
+            if self.rule_of(node) is not None:
+                return node
+            meaning = self.meaning_of(node)
+            if meaning is not None and is_old(meaning.name) and not is_module(meaning.name):
+                unknown = node
+            if not isinstance(node, cst.Attribute):
+                break
+            node = node.value
+        meaning = self.meaning_of(whole)
+        return unknown or (whole if meaning is not None and is_old(meaning.name) else None)
 
     def _is_no_reference(self, node: cst.CSTNode, parent: cst.CSTNode) -> bool:
         """Attribute names, keywords, and names that are being assigned."""
@@ -119,15 +128,6 @@ class Rewriter(cst.CSTTransformer):
         return isinstance(parent, (cst.AssignTarget, cst.FunctionDef, cst.ClassDef, cst.NameItem, cst.AsName)) and (
             isinstance(node, cst.Name)
         )
-
-    def _is_known(self, chain: cst.Attribute) -> bool:
-        meaning = self.meaning_of(chain)
-        if meaning is None:
-            return False
-        if self.rule_of(chain) is not None or is_module(meaning.name):
-            return True
-        owner = canonical(meaning.name).rpartition(".")[0]
-        return (rule_of(owner, False) is None and is_module(owner)) or owner == FLEET.rstrip(".")
 
     def _referred(
         self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning, rule: Rule | None
@@ -145,7 +145,7 @@ class Rewriter(cst.CSTTransformer):
         if isinstance(rule, Todo):
             self.mark(node, what, rule.do)
         elif isinstance(rule, To):
-            self.mark(node, what, f"{_call_of(rule)}: its arguments differ, so it cannot be handed on by name")
+            self.mark(node, what, f"{call_of(rule)}: its arguments differ, so it cannot be handed on by name")
         elif is_module(meaning.name):
             self.mark(node, what, "write the functions that are used by their full names, and port again")
         else:
@@ -181,7 +181,7 @@ class Rewriter(cst.CSTTransformer):
         if not meaning.certain:
             return f"{new}, if it is what this name stands for: it is also bound to something else"
         head = new.partition(".")[0]
-        if head in HEADS and not means_only(head, HEADS[head], node, self.scope_of, _brings(head)):
+        if head in HEADS and not means_only(head, HEADS[head], node, self.scope_of, brings(head)):
             return f"{new}: `{head}` is the name of something else here; rename that, and port again"
         return None
 
@@ -203,7 +203,7 @@ class Rewriter(cst.CSTTransformer):
         try:
             return self._call(original_node, updated_node, meaning, rule)
         except Undecided as undecided:
-            hand = rule.hand or _call_of(rule) if isinstance(rule, To) else rule.do
+            hand = rule.hand or call_of(rule) if isinstance(rule, To) else rule.do
             self.mark(original_node, shown(meaning.name), f"{hand} ({undecided})")
             return updated_node.with_changes(func=self._todo(original_node, updated_node.func, meaning))
 
@@ -229,7 +229,7 @@ class Rewriter(cst.CSTTransformer):
         self, original: cst.Call, updated: cst.Call, meaning: Meaning, result: cst.BaseExpression
     ) -> cst.BaseExpression:
         """``result``, unless one of the names that it needs means something else here."""
-        new = _outer_names(result)
+        new = outer_names(result)
         for name in new:
             if problem := self._why_not(original, meaning, name):
                 self.mark(original, shown(meaning.name), problem)
@@ -281,55 +281,6 @@ class Rewriter(cst.CSTTransformer):
         if guards.hides_a_save(updated_node):
             self.mark(original_node, *guards.BY_HAND)
         return updated_node
-
-
-def shown(name: str) -> str:
-    """A full name as people know it."""
-    name = canonical(name)
-    return (
-        name.removeprefix("paddle.") if name.startswith("paddle.fluid.") else name.removeprefix("paddle.distributed.")
-    )
-
-
-def _brings(head: str) -> Callable[[str], bool]:
-    """Whether an import of this name may share ``head``: ours, or an old one that the new one replaces."""
-    if head == "paddle":
-        return lambda name: name == "paddle"
-    return lambda name: (
-        canonical(name)
-        in {
-            "paddle.distributed.fleet" if head == "fleet" else "",
-            f"{FLEET}base.role_maker" if head == "role_maker" else "",
-            f"{FLEET}DistributedStrategy" if head == "DistributedStrategy" else "",
-        }
-    )
-
-
-def _call_of(rule: To) -> str:
-    return rule.new or " or ".join(dict.fromkeys(rule.targets))
-
-
-def _outer_names(node: cst.BaseExpression) -> list[str]:
-    """The new names at the top of a rewritten call: the called one, those wrapped around it."""
-    found = list[str]()
-    while True:
-        if isinstance(node, cst.Call):
-            if isinstance(node.func, (cst.Name, cst.Attribute)) and source(node.func).partition(".")[0] in HEADS:
-                found.append(source(node.func))
-            if (
-                len(node.args) == 1
-                and node.args[0].keyword is None
-                and isinstance(node.args[0].value, cst.Call)
-                and found
-                and found[-1] in special.WRAPPERS
-            ):
-                node = node.args[0].value
-                continue
-            return found
-        if isinstance(node, cst.Attribute):
-            node = node.value
-            continue
-        return found
 
 
 def _commented(node: Any, comments: list[str]) -> Any:

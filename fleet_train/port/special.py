@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from fleet_train.port.calls import ACTIVATIONS, Undecided, dotted, source
+from fleet_train.port.calls import Undecided, dotted, source
 
 if TYPE_CHECKING:
     from fleet_train.port.rewriter import Rewriter
 
 Special = Callable[["Rewriter", cst.Call, cst.Call], cst.BaseExpression | None]
-WRAPPERS = set(ACTIVATIONS.values())
 
 
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:

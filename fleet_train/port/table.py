@@ -26,6 +26,7 @@ _RULES: dict[str, Rule] = {
     **{f"{FLEET}base.role_maker.{name}": rule for name, rule in ROLE_MAKERS.items()},
     FLEET.rstrip("."): To("fleet"),
     f"{FLEET}base.role_maker": To("role_maker"),
+    "paddle.fluid.incubate.fleet.parameter_server": Todo("collective training: parameter servers are not supported"),
     "paddle.distributed.QueueDataset": Todo("paddle.io.DataLoader; train_from_dataset is for parameter servers"),
     "paddle.distributed.InMemoryDataset": Todo("paddle.io.DataLoader; train_from_dataset is for parameter servers"),
     "fleetx": Todo(
@@ -39,6 +40,7 @@ _IN_FLEET_SCRIPTS: dict[str, Rule] = {
     "paddle.static.ExecutionStrategy": SAVING["ExecutionStrategy"],
 }
 
+_LAYER_MODULES = "nn|ops|tensor|loss|control_flow|io|metric_op|learning_rate_scheduler|rnn|detection|sequence_lod"
 # Modules in which 1.x defined what the table has under the public name.
 _HOMES = (
     (r"paddle\.fluid\.incubate\.fleet\.collective\.fleet(?=\.|$)", "paddle.distributed.fleet"),
@@ -47,10 +49,7 @@ _HOMES = (
     (r"paddle\.fluid\.incubate\.fleet\.base\.fleet_base\.", FLEET),
     (r"paddle\.distributed\.fleet\.base\.(distributed_strategy|fleet_base)\.", FLEET),
     (r"paddle\.fleet(?=\.|$)", "paddle.distributed.fleet"),
-    (
-        r"paddle\.fluid\.layers\.(nn|ops|tensor|loss|control_flow|io|metric_op|learning_rate_scheduler|rnn|detection)\.",
-        f"{FLUID}layers.",
-    ),
+    (rf"paddle\.fluid\.layers\.({_LAYER_MODULES})\.", f"{FLUID}layers."),
     (r"paddle\.fluid\.(executor|framework|compiler|param_attr|data_feeder|backward)\.", FLUID),
     (r"paddle\.fluid\.core\.(?=(CPU|CUDA|CUDAPinned)Place)", FLUID),
     (r"(paddle\.fluid\.optimizer\.\w+?)Optimizer(?=\.|$)", r"\1"),
@@ -58,7 +57,7 @@ _HOMES = (
     (r"(paddle\.fluid\.regularizer\.\w+?)Regularizer(?=\.|$)", r"\1"),
 )
 _OLD = re.compile(r"(paddle\.fluid|paddle\.distributed\.fleet|paddle\.fleet|fleetx)(\.|$)")
-_FLEET_MODULE = re.compile(r"paddle\.(fluid\.incubate\.fleet|distributed\.fleet|fleet)(\.|$)")
+_FLEET_MODULE = re.compile(r"paddle\.(fluid\.incubate\.fleet\.(collective|base)|distributed\.fleet|fleet)(\.|$)")
 
 
 def canonical(name: str) -> str:
@@ -83,15 +82,23 @@ def rule_of(name: str, in_fleet_script: bool) -> Rule | None:
     key = canonical(name)
     if in_fleet_script and key in _IN_FLEET_SCRIPTS:
         return _IN_FLEET_SCRIPTS[key]
-    return _RULES.get(key)
+    return _RULES.get(key) or _rule_of_package(key)
+
+
+def _rule_of_package(key: str) -> Rule | None:
+    """What is said of everything below a name: paddle.fluid.dygraph."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        rule = _RULES.get(key)
+        if isinstance(rule, Todo) and key in _PACKAGES:
+            return rule
+    return None
 
 
 def is_module(name: str) -> bool:
-    """Whether the table has names below this one."""
+    """Whether the table has names below this one, or 1.x had a module of this name for names of the table."""
     key = canonical(name) + "."
-    return key in _PREFIXES or bool(
-        re.match(r"paddle\.(fluid|fleet|distributed)\.(incubate\.)?", key) and _HOME.match(key)
-    )
+    return key in _PREFIXES or bool(_HOME.match(key))
 
 
 def rows() -> dict[str, Rule]:
@@ -101,6 +108,11 @@ def rows() -> dict[str, Rule]:
 
 _PREFIXES = {".".join(name.split(".")[:count]) + "." for name in _RULES for count in range(1, name.count(".") + 1)}
 _HOME = re.compile(
-    r"paddle\.fluid\.(incubate\.|incubate\.fleet\.|incubate\.fleet\.collective\.|incubate\.fleet\.base\.|executor\.|"
-    r"framework\.|compiler\.|param_attr\.|data_feeder\.|backward\.|core\.|layers\.\w+\.)$"
+    r"paddle\.fluid\.((incubate|incubate\.fleet|incubate\.fleet\.collective|incubate\.fleet\.base|executor|framework|"
+    rf"compiler|param_attr|data_feeder|backward|core|layers\.({_LAYER_MODULES}))\.)$"
 )
+_PACKAGES = {
+    "fleetx",
+    *(f"{FLUID}{name}" for name in ("contrib", "dygraph", "metrics", "profiler", "transpiler")),
+    f"{FLUID}incubate.fleet.parameter_server",
+}

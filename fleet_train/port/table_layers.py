@@ -67,7 +67,7 @@ LAYERS: dict[str, Rule] = {
     "conv3d": Todo("paddle.nn.Conv3D(in_channels, num_filters, filter_size, ...)(input)"),
     # Activations
     **{name: To(f"paddle.{name}", "x name") for name in _MATH.split()},
-    **{old: To(_F + new, "x / name") for old, new in _FUNCTIONS.items()},
+    **{old: To(_F + new, "x name") for old, new in _FUNCTIONS.items()},
     "softmax": To(_F + "softmax", "input>x / use_cudnn- name axis"),
     "gelu": To(_F + "gelu", "x approximate"),
     "relu6": To(_F + "relu6", "x / threshold-6.0|6 name", hand="paddle.clip(x, 0.0, threshold)"),

@@ -34,6 +34,7 @@ PROGRAMS: dict[str, Rule] = {
     "is_compiled_with_cuda": To("paddle.is_compiled_with_cuda"),
     "core.is_compiled_with_cuda": To("paddle.is_compiled_with_cuda"),
     "core.get_cuda_device_count": To("paddle.device.cuda.device_count"),
+    "core.Scope": To("paddle.base.core.Scope", ""),
     "core.EOFException": Todo("a DataLoader ends its loop by itself: no exception is raised"),
     "set_flags": To("paddle.set_flags"),
     "get_flags": To("paddle.get_flags"),
@@ -92,6 +93,7 @@ PROGRAMS: dict[str, Rule] = {
 
 # Of Paddle 2.x: what its static programs use that Paddle 3 does not have any more.
 STATIC: dict[str, Rule] = {
+    "paddle.CUDAPlace": To("paddle.CUDAPlace"),
     "paddle.static.nn.conv2d": To("compat.conv2d"),
     "paddle.static.nn.conv2d_transpose": To("compat.conv2d_transpose"),
     "paddle.static.nn.batch_norm": To("compat.batch_norm"),

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-PREAMBLE = '''
+PREAMBLE = """
 import numpy as np
 import paddle.fluid as fluid
 from paddle.fluid.layers import elementwise_add as plus
@@ -39,7 +39,7 @@ def inputs():
     delta = fluid.layers.data(name="delta", shape=[4, 5, 5], dtype="float32")
     x.stop_gradient = False
     return x, y, row, column, p, soft, label, image, rows, ids, delta
-'''
+"""
 
 # Name of the row in the table (and a variant behind a blank) -> what is fetched.
 FORWARD = {
@@ -179,9 +179,7 @@ TRAINED = {
     + _STEP
     + "SGD(0.5, regularization=fluid.regularizer.L1DecayRegularizer(regularization_coeff=0.1)).minimize(loss)",
     "optimizer.Momentum": _NET + _STEP + "Momentum(0.1, 0.9).minimize(loss)",
-    "optimizer.Momentum all": _NET
-    + _STEP
-    + "MomentumOptimizer(learning_rate=0.1, momentum=0.9, use_nesterov=True, "
+    "optimizer.Momentum all": _NET + _STEP + "MomentumOptimizer(learning_rate=0.1, momentum=0.9, use_nesterov=True, "
     "regularization=fluid.regularizer.L2DecayRegularizer(0.1), "
     "grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=0.1)).minimize(loss)",
     "optimizer.Adam": _NET + _STEP + "Adam(0.1, 0.8, 0.99, 1e-8).minimize(loss)",
@@ -189,9 +187,7 @@ TRAINED = {
     "optimizer.Adagrad": _NET + _STEP + "AdagradOptimizer(0.1, initial_accumulator_value=0.1).minimize(loss)",
     "optimizer.RMSProp": _NET + _STEP + "RMSProp(0.01, 0.9, 1e-3, 0.5, centered=True).minimize(loss)",
     "optimizer.LarsMomentum": _NET + _STEP + "LarsMomentum(0.5, 0.9, lars_coeff=0.1).minimize(loss)",
-    "clip.GradientClipByNorm": _NET
-    + _STEP
-    + "SGD(0.5, grad_clip=fluid.clip.GradientClipByNorm(0.05)).minimize(loss)",
+    "clip.GradientClipByNorm": _NET + _STEP + "SGD(0.5, grad_clip=fluid.clip.GradientClipByNorm(0.05)).minimize(loss)",
     "ParamAttr": "attr = fixed(3, 3)\nattr.learning_rate = 0.5\nloss = L.mean(L.square_error_cost(L.fc(x, 3, "
     "param_attr=attr, bias_attr=fluid.ParamAttr(name='b', trainable=False, initializer=fluid.initializer.Constant(0.5))), "
     "soft))\n" + _STEP + "SGD(0.5).minimize(loss, parameter_list=None)",
