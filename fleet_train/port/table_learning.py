@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Rule] = {
     "Adam": replace(
         _optimizer("Adam", "learning_rate beta1 beta2 epsilon", "lazy_mode"),
         values={"epsilon": {text: text for text in ("1e-8", "1e-08", "1e-9", "1e-09", "1e-10", "0.00000001")}},
-        hand="paddle.optimizer.Adam: it multiplies epsilon by sqrt(1 - beta2**t), which 1e-8 does not show and this may",
+        hand="paddle.optimizer.Adam: it multiplies epsilon by sqrt(1 - beta2**t), which 1e-8 does not show",
     ),
     "Adamax": _optimizer("Adamax", "learning_rate beta1 beta2 epsilon"),
     "Adagrad": _optimizer("Adagrad", "learning_rate epsilon", "initial_accumulator_value"),
