@@ -62,5 +62,6 @@ def _wants_static_mode(facts: Facts, code: str) -> bool:
 
 def _unreadable(content: bytes, path: str, error: cst.ParserSyntaxError) -> str:
     text = content.decode(errors="replace")
+    message = re.sub(r"^parser error: (error at [\d:]+: )?", "", error.message.splitlines()[0])
     hint = "; it looks like Python 2: run 2to3 on it first" if _PYTHON_2.search(text) else ""
-    return f"{path}:{error.raw_line}: not Python 3: {error.message.splitlines()[0]}{hint}"
+    return f"{path}:{error.raw_line}: not Python 3: {message}{hint}"

@@ -99,7 +99,7 @@ def test_every_target_exists_today_with_the_arguments_that_are_written(tmp_path:
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
-def test_compat_takes_the_arguments_of_1_8_in_their_order(tmp_path: Path) -> None:
+def test_compat_takes_the_arguments_of_1_8_in_their_order() -> None:
     old = json.loads((Path(__file__).parent / "signatures_1_8.json").read_text())
     code = (
         "import inspect, json\nfrom fleet_train import compat\n"
