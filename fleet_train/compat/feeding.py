@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,10 +55,20 @@ class DataFeeder:
                 column.append(entry)
         fed = {}
         for (name, sizes, dtype), column in zip(self._inputs, columns, strict=True):
-            batch = np.asarray(column, dtype)
-            known = all(size > 0 for size in sizes[1:])
-            fed[name] = batch.reshape([len(column), *sizes[1:]]) if known else batch
+            samples = [_sample(entry, name, sizes[1:], dtype) for entry in column]
+            if len({one.shape for one in samples}) > 1:
+                raise ConversionError(f"DataFeeder: samples of {name!r} differ in shape; pad them to one")
+            fed[name] = np.stack(samples)
         return fed
+
+
+def _sample(entry: Any, name: str, sizes: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    sample = np.asarray(entry, dtype)
+    if any(size < 0 for size in sizes):
+        return sample
+    if sample.size != math.prod(sizes):
+        raise ConversionError(f"DataFeeder: a sample of {name!r} has {sample.size} values, its shape is {list(sizes)}")
+    return sample.reshape(sizes)
 
 
 def _name(value: Any) -> str:
