@@ -26,6 +26,7 @@ from fleet_train.compat.images import (
     pool2d,
     simple_img_conv_pool,
 )
+from fleet_train.compat.loading import from_generator
 from fleet_train.compat.norms import batch_norm, group_norm, layer_norm
 from fleet_train.compat.tokens import dropout, embedding, embedding_v2, one_hot
 
@@ -46,6 +47,7 @@ __all__ = [
     "embedding",
     "embedding_v2",
     "flatten",
+    "from_generator",
     "group_norm",
     "img_conv_group",
     "layer_norm",

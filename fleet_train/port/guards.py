@@ -9,9 +9,10 @@ import libcst as cst
 from fleet_train.port.calls import source
 
 _RANK = re.compile(
-    r"(fleet\.(worker_index|rank)\(\)|(\w+\.)*(trainer_id|rank|worker_index|worker_id|local_rank)(\(\))?"
+    r"(fleet\.(worker_index|rank)\(\)|(\w+\.)*(trainer_id|rank|worker_index|worker_id)(\(\))?"
     r"|int\(os\.(environ|getenv).*PADDLE_TRAINER_ID.*\))"
 )
+_ABOUT_RANKS = re.compile(r"\b(local_rank|rank|trainer_id|worker_index|worker_id|is_first_worker)\b|PADDLE_TRAINER_ID")
 _FIRST = re.compile(r"(\w+\.)*is_first_worker\(\)")
 SAVES = ("save_persistables", "save_inference_model")
 BY_HAND = ("a save below a rank's condition", "move it out of the `if`: every rank must call it, rank 0 writes")
@@ -72,5 +73,7 @@ def opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStat
 
 
 def hides_a_save(node: cst.If) -> bool:
-    """Whether a save stands somewhere below a condition on the rank."""
-    return without_rank(node.test)[0] and any(f"fleet.{name}(" in source(node.body) for name in SAVES)
+    """Whether a save stands somewhere below a condition that has to do with ranks."""
+    return bool(_ABOUT_RANKS.search(source(node.test))) and any(
+        f"fleet.{name}(" in source(part) for name in SAVES for part in (node.body, node.orelse) if part is not None
+    )

@@ -70,7 +70,7 @@ PROGRAMS: dict[str, Rule] = {
     "contrib.mixed_precision.decorate": Todo("strategy.amp = True, and give the optimizer itself to fleet"),
     "transpiler": Todo("fleet.distributed_optimizer"),
     "io.DataLoader": Todo(_LOADER),
-    "io.DataLoader.from_generator": Todo(_LOADER),
+    "io.DataLoader.from_generator": To("compat.from_generator"),
     "io.PyReader": Todo(_LOADER),
     "io.batch": To("paddle.batch", "reader batch_size drop_last"),
     "io.save": To("paddle.static.save", "program model_path"),
@@ -107,7 +107,7 @@ STATIC: dict[str, Rule] = {
     "paddle.static.ExecutionStrategy": PROGRAMS["ExecutionStrategy"],
     "paddle.static.ParallelExecutor": PROGRAMS["ParallelExecutor"],
     "paddle.static.amp.decorate": PROGRAMS["contrib.mixed_precision.decorate"],
-    "paddle.io.DataLoader.from_generator": Todo(_LOADER),
+    "paddle.io.DataLoader.from_generator": To("compat.from_generator"),
     "paddle.static.nn.instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
     "paddle.static.nn.prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
 }

@@ -43,4 +43,6 @@ def test_ported_script_trains_on_two_ranks_with_equal_replicas(
     first, second = (figures(rank.output, loss) for rank in result.ranks)
     assert first != second, "each rank has data of its own"
     assert first[-1] < first[0]
+    if script == "fluid_resnet.py":
+        assert (tmp_path / "resnet_inference" / "model.json").exists()
     assert (tmp_path / saved / "persistables.safetensors").exists()

@@ -119,7 +119,7 @@ FORWARD = {
     "logical_or": "L.logical_or(L.less_than(x, y), L.equal(x, x))",
     "transpose": "[L.transpose(image, perm=[0, 2, 3, 1]), L.transpose(x, [1, 0])]",
     "reshape": "[L.reshape(image, [-1, 108]), L.reshape(x=image, shape=[0, -1]), L.reshape(x, [-1], act='relu')]",
-    "squeeze": "[L.squeeze(label, axes=[1]), L.squeeze(label, [-1])]",
+    "squeeze": "[L.squeeze(label, axes=[1]), L.squeeze(label, [-1]), L.squeeze(label, [])]",
     "unsqueeze": "[L.unsqueeze(x, axes=[1]), L.unsqueeze(input=x, axes=[0, 3])]",
     "concat": "[L.concat([x, y], axis=1), L.concat(input=[x, y]), L.concat([x, y], -1)]",
     "split": "L.split(x, 3)",

@@ -31,6 +31,15 @@ def refusal(function):
         return str(error)
 
 
+def samples(count):
+    return ((np.full(4, number), number) for number in range(count))
+
+
+def shown(batches):
+    return [[{name: list(value.shape) for name, value in feed.items()} for feed in batch] for batch in batches]
+
+
+loader = compat.from_generator(feed_list=[x, label], capacity=4)
 fed = feeder.feed([([1, 2, 3, 4], 5), (np.ones((2, 2)), [6])])
 print(json.dumps({
     "act": refusal(lambda: compat.conv2d(image, 4, 3, act="mish2")),
@@ -45,6 +54,14 @@ print(json.dumps({
     "implementation": refusal(lambda: compat.dropout(x, 0.5, dropout_implementation="both")),
     "pool": refusal(lambda: compat.pool2d(image, 2, "median")),
     "transpose": refusal(lambda: compat.conv2d_transpose(image, 4, output_size=16)),
+    "inside": refusal(lambda: compat.from_generator([x], iterable=False)),
+    "list": refusal(lambda: compat.from_generator([x], return_list=True)),
+    "unset": refusal(lambda: iter(compat.from_generator([x]))),
+    "arrays": refusal(lambda: list(compat.from_generator([x, label]).set_batch_generator(lambda: [(1,)]))),
+    "samples": shown(loader.set_sample_generator(lambda: samples(5), 2)),
+    "all samples": shown(loader.set_sample_generator(lambda: samples(5), 2, drop_last=False)),
+    "sample lists": shown(loader.set_sample_list_generator(paddle.batch(lambda: samples(3), 2))) * 2,
+    "batches": shown(loader.set_batch_generator(lambda: [(np.ones((3, 2, 2)), np.ones((3, 1)))])()),
     "fed": {name: [str(value.dtype), value.tolist()] for name, value in fed.items()},
     "group_norm": list(compat.group_norm(image, 3, param_attr=False, bias_attr=False).shape),
     "open": list(compat.flatten(paddle.static.data("o", [None, None, 3]), 2).shape),
@@ -68,6 +85,10 @@ def outcomes() -> dict[str, Any]:
         ("lod", "lod_level=1: pad the sequences"),
         ("names", "give the inputs themselves instead of their names ['x']"),
         ("entries", "a sample has 1 entries for 2 inputs"),
+        ("inside", "iterable=False fed the program from inside"),
+        ("list", "return_list=True is of dynamic mode"),
+        ("unset", "set a generator first"),
+        ("arrays", "a batch has 1 arrays for 2 inputs"),
         ("size", "a sample of 'x' has 3 values, its shape is [2, 2]"),
         ("last", "the last dimension of the indices must be 1, given [-1, 2, 2]"),
         ("servers", "is_distributed=True asks for parameter servers"),
@@ -92,3 +113,13 @@ def test_feeder_gives_each_input_its_shape_and_dtype(outcomes: dict[str, Any]) -
 def test_shapes_that_are_open_or_without_parameters_are_kept(outcomes: dict[str, Any]) -> None:
     assert outcomes["group_norm"] == [-1, 3, 8, 8]
     assert outcomes["open"] == [-1, 3]
+
+
+def test_loader_yields_a_list_with_one_feed_for_each_batch(outcomes: dict[str, Any]) -> None:
+    def feed(samples: int) -> list[dict[str, list[int]]]:
+        return [{"x": [samples, 2, 2], "label": [samples, 1]}]
+
+    assert outcomes["samples"] == [feed(2), feed(2)]
+    assert outcomes["all samples"] == [feed(2), feed(2), feed(1)]
+    assert outcomes["sample lists"] == [feed(2), feed(1)] * 2
+    assert outcomes["batches"] == [feed(3)]
