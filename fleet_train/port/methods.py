@@ -79,8 +79,14 @@ def _literal(call: cst.Call, name: str) -> str:
     return source(argument.value) if argument is not None else ""
 
 
+def _third(call: cst.Call) -> cst.Arg | None:
+    """The third argument, if it is given by position: the list to fetch of ``exe.run(program, feed, [loss.name])``."""
+    plain = [one for one in call.args if one.keyword is None and not one.star]
+    return call.args[2] if len(plain) > 2 and plain[2] is call.args[2] else None
+
+
 def _run(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.Call:
-    argument = keyword(original, "fetch_list")
+    argument = keyword(original, "fetch_list") or _third(original)
     if argument is None:
         return updated
     for text in fetches.texts_in(argument.value):

@@ -53,7 +53,7 @@ class Rewriter(cst.CSTTransformer):
 
     def mark(self, node: cst.CSTNode, what: str, do: str) -> None:
         """A TODO line above the statement that ``node`` is in."""
-        while not hasattr(node, "leading_lines"):
+        while not hasattr(node, "leading_lines") or isinstance(node, cst.Decorator):
             node = self.parent_of(node)
         self._comments.setdefault(node, []).append(marks.comment(what, do))
 

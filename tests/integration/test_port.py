@@ -1,4 +1,4 @@
-"""Scripts of Paddle 1.8 train on two ranks once they are ported, with nothing done by hand."""
+"""Scripts of Paddle 1.7, 1.8 and 2.x train on two ranks once they are ported, with nothing done by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def figures(output: str, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("script", "loss", "saved"), [("fluid_mlp.py", "cost", "mlp_out"), ("fluid_resnet.py", "loss", "resnet_out")]
+    ("script", "loss", "saved"),
+    [
+        ("fluid_mlp.py", "cost", "mlp_out"),
+        ("fluid_resnet.py", "loss", "resnet_out"),
+        ("fleet_2x.py", "loss", "model_2x"),
+    ],
 )
 def test_ported_script_trains_on_two_ranks_with_equal_replicas(
     tmp_path: Path, script: str, loss: str, saved: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from textwrap import dedent
 
 import pytest
@@ -250,6 +251,7 @@ def test_fetching_by_name_becomes_fetching_the_value() -> None:
         others.append(acc.name)
         exe.run(program, fetch_list=fetches)
         exe.run(program, fetch_list=[loss.name, lr])
+        exe.run(program, feed, [loss.name])
         exe.run(program, fetch_list=[one.name for one in values])
     """
     lines = [line for line in new(text).splitlines() if "TODO" not in line]
@@ -259,6 +261,7 @@ def test_fetching_by_name_becomes_fetching_the_value() -> None:
         "others.append(acc.name)",
         "exe.run(program, fetch_list=fetches)",
         "exe.run(program, fetch_list=[loss, lr])",
+        "exe.run(program, feed, [loss])",
         "exe.run(program, fetch_list=[one for one in values])",
     ]
     assert whats(text) == ['fetching "mean_0.tmp_0"']
@@ -340,6 +343,46 @@ if rank == 0:
     assert not twice.changed
     assert twice.marks == once.marks
     assert len(once.marks) == 6
+
+
+def test_marks_stand_above_any_kind_of_statement() -> None:
+    text = """\
+        import paddle.fluid as fluid
+        if a: fluid.layers.While(1)
+        elif fluid.layers.While(2):
+            pass
+        else: fluid.layers.While(3)
+        try:
+            pass
+        except fluid.core.EOFException:
+            pass
+        @fluid.dygraph.no_grad
+        def f(x=fluid.layers.fc): return [fluid.layers.While(i) for i in x]
+        class A(fluid.dygraph.Layer):
+            y = 1; z = fluid.layers.While(4)
+        del fluid
+    """
+    once = ported(text)
+    ast.parse(once.new)
+    assert [mark.what for mark in once.marks] == [
+        "an import of old Paddle",
+        "fluid.layers.While",
+        "fluid.layers.While",
+        "fluid.layers.While",
+        "fluid.core.EOFException",
+        "fluid.dygraph.no_grad",
+        "fluid.layers.fc",
+        "fluid.layers.While",
+        "fluid.dygraph.Layer",
+        "fluid.layers.While",
+        "paddle.fluid",
+    ]
+    assert not port(once.new, "train.py").changed
+
+
+def test_an_import_inside_a_function_goes_with_its_last_use() -> None:
+    text = "def f():\n    from paddle.fluid import optimizer\n    return optimizer.SGD(0.1)\n"
+    assert new(text) == "import paddle\ndef f():\n    return paddle.optimizer.SGD(0.1)\n"
 
 
 def test_a_todo_line_on_the_first_statement_is_not_repeated() -> None:
