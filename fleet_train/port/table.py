@@ -44,7 +44,7 @@ _LAYER_MODULES = "nn|ops|tensor|loss|control_flow|io|metric_op|learning_rate_sch
 # Modules in which 1.x defined what the table has under the public name.
 _HOMES = (
     (r"paddle\.fluid\.incubate\.fleet\.collective\.fleet(?=\.|$)", "paddle.distributed.fleet"),
-    (r"paddle\.fluid\.incubate\.fleet\.collective\.(?=DistributedStrategy)", FLEET),
+    (r"paddle\.fluid\.incubate\.fleet\.collective\.(?=DistributedStrategy|CollectiveOptimizer)", FLEET),
     (r"paddle\.fluid\.incubate\.fleet\.base\.role_maker(?=\.|$)", f"{FLEET}base.role_maker"),
     (r"paddle\.fluid\.incubate\.fleet\.base\.fleet_base\.", FLEET),
     (r"paddle\.distributed\.fleet\.base\.(distributed_strategy|fleet_base)\.", FLEET),

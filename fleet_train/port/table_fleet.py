@@ -35,6 +35,7 @@ FACADE: dict[str, Rule] = {
         hand="fleet.save_inference_model(exe, dirname, feeds, targets): the program is that of the targets",
     ),
     "DistributedStrategy": To("DistributedStrategy"),
+    "CollectiveOptimizer": Todo("fleet.distributed_optimizer(optimizer, strategy)"),
     "PaddleCloudRoleMaker": To("role_maker.PaddleCloudRoleMaker"),
     "UserDefinedRoleMaker": Todo("role_maker.PaddleCloudRoleMaker(is_collective=True): the launcher sets the ranks"),
     "save_check_point": Todo("fleet.save_persistables(exe, dirname) and a file of your own for the epoch"),

@@ -30,10 +30,7 @@ _REDUCTIONS = {"mean": "mean", "max": "max", "min": "min", "prod": "prod", "all"
 _COMPAT = (
     "batch_norm conv2d conv2d_transpose embedding flatten group_norm layer_norm lrn mul one_hot pool2d"  # same names
 )
-_SCHEDULER = (
-    "use {}; give it to the optimizer as learning_rate and call its step() after each exe.run (warm-up: "
-    "paddle.optimizer.lr.LinearWarmup)"
-)
+_SCHEDULER = "use {}; give it to the optimizer as learning_rate and call its step() after each exe.run"
 _DECAYS = {
     "piecewise_decay": "paddle.optimizer.lr.PiecewiseDecay(boundaries, values)",
     "cosine_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda step: ...), which counts steps, not epochs",

@@ -48,6 +48,15 @@ FORWARD = {
     "fc positional": "L.fc(x, 5, 1, fixed(3, 5))",
     "fc of images": "L.fc(image, 5, num_flatten_dims=1, param_attr=fixed(108, 5))",
     "fc of two": "L.fc([x, y], 5, param_attr=[fixed(3, 5), fixed(3, 5)])",
+    "fc of each": 'L.fc(image, 5, num_flatten_dims=3, act="softmax", param_attr=fixed(6, 5))',
+    "conv2d last": 'L.conv2d(L.transpose(image, [0, 2, 3, 1]), 4, 3, param_attr=fixed(4, 3, 3, 3), data_format="NHWC")',
+    "conv2d same": 'L.conv2d(image, 4, 3, stride=2, padding="SAME", param_attr=fixed(4, 3, 3, 3))',
+    "pool2d last": 'L.pool2d(L.transpose(image, [0, 2, 3, 1]), 2, "avg", 2, data_format="NHWC")',
+    "pool2d global last": 'L.pool2d(L.transpose(image, [0, 2, 3, 1]), pool_type="avg", global_pooling=True, data_format="NHWC")',
+    "batch_norm last": 'L.batch_norm(L.transpose(image, [0, 2, 3, 1]), data_layout="NHWC", param_attr=fixed(3))',
+    "batch_norm global": "L.batch_norm(image, use_global_stats=True, param_attr=fixed(3))",
+    "cross_entropy each": "L.cross_entropy(L.softmax(L.reshape(image, [2, 18, 6])), L.cast(L.ones([2, 18, 1], 'float32'), 'int64'))",
+    "elementwise_add ones": "L.elementwise_add(image, L.reshape(row, [3, 1]), axis=1)",
     "conv2d": 'L.conv2d(image, 4, 3, 2, 1, param_attr=fixed(4, 3, 3, 3), bias_attr=fixed(4), act="relu")',
     "conv2d groups": "L.conv2d(input=image, num_filters=6, filter_size=3, groups=3, param_attr=fixed(6, 1, 3, 3), bias_attr=False)",
     "conv2d dilated": "L.conv2d(image, 2, [3, 2], dilation=2, padding=[1, 0], param_attr=fixed(2, 3, 3, 2))",
@@ -183,6 +192,15 @@ TRAINED = {
     "regularization=fluid.regularizer.L2DecayRegularizer(0.1), "
     "grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=0.1)).minimize(loss)",
     "optimizer.Adam": _NET + _STEP + "Adam(0.1, 0.8, 0.99, 1e-8).minimize(loss)",
+    "optimizer.Adam defaults": _NET + _STEP + "AdamOptimizer(learning_rate=0.1).minimize(loss)",
+    "optimizer.Adam decay": _NET + _STEP + "Adam(0.1, regularization=fluid.regularizer.L2Decay(0.5)).minimize(loss)",
+    "optimizer.RMSProp decay": _NET
+    + _STEP
+    + "RMSPropOptimizer(0.01, regularization=fluid.regularizer.L2Decay(0.5)).minimize(loss)",
+    "ParamAttr regularizer": "attr = fixed(3, 3)\nattr.regularizer = fluid.regularizer.L2Decay(0.5)\n"
+    + "loss = L.mean(L.square_error_cost(L.fc(x, 3, param_attr=attr), soft))\n"
+    + _STEP
+    + "SGD(0.1, regularization=fluid.regularizer.L2Decay(0.1)).minimize(loss)",
     "optimizer.Adamax": _NET + _STEP + "Adamax(learning_rate=0.1).minimize(loss)",
     "optimizer.Adagrad": _NET + _STEP + "AdagradOptimizer(0.1, initial_accumulator_value=0.1).minimize(loss)",
     "optimizer.RMSProp": _NET + _STEP + "RMSProp(0.01, 0.9, 1e-3, 0.5, centered=True).minimize(loss)",
