@@ -1,5 +1,5 @@
 # -*- coding: utf-8 -*-
-"""A quick start as it was written for Paddle 1.8: an MLP, Fleet's collective mode, one process per card."""
+"""A classifier of noise as it was written for Paddle 1.8: Fleet's collective mode, one process per card."""
 from __future__ import print_function
 
 import os
@@ -12,34 +12,33 @@ from paddle.fluid.incubate.fleet.base import role_maker
 STEPS = 20
 
 
-def mlp(input_x, input_y, hid_dim=64, label_dim=2):
-    fc_1 = fluid.layers.fc(input=input_x, size=hid_dim, act='tanh')  # first hidden layer
-    fc_2 = fluid.layers.fc(input=fc_1, size=hid_dim, act='tanh')
-    prediction = fluid.layers.fc(input=[fc_2], size=label_dim, act='softmax')
-    cost = fluid.layers.cross_entropy(input=prediction, label=input_y)
-    acc = fluid.layers.accuracy(input=prediction, label=input_y)
-    return fluid.layers.mean(x=cost), acc
+def classify(features, target):
+    value = features
+    for width in (64, 48):
+        value = fluid.layers.fc(input=value, size=width, act='tanh')  # a hidden layer
+    shares = fluid.layers.fc(input=[value], size=2, act='softmax')
+    each = fluid.layers.cross_entropy(input=shares, label=target)
+    return fluid.layers.mean(x=each), fluid.layers.accuracy(input=shares, label=target)
 
 
-def gen_data(random):
-    x = random.standard_normal((32, 32)).astype('float32')
-    return {"x": x, "y": (x.sum(axis=1, keepdims=True) > 0).astype('int64')}
+def batch(random):
+    features = random.standard_normal((32, 20)).astype('float32')
+    return {"features": features, "target": (features.sum(axis=1, keepdims=True) > 0).astype('int64')}
 
 
-def train():
-    role = role_maker.PaddleCloudRoleMaker(is_collective=True)
-    fleet.init(role)
+def main():
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 
     # the network
-    input_x = fluid.layers.data(name="x", shape=[32], dtype='float32')
-    input_y = fluid.layers.data(name="y", shape=[1], dtype='int64')
-    cost, acc = mlp(input_x, input_y)
+    features = fluid.layers.data(name="features", shape=[20], dtype='float32')
+    target = fluid.layers.data(name="target", shape=[1], dtype='int64')
+    cost, hits = classify(features, target)
 
-    exec_strategy = fluid.ExecutionStrategy()
-    exec_strategy.num_threads = 3
+    threads = fluid.ExecutionStrategy()
+    threads.num_threads = 3
     strategy = DistributedStrategy()
     strategy.nccl_comm_num = 2
-    strategy.exec_strategy = exec_strategy
+    strategy.exec_strategy = threads
     optimizer = fluid.optimizer.MomentumOptimizer(
         learning_rate=0.05,
         momentum=0.9,
@@ -53,15 +52,15 @@ def train():
     exe.run(fluid.default_startup_program())
 
     random = np.random.RandomState(fleet.worker_index())
-    fetch_list = [cost.name]
-    fetch_list.append(acc.name)
+    wanted = [cost.name]
+    wanted.append(hits.name)
     for step in range(STEPS):
-        cost_val, acc_val = exe.run(fleet.main_program, feed=gen_data(random), fetch_list=fetch_list)
-        print("worker %d step %d cost=%.6f acc=%.3f" % (fleet.worker_index(), step, np.mean(cost_val), np.mean(acc_val)))
+        now, right = exe.run(fleet.main_program, feed=batch(random), fetch_list=wanted)
+        print("worker %d step %d cost=%.6f hits=%.3f" % (fleet.worker_index(), step, np.mean(now), np.mean(right)))
 
     if fleet.worker_index() == 0:
         fluid.io.save_persistables(exe, "mlp_out", main_program=fleet._origin_program)
 
 
 if __name__ == '__main__':
-    train()
+    main()
