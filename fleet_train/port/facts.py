@@ -10,7 +10,7 @@ from libcst.metadata import Assignment, PositionProvider, Scope, ScopeProvider
 
 from fleet_train.port.calls import source
 from fleet_train.port.names import Meaning, meaning_of
-from fleet_train.port.table import canonical, is_fleet, is_old
+from fleet_train.port.table import FLUID, canonical, is_fleet
 
 
 @dataclass
@@ -18,7 +18,8 @@ class Facts:
     """One script."""
 
     is_fleet_script: bool = False
-    is_old_script: bool = False
+    is_fluid_script: bool = False
+    """Imports ``paddle.fluid``: of 1.x, in which programs were static unless a script said otherwise."""
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
@@ -63,7 +64,7 @@ class FactFinder(cst.CSTVisitor):
 
     def _imported(self, name: str) -> None:
         self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx"}
-        self.facts.is_old_script |= is_old(name)
+        self.facts.is_fluid_script |= f"{name}.".startswith(FLUID)
         self.facts.is_fleet_script |= is_fleet(name) or name == "fleet_train.fleet"
 
     def visit_Call(self, node: cst.Call) -> None:

@@ -57,7 +57,7 @@ def port(content: bytes, path: str) -> Ported:
 def _wants_static_mode(facts: Facts, code: str) -> bool:
     """A script that runs programs, not a module of layers that others import."""
     runs = "Executor(" in code or "default_main_program" in code or "program_guard" in code or "fleet.init" in code
-    return facts.is_old_script and not (facts.enables_static or facts.is_dynamic) and runs and "paddle." in code
+    return facts.is_fluid_script and not (facts.enables_static or facts.is_dynamic) and runs and "paddle." in code
 
 
 def _unreadable(content: bytes, path: str, error: cst.ParserSyntaxError) -> str:

@@ -35,6 +35,10 @@ FACADE: dict[str, Rule] = {
         hand="fleet.save_inference_model(exe, dirname, feeds, targets): the program is that of the targets",
     ),
     "DistributedStrategy": To("DistributedStrategy"),
+    **{
+        name: Todo("a static program: dynamic mode is not supported (paddle.enable_static(), docs/old-programs.md)")
+        for name in ("distributed_model", "distributed_scaler")
+    },
     "CollectiveOptimizer": Todo("fleet.distributed_optimizer(optimizer, strategy)"),
     "PaddleCloudRoleMaker": To("role_maker.PaddleCloudRoleMaker"),
     "UserDefinedRoleMaker": Todo("role_maker.PaddleCloudRoleMaker(is_collective=True): the launcher sets the ranks"),

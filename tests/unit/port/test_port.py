@@ -194,6 +194,9 @@ def test_a_module_of_layers_and_a_dynamic_script_do_not() -> None:
     assert "enable_static" not in new("import paddle.fluid as fluid\n\n\ndef f(x):\n    return fluid.layers.relu(x)\n")
     dynamic = "import paddle.fluid as fluid\nwith fluid.dygraph.guard():\n    fluid.Executor()\n"
     assert "enable_static" not in new(dynamic)
+    newer = "import paddle\nfrom paddle.distributed import fleet\nfleet.init()\nfleet.distributed_model(m)\n"
+    assert "\npaddle.enable_static()\n" not in new(newer)
+    assert whats(newer) == ["fleet.distributed_model"]
 
 
 @pytest.mark.parametrize(
