@@ -29,10 +29,6 @@ class Facts:
     """The same for names that receive one fetched value."""
     init_lines: list[tuple[int, int]] = field(default_factory=list)
     """(id of the scope, line) of each call of fleet.init."""
-    init_strategies: list[str] = field(default_factory=list)
-    """What is given as strategy= to it; empty for anything but a name."""
-    wrappings: list[cst.Call] = field(default_factory=list)
-    """Calls of fleet.distributed_optimizer."""
 
 
 class FactFinder(cst.CSTVisitor):
@@ -75,10 +71,6 @@ class FactFinder(cst.CSTVisitor):
         if name == "paddle.distributed.fleet.init":
             line = self.get_metadata(PositionProvider, node).start.line
             self.facts.init_lines.append((id(self._scope(node)), line))
-            strategies = [one.value for one in node.args if one.keyword is not None and one.keyword.value == "strategy"]
-            self.facts.init_strategies += [one.value if isinstance(one, cst.Name) else "" for one in strategies]
-        if name == "paddle.distributed.fleet.distributed_optimizer":
-            self.facts.wrappings.append(node)
         for argument in node.args:
             if argument.keyword is not None and argument.keyword.value == "fetch_list":
                 self._remember(self.facts.fetch_lists, argument.value)

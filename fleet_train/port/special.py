@@ -123,64 +123,6 @@ def compiled_program(rewriter: Rewriter, original: cst.Call, updated: cst.Call) 
     return updated.args[0].value
 
 
-def fleet_init(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """A strategy that was given to ``init`` becomes an argument of the only ``distributed_optimizer``, see below."""
-    if keyword(original, "strategy") is None:
-        return None
-    if not can_move_strategy(rewriter):
-        return None
-    left = [new for old, new in zip(original.args, updated.args, strict=True) if not _is_word(old, "strategy")]
-    without = updated.with_changes(args=_closed(left))
-    flag = keyword(without, "is_collective")
-    if flag is not None and source(flag.value) == "True":
-        without = without.with_changes(args=_closed([one for one in without.args if one is not flag]))
-    elif flag is not None:
-        return None
-    return without.with_changes(
-        func=dotted("fleet.init"), args=[_renamed(one, "role_maker", "role") for one in without.args]
-    )
-
-
-def distributed_optimizer(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """Takes over the strategy of ``init``."""
-    del original
-    if not rewriter.facts.init_strategies or not can_move_strategy(rewriter):
-        return None
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    args = [*updated.args[:-1], updated.args[-1].with_changes(comma=comma)]
-    args.append(cst.Arg(cst.Name(rewriter.facts.init_strategies[0])))
-    return updated.with_changes(func=dotted("fleet.distributed_optimizer"), args=args)
-
-
-def can_move_strategy(rewriter: Rewriter) -> bool:
-    """One init with a strategy by name, and one distributed_optimizer of one argument in the same scope."""
-    facts = rewriter.facts
-    if len(facts.init_strategies) != 1 or len(facts.wrappings) != 1 or len(facts.init_lines) != 1:
-        return False
-    wrapping = facts.wrappings[0]
-    return (
-        bool(facts.init_strategies[0])
-        and len(wrapping.args) == 1
-        and not wrapping.args[0].star
-        and id(rewriter.scope_of(wrapping)) == facts.init_lines[0][0]
-    )
-
-
-def _is_word(argument: cst.Arg, name: str) -> bool:
-    return argument.keyword is not None and argument.keyword.value == name
-
-
-def _renamed(argument: cst.Arg, old: str, new: str) -> cst.Arg:
-    return argument.with_changes(keyword=cst.Name(new)) if _is_word(argument, old) else argument
-
-
-def _closed(arguments: list[cst.Arg]) -> list[cst.Arg]:
-    """The last argument without the comma that another one followed."""
-    if not arguments:
-        return []
-    return [*arguments[:-1], arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-
-
 CALLS: dict[str, Special] = {
     "paddle.fluid.layers.data": layers_data,
     "paddle.fluid.CUDAPlace": cuda_place,
@@ -188,6 +130,4 @@ CALLS: dict[str, Special] = {
     "paddle.CUDAPlace": cuda_place,
     "paddle.fluid.CompiledProgram": compiled_program,
     "paddle.static.CompiledProgram": compiled_program,
-    "paddle.distributed.fleet.init": fleet_init,
-    "paddle.distributed.fleet.distributed_optimizer": distributed_optimizer,
 }

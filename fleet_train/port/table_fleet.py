@@ -5,23 +5,17 @@ from __future__ import annotations
 from fleet_train.port.rules import Rule, To, Todo
 
 _SERVERS = "delete it: parameter servers are not supported; collective training has workers only"
-_KEPT = "barrier_worker is_first_worker local_rank main_program node_num startup_program worker_index worker_num"
+_KEPT = (
+    "CollectiveOptimizer UserDefinedRoleMaker all_reduce_worker barrier_worker init init_worker is_first_worker "
+    "is_server is_worker local_rank main_program node_num nranks rank server_endpoints server_num split_files "
+    "startup_program stop_worker util worker_endpoints worker_index worker_num"
+)
 
 # What a ``fleet`` has: the object of 1.x and the module of 2.x.
 FACADE: dict[str, Rule] = {
     **{name: To(f"fleet.{name}") for name in _KEPT.split()},
-    "init": To(
-        "fleet.init",
-        "role_maker>role / is_collective-True strategy-None",
-        hand="fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True)); the strategy is an argument of "
-        "fleet.distributed_optimizer(optimizer, strategy)",
-    ),
     "distributed_optimizer": To("fleet.distributed_optimizer", "optimizer strategy"),
-    "worker_endpoints": To("fleet.worker_endpoints", "to_string-False", hand='",".join(fleet.worker_endpoints())'),
-    "rank": To("fleet.worker_index", ""),
-    "nranks": To("fleet.worker_num", ""),
     "_origin_program": To("fleet.main_program"),
-    "stop_worker": To("fleet.shutdown", ""),
     "save_persistables": To(
         "fleet.save_persistables",
         "executor>exe dirname main_program / filename-None",
@@ -39,27 +33,17 @@ FACADE: dict[str, Rule] = {
         name: Todo("a static program: dynamic mode is not supported (paddle.enable_static(), docs/old-programs.md)")
         for name in ("distributed_model", "distributed_scaler")
     },
-    "CollectiveOptimizer": Todo("fleet.distributed_optimizer(optimizer, strategy)"),
     "PaddleCloudRoleMaker": To("role_maker.PaddleCloudRoleMaker"),
-    "UserDefinedRoleMaker": Todo("role_maker.PaddleCloudRoleMaker(is_collective=True): the launcher sets the ranks"),
     "save_check_point": Todo("fleet.save_persistables(exe, dirname) and a file of your own for the epoch"),
     "load_check_point": Todo("fleet.load_persistables(exe, dirname) and a file of your own for the epoch"),
-    "split_files": Todo("files[fleet.worker_index()::fleet.worker_num()]"),
     "save": Todo("fleet.save_persistables(exe, dirname) or fleet.save_inference_model(exe, dirname, feeds, targets)"),
-    "util": Todo("fleet.all_reduce(array), fleet.gather(value), fleet.barrier_worker()"),
-    "all_reduce_worker": Todo("output[...] = fleet.all_reduce(input)"),
     "meta_optimizers": Todo("the profile's knobs: python -m fleet_train profiles"),
-    "is_worker": Todo("delete the condition: every process of collective training is a worker"),
     **{
         name: Todo(_SERVERS)
         for name in (
             "init_server",
-            "init_worker",
-            "is_server",
             "run_server",
-            "server_endpoints",
             "server_index",
-            "server_num",
             "shrink",
         )
     },
@@ -67,11 +51,11 @@ FACADE: dict[str, Rule] = {
 
 ROLE_MAKERS: dict[str, Rule] = {
     "PaddleCloudRoleMaker": To("role_maker.PaddleCloudRoleMaker", "is_collective"),
+    "UserDefinedCollectiveRoleMaker": To("role_maker.UserDefinedCollectiveRoleMaker", "current_id worker_endpoints"),
     **{
         name: Todo("role_maker.PaddleCloudRoleMaker(is_collective=True): the launcher sets the ranks")
         for name in (
             "UserDefinedRoleMaker",
-            "UserDefinedCollectiveRoleMaker",
             "MPISymetricRoleMaker",
             "GeneralRoleMaker",
         )
