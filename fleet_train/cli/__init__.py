@@ -20,6 +20,7 @@ COMMANDS = {
     "check": "Measure whether this machine reads its training data fast enough.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
+    "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
 }
 

@@ -74,7 +74,7 @@ def test_importing_the_package_loads_no_paddle() -> None:
     assert not loaded & {"paddle", "numpy", "visualdl", "pydantic"}
 
 
-@pytest.mark.parametrize("command", ["launch", "train", "check", "plan", "profiles"])
+@pytest.mark.parametrize("command", ["launch", "train", "check", "plan", "port", "profiles"])
 def test_help_of_every_command_loads_no_paddle(command: str) -> None:
     code = (
         "from fleet_train.cli import cli\n"
@@ -87,6 +87,11 @@ def test_launch_help_answers_without_the_heavy_libraries() -> None:
     loaded = modules_loaded_by("from fleet_train.cli import cli\ncli(['launch', '--help'], standalone_mode=False)")
     # Half a second is the promise; on a loaded machine only the cause can be tested: what is imported.
     assert not loaded & {"paddle", "visualdl", "sklearn", "pandas", "matplotlib", "safetensors"}
+
+
+def test_help_of_port_answers_without_the_syntax_library() -> None:
+    loaded = modules_loaded_by("from fleet_train.cli import cli\ncli(['port', '--help'], standalone_mode=False)")
+    assert "libcst" not in loaded
 
 
 def test_version_is_printed() -> None:

@@ -1,0 +1,82 @@
+"""`python -m fleet_train port`: old Paddle scripts become scripts for Paddle 3 and fleet_train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from fleet_train.port import Ported
+
+EXIT_WOULD_CHANGE = 1
+_EPILOG = """\b
+Examples:
+  python -m fleet_train port train.py                  (show the diff, change nothing)
+  python -m fleet_train port --write train.py models/  (change the files; a second time changes nothing)
+  python -m fleet_train port --check .                 (for CI: fails while something would change)
+
+\b
+What a machine cannot decide stays as it was, below a line that says what to use,
+  # TODO(fleet_train): fluid.layers.py_reader -> paddle.io.DataLoader(...)
+and is listed at the end with its line in the ported script. An import of paddle.fluid
+stays as long as a marked line needs it, so that a script that is not finished fails at
+its first line and not in the middle of training. docs/old-programs.md explains each.
+
+\b
+Exit codes:
+  0   done; with --check: nothing would change (TODO lines may be left: they are listed)
+  1   --check: something would change
+  7   a file is not Python 3 (the message names file and line); nothing was written
+  10  no such file or folder
+"""
+
+
+@click.command(
+    name="port", epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE|FOLDER...")
+@click.option("--write", is_flag=True, help="Change the files instead of printing a diff.")
+@click.option("--check", is_flag=True, help="Print which files would change, write nothing, exit 1 if there are any.")
+def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
+    """Rewrite scripts for Paddle 1.6 to 2.x (paddle.fluid, Fleet 1.x and 2.x) for Paddle 3 and fleet_train.
+
+    Imports, layers with their changed arguments, programs, executors, optimizers, initializers, places, Fleet's API,
+    fetch lists, saving. Comments and layout stay. Nothing is rewritten that might mean something else today.
+    """
+    if write and check:
+        raise click.UsageError("--write changes files, --check only looks: give one of the two")
+    from fleet_train.port import files
+
+    ported = files.port_all(files.scripts_in(paths))
+    changed = [one for one in ported if one.changed]
+    for one in changed:
+        if write:
+            files.write(one)
+        if check or write:
+            click.echo(f"{'would change' if check else 'changed'} {one.path}")
+        else:
+            click.echo(files.difference(one), nl=False)
+    _list_marks(ported)
+    click.echo(_summary(len(ported), len(changed), write, check), err=True)
+    if check and changed:
+        sys.exit(EXIT_WOULD_CHANGE)
+
+
+def _list_marks(ported: list[Ported]) -> None:
+    """On the error stream, so that the output stays a diff that `patch` takes."""
+    found = [mark for one in ported for mark in one.marks]
+    if found:
+        click.echo(f"\nTo do by hand ({len(found)}; lines of the ported scripts):", err=True)
+    for mark in found:
+        click.echo(f"  {mark}", err=True)
+
+
+def _summary(scripts: int, changed: int, write: bool, check: bool) -> str:
+    if write:
+        done = f"{changed} changed"
+    else:
+        done = f"{changed} would change" + (" (--write changes them)" if changed and not check else "")
+    return f"{scripts} script(s), {done}"

@@ -1,0 +1,59 @@
+"""Functions of Paddle 1.x that today's Paddle has no equal for, on programs of Paddle 3 (PIR).
+
+Each takes the arguments of its namesake in ``paddle.fluid.layers`` 1.8, in the same order with the same defaults, and
+gives the same numbers and the same default start values; `python -m fleet_train port` writes calls of them where a
+plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel, never a result; they
+are accepted and not looked at. New programs do better with ``paddle.nn``.
+"""
+
+from fleet_train.compat.elementwise import (
+    elementwise_add,
+    elementwise_div,
+    elementwise_max,
+    elementwise_min,
+    elementwise_mul,
+    elementwise_pow,
+    elementwise_sub,
+    flatten,
+    mul,
+)
+from fleet_train.compat.feeding import DataFeeder, data
+from fleet_train.compat.images import (
+    conv2d,
+    conv2d_transpose,
+    img_conv_group,
+    lrn,
+    pool2d,
+    simple_img_conv_pool,
+)
+from fleet_train.compat.loading import from_generator
+from fleet_train.compat.norms import batch_norm, group_norm, layer_norm
+from fleet_train.compat.tokens import dropout, embedding, embedding_v2, one_hot
+
+__all__ = [
+    "DataFeeder",
+    "batch_norm",
+    "conv2d",
+    "conv2d_transpose",
+    "data",
+    "dropout",
+    "elementwise_add",
+    "elementwise_div",
+    "elementwise_max",
+    "elementwise_min",
+    "elementwise_mul",
+    "elementwise_pow",
+    "elementwise_sub",
+    "embedding",
+    "embedding_v2",
+    "flatten",
+    "from_generator",
+    "group_norm",
+    "img_conv_group",
+    "layer_norm",
+    "lrn",
+    "mul",
+    "one_hot",
+    "pool2d",
+    "simple_img_conv_pool",
+]

@@ -1,0 +1,222 @@
+"""Convolution, pooling and response normalisation with the arguments of ``paddle.fluid.layers`` 1.8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+from paddle.nn import functional
+
+from fleet_train.compat.activation import activated
+from fleet_train.compat.norms import batch_norm
+from fleet_train.compat.tokens import dropout
+from fleet_train.errors import ConversionError
+
+_POOLS = {
+    "max": (functional.max_pool2d, functional.adaptive_max_pool2d),
+    "avg": (functional.avg_pool2d, functional.adaptive_avg_pool2d),
+}
+
+
+def channels(value: Any, data_format: str) -> int:
+    """Channels of a batch of images."""
+    return int(value.shape[1 if data_format.startswith("NC") else -1])
+
+
+def pair(value: Any) -> list[int]:
+    """A size for height and width, given as one number or as two."""
+    return [int(one) for one in value] if isinstance(value, Sequence) else [int(value)] * 2
+
+
+def attribute(given: Any, default: Any) -> Any:
+    """A parameter's attributes with ``default`` as initializer where none was asked for; False stays False."""
+    if given is False:
+        return False
+    attributes = paddle.ParamAttr._to_attr(given) or paddle.ParamAttr()
+    if attributes.initializer is None:
+        attributes.initializer = default
+    return attributes
+
+
+def conv2d(
+    input: Any,
+    num_filters: int,
+    filter_size: int | Sequence[int],
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int | None = None,
+    param_attr: Any = None,
+    bias_attr: Any = None,
+    use_cudnn: bool = True,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCHW",
+) -> Any:
+    """A convolution with a new filter. Filters start as Normal(0, sqrt(2 / (height * width * input channels)))."""
+    del use_cudnn
+    inputs, size = channels(input, data_format), pair(filter_size)
+    start = paddle.nn.initializer.Normal(0.0, math.sqrt(2.0 / (size[0] * size[1] * inputs)))
+    layer = paddle.nn.Conv2D(
+        inputs,
+        num_filters,
+        size,
+        stride,
+        padding,
+        dilation,
+        groups or 1,
+        weight_attr=attribute(param_attr, start),
+        bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
+        data_format=data_format,
+    )
+    return activated(_named(layer, name)(input), act)
+
+
+def conv2d_transpose(
+    input: Any,
+    num_filters: int,
+    output_size: Any = None,
+    filter_size: Any = None,
+    padding: Any = 0,
+    stride: Any = 1,
+    dilation: Any = 1,
+    groups: int | None = None,
+    param_attr: Any = None,
+    bias_attr: Any = None,
+    use_cudnn: bool = True,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCHW",
+) -> Any:
+    """A transposed convolution with a new filter, which starts as Xavier's uniform. ``filter_size`` is needed here."""
+    del use_cudnn
+    if filter_size is None:
+        raise ConversionError("conv2d_transpose: give filter_size; it is not worked out from output_size here")
+    layer = paddle.nn.Conv2DTranspose(
+        channels(input, data_format),
+        num_filters,
+        pair(filter_size),
+        stride,
+        padding,
+        dilation=dilation,
+        groups=groups or 1,
+        weight_attr=attribute(param_attr, paddle.nn.initializer.XavierUniform()),
+        bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
+        data_format=data_format,
+    )
+    return activated(_named(layer, name)(input, output_size), act)
+
+
+def pool2d(
+    input: Any,
+    pool_size: Any = -1,
+    pool_type: str = "max",
+    pool_stride: Any = 1,
+    pool_padding: Any = 0,
+    global_pooling: bool = False,
+    use_cudnn: bool = True,
+    ceil_mode: bool = False,
+    name: str | None = None,
+    exclusive: bool = True,
+    data_format: str = "NCHW",
+) -> Any:
+    """Max or average pooling; ``global_pooling`` over the whole image, whatever the size. The stride's default is 1."""
+    del use_cudnn, name
+    if pool_type not in _POOLS:
+        raise ConversionError(f"pool2d: pool_type={pool_type!r}; use 'max' or 'avg'")
+    pool, whole = _POOLS[pool_type]
+    if global_pooling:
+        if data_format != "NCHW":
+            axes = [1, 2]
+            return (paddle.max if pool_type == "max" else paddle.mean)(input, axis=axes, keepdim=True)
+        return whole(input, 1)
+    more = {"exclusive": exclusive} if pool_type == "avg" else {}
+    return pool(input, pool_size, pool_stride, pool_padding, ceil_mode=ceil_mode, data_format=data_format, **more)
+
+
+def lrn(
+    input: Any,
+    n: int = 5,
+    k: float = 1.0,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    name: str | None = None,
+    data_format: str = "NCHW",
+) -> Any:
+    """Local response normalisation: the sum of squares over ``n`` channels, where today's takes their mean."""
+    del name
+    return functional.local_response_norm(input, n, alpha=alpha * n, beta=beta, k=k, data_format=data_format)
+
+
+def simple_img_conv_pool(
+    input: Any,
+    num_filters: int,
+    filter_size: Any,
+    pool_size: Any,
+    pool_stride: Any,
+    pool_padding: Any = 0,
+    pool_type: str = "max",
+    global_pooling: bool = False,
+    conv_stride: Any = 1,
+    conv_padding: Any = 0,
+    conv_dilation: Any = 1,
+    conv_groups: int = 1,
+    param_attr: Any = None,
+    bias_attr: Any = None,
+    act: str | None = None,
+    use_cudnn: bool = True,
+) -> Any:
+    """One convolution and one pooling (``fluid.nets``)."""
+    del use_cudnn
+    convolved = conv2d(
+        input,
+        num_filters,
+        filter_size,
+        conv_stride,
+        conv_padding,
+        conv_dilation,
+        conv_groups,
+        param_attr,
+        bias_attr,
+        act=act,
+    )
+    return pool2d(convolved, pool_size, pool_type, pool_stride, pool_padding, global_pooling)
+
+
+def img_conv_group(
+    input: Any,
+    conv_num_filter: Sequence[int],
+    pool_size: Any,
+    conv_padding: Any = 1,
+    conv_filter_size: Any = 3,
+    conv_act: str | None = None,
+    param_attr: Any = None,
+    conv_with_batchnorm: Any = False,
+    conv_batchnorm_drop_rate: Any = 0.0,
+    pool_stride: Any = 1,
+    pool_type: str = "max",
+    use_cudnn: bool = True,
+) -> Any:
+    """Several convolutions, each with batch norm and dropout if asked, and one pooling (``fluid.nets``)."""
+    del use_cudnn
+    value, count = input, len(conv_num_filter)
+
+    def each(given: Any) -> list[Any]:
+        return list(given) if isinstance(given, (list, tuple)) else [given] * count
+
+    settings = map(each, (conv_padding, conv_filter_size, param_attr, conv_with_batchnorm, conv_batchnorm_drop_rate))
+    for filters, padding, size, attr, normed, rate in zip(conv_num_filter, *settings, strict=True):
+        act = None if normed else conv_act
+        value = conv2d(value, filters, size, padding=padding, param_attr=attr, act=act)
+        if normed:
+            value = batch_norm(value, act=conv_act)
+            value = dropout(value, rate) if abs(rate) > 1e-5 else value
+    return pool2d(value, pool_size, pool_type, pool_stride)
+
+
+def _named(layer: Any, name: str | None) -> Any:
+    """``name`` named operators and outputs, never parameters that have names of their own; nothing to do today."""
+    del name
+    return layer

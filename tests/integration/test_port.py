@@ -1,0 +1,53 @@
+"""Scripts of Paddle 1.7, 1.8 and 2.x train on two ranks once they are ported, with nothing done by hand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, clean_environ, python
+from tests.support.ranks import run_ranks
+
+SCRIPTS = ROOT / "tests" / "integration" / "port"
+
+
+def run_port(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = python("-m", "fleet_train", "port", *arguments)
+    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=100, check=False)
+
+
+def figures(output: str, name: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{name}=([\d.]+)", output)]
+
+
+@pytest.mark.parametrize(
+    ("script", "loss", "saved"),
+    [
+        ("fluid_mlp.py", "cost", "mlp_out"),
+        ("fluid_resnet.py", "loss", "resnet_out"),
+        ("fleet_2x.py", "loss", "model_2x"),
+    ],
+)
+def test_ported_script_trains_on_two_ranks_with_equal_replicas(
+    tmp_path: Path, script: str, loss: str, saved: str
+) -> None:
+    path = tmp_path / script
+    path.write_bytes((SCRIPTS / script).read_bytes())
+    written = run_port("--write", str(path))
+    assert written.returncode == 0, written.stderr
+    assert "To do by hand" not in written.stderr
+    again = run_port("--check", str(path))
+    assert (again.returncode, again.stdout) == (0, "")
+
+    result = run_ranks(SCRIPTS / "run_script.py", 2, folder=tmp_path, args=[str(path)])
+    assert len(set(result.of_all("digest"))) == 1
+    assert result.values[0]["parameters"] > 5
+    first, second = (figures(rank.output, loss) for rank in result.ranks)
+    assert first != second, "each rank has data of its own"
+    assert first[-1] < first[0]
+    if script == "fluid_resnet.py":
+        assert (tmp_path / "resnet_inference" / "model.json").exists()
+    assert (tmp_path / saved / "persistables.safetensors").exists()

@@ -1,0 +1,94 @@
+"""`python -m fleet_train port`: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fleet_train.cli import cli
+from fleet_train.errors import ConversionError, DataError
+
+OLD = "import paddle.fluid as fluid\ny = fluid.layers.mean(x)\n"
+NEW = "import paddle\ny = paddle.mean(x)\n"
+MARKED = "import paddle\nmain.clone(for_test=True)\n"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["port", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "train.py").write_text(OLD)
+    (tmp_path / "models" / "net.py").write_text(OLD)
+    (tmp_path / "models" / "notes.txt").write_text(OLD)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "a.py").write_text(OLD)
+    return tmp_path
+
+
+def test_default_prints_a_diff_and_writes_nothing(folder: Path) -> None:
+    result = run(folder / "train.py")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[2:] == [
+        "@@ -1,2 +1,2 @@",
+        "-import paddle.fluid as fluid",
+        "-y = fluid.layers.mean(x)",
+        "+import paddle",
+        "+y = paddle.mean(x)",
+    ]
+    assert "1 script(s), 1 would change (--write changes them)" in result.stderr
+    assert (folder / "train.py").read_text() == OLD
+
+
+def test_write_changes_files_and_folders_and_keeps_the_mode(folder: Path) -> None:
+    (folder / "train.py").chmod(0o755)
+    result = run("--write", folder)
+    assert result.exit_code == 0
+    assert (folder / "train.py").read_text() == (folder / "models" / "net.py").read_text() == NEW
+    assert (folder / "train.py").stat().st_mode & 0o777 == 0o755
+    assert (folder / "models" / "notes.txt").read_text() == (folder / ".hidden" / "a.py").read_text() == OLD
+    assert sorted(path.name for path in folder.iterdir()) == [".hidden", "models", "train.py"]
+    assert run("--write", folder).stderr.strip() == "2 script(s), 0 changed"
+
+
+def test_check_fails_while_something_would_change(folder: Path) -> None:
+    before = run("--check", folder)
+    assert before.exit_code == 1
+    assert before.stdout.splitlines() == [f"would change {folder}/models/net.py", f"would change {folder}/train.py"]
+    assert (folder / "train.py").read_text() == OLD
+    run("--write", folder)
+    after = run("--check", folder)
+    assert (after.exit_code, after.stdout) == (0, "")
+
+
+def test_what_is_left_is_listed_again_by_every_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MARKED)
+    for _ in range(2):
+        result = run("--write", script)
+        assert "To do by hand (1; lines of the ported scripts):" in result.stderr
+        assert f"  {script}:3: clone(for_test=True) -> build the network a second time" in result.stderr
+
+
+def test_a_file_that_does_not_parse_stops_everything_before_a_file_is_written(folder: Path) -> None:
+    (folder / "zzz.py").write_text("print 'old'\n")
+    result = run("--write", folder)
+    assert isinstance(result.exception, ConversionError)
+    assert str(result.exception).startswith(f"{folder}/zzz.py:1: not Python 3")
+    assert (folder / "train.py").read_text() == OLD
+
+
+@pytest.mark.parametrize("name", ["missing.py", "empty"])
+def test_what_is_not_there_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert isinstance(run(tmp_path / name).exception, DataError)
+
+
+def test_write_and_check_exclude_each_other(folder: Path) -> None:
+    result = run("--write", "--check", folder)
+    assert result.exit_code == 2
+    assert "give one of the two" in result.stderr

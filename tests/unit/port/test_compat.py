@@ -1,0 +1,125 @@
+"""fleet_train.compat: what it refuses, and how it feeds. Its numbers: test_numbers.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT, clean_environ, python
+
+_CASES = """
+import json
+import numpy as np
+import paddle
+from fleet_train import compat
+from fleet_train.errors import ConversionError
+
+paddle.enable_static()
+x = paddle.static.data("x", [None, 2, 2])
+label = paddle.static.data("label", [None, 1], "int64")
+image = paddle.static.data("image", [None, 3, 8, 8])
+feeder = compat.DataFeeder(feed_list=[x, label], place=None)
+
+
+def refusal(function):
+    try:
+        function()
+    except ConversionError as error:
+        return str(error)
+
+
+def samples(count):
+    return ((np.full(4, number), number) for number in range(count))
+
+
+def shown(batches):
+    return [[{name: list(value.shape) for name, value in feed.items()} for feed in batch] for batch in batches]
+
+
+loader = compat.from_generator(feed_list=[x, label], capacity=4)
+fed = feeder.feed([([1, 2, 3, 4], 5), (np.ones((2, 2)), [6])])
+print(json.dumps({
+    "act": refusal(lambda: compat.conv2d(image, 4, 3, act="mish2")),
+    "lod": refusal(lambda: compat.data("words", [1], lod_level=1)),
+    "names": refusal(lambda: compat.DataFeeder(["x"])),
+    "entries": refusal(lambda: feeder.feed([(1,)])),
+    "size": refusal(lambda: feeder.feed([([1, 2, 3], 5)])),
+    "last": refusal(lambda: compat.embedding(x, [4, 4])),
+    "servers": refusal(lambda: compat.embedding_v2(label, [4, 4], is_distributed=True)),
+    "range": refusal(lambda: compat.one_hot(label, 4, allow_out_of_range=True)),
+    "seed": refusal(lambda: compat.dropout(x, 0.5, seed=7)),
+    "implementation": refusal(lambda: compat.dropout(x, 0.5, dropout_implementation="both")),
+    "pool": refusal(lambda: compat.pool2d(image, 2, "median")),
+    "transpose": refusal(lambda: compat.conv2d_transpose(image, 4, output_size=16)),
+    "inside": refusal(lambda: compat.from_generator([x], iterable=False)),
+    "list": refusal(lambda: compat.from_generator([x], return_list=True)),
+    "unset": refusal(lambda: iter(compat.from_generator([x]))),
+    "arrays": refusal(lambda: list(compat.from_generator([x, label]).set_batch_generator(lambda: [(1,)]))),
+    "samples": shown(loader.set_sample_generator(lambda: samples(5), 2)),
+    "all samples": shown(loader.set_sample_generator(lambda: samples(5), 2, drop_last=False)),
+    "sample lists": shown(loader.set_sample_list_generator(paddle.batch(lambda: samples(3), 2))) * 2,
+    "batches": shown(loader.set_batch_generator(lambda: [(np.ones((3, 2, 2)), np.ones((3, 1)))])()),
+    "fed": {name: [str(value.dtype), value.tolist()] for name, value in fed.items()},
+    "group_norm": list(compat.group_norm(image, 3, param_attr=False, bias_attr=False).shape),
+    "open": list(compat.flatten(paddle.static.data("o", [None, None, 3]), 2).shape),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    environ = clean_environ({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(python("-c", _CASES), env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("act", "act='mish2': not known here; use one of elu, exp, gelu"),
+        ("lod", "lod_level=1: pad the sequences"),
+        ("names", "give the inputs themselves instead of their names ['x']"),
+        ("entries", "a sample has 1 entries for 2 inputs"),
+        ("inside", "iterable=False fed the program from inside"),
+        ("list", "return_list=True is of dynamic mode"),
+        ("unset", "set a generator first"),
+        ("arrays", "a batch has 1 arrays for 2 inputs"),
+        ("size", "a sample of 'x' has 3 values, its shape is [2, 2]"),
+        ("last", "the last dimension of the indices must be 1, given [-1, 2, 2]"),
+        ("servers", "is_distributed=True asks for parameter servers"),
+        ("range", "clip the indices first"),
+        ("seed", "seed=7 of one layer does not exist any more; use paddle.seed"),
+        ("implementation", "use downgrade_in_infer or upscale_in_train"),
+        ("pool", "pool_type='median'; use 'max' or 'avg'"),
+        ("transpose", "give filter_size"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_fix(case: str, words: str, outcomes: dict[str, Any]) -> None:
+    assert words in (outcomes[case] or "nothing was refused")
+
+
+def test_feeder_gives_each_input_its_shape_and_dtype(outcomes: dict[str, Any]) -> None:
+    assert outcomes["fed"] == {
+        "x": ["float32", [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [1.0, 1.0]]]],
+        "label": ["int64", [[5], [6]]],
+    }
+
+
+def test_shapes_that_are_open_or_without_parameters_are_kept(outcomes: dict[str, Any]) -> None:
+    assert outcomes["group_norm"] == [-1, 3, 8, 8]
+    assert outcomes["open"] == [-1, 3]
+
+
+def test_loader_yields_a_list_with_one_feed_for_each_batch(outcomes: dict[str, Any]) -> None:
+    def feed(samples: int) -> list[dict[str, list[int]]]:
+        return [{"x": [samples, 2, 2], "label": [samples, 1]}]
+
+    assert outcomes["samples"] == [feed(2), feed(2)]
+    assert outcomes["all samples"] == [feed(2), feed(2), feed(1)]
+    assert outcomes["sample lists"] == [feed(2), feed(1)] * 2
+    assert outcomes["batches"] == [feed(3)]
