@@ -1,0 +1,68 @@
+"""What the catalogue knows of a program. Adding a program is adding one function below ``@program``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.programs.script import Script
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Program:
+    """``run(script)`` builds a network, wraps an optimizer and trains: a user's script from top to bottom."""
+
+    name: str
+    subject: str
+    sentence: str
+    run: Callable[[Script], None]
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Strategy -> why this program is not run with it."""
+    only: tuple[str, ...] = ()
+    """The strategies that it is run with; empty = all exact ones."""
+    reason: str = ""
+    """Why ``only`` or ``tolerance`` is given."""
+    refused: str = ""
+    """Part of the error with which several ranks refuse it; one process runs it."""
+    simulated: bool = False
+    """Whether the lossy strategies are compared with the simulation."""
+    random: bool = False
+    """Draws random numbers in each step, other ones on each rank: compared with the simulation alone."""
+    tolerance: float = TOLERANCE
+    noise: str = ""
+    """Names (a regular expression) of parameters whose gradient is zero but for rounding, such as the bias of keys,
+    which a softmax takes out again: they are compared absolutely."""
+
+
+REGISTERED: dict[str, Program] = {}
+
+
+def program(
+    sentence: str,
+    *,
+    name: str = "",
+    without: Mapping[str, str] | None = None,
+    only: tuple[str, ...] = (),
+    reason: str = "",
+    refused: str = "",
+    simulated: bool = False,
+    random: bool = False,
+    tolerance: float = TOLERANCE,
+    noise: str = "",
+) -> Callable[[Callable[[Script], None]], Callable[[Script], None]]:
+    """Register the decorated function as a program; ``sentence`` says what is special about it."""
+
+    def register(run: Callable[[Script], None]) -> Callable[[Script], None]:
+        own = name or run.__name__
+        assert own not in REGISTERED, f"two programs are called {own}"
+        subject = run.__module__.rpartition(".")[2]
+        REGISTERED[own] = Program(
+            own, subject, sentence, run, without or {}, only, reason, refused, simulated, random, tolerance, noise
+        )
+        return run
+
+    return register

@@ -1,0 +1,141 @@
+"""Run as ranks: programs with strategies, one case after the other, each compared with what one process came to.
+
+Arguments: the cases as JSON (program, seed, strategy), and the folder with what ``alone.py`` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.errors import FleetTrainError
+from fleet_train.profile import Profile, load_profile
+from tests.programs.cases import Records, attempt, compared, read_records, run_program
+from tests.programs.catalogue import programs
+from tests.programs.catalogue.entry import Program
+from tests.programs.feeds import Array
+from tests.programs.script import Script
+from tests.programs.simulation import Simulation
+from tests.programs.strategies import EXACT, LOSSY, Strategy
+from tests.support.worker import digest
+
+# A rank that fails in a case must not keep the other for minutes.
+_BOUND_SECONDS = 40
+_IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": True, "FLAGS_new_executor_sequential_run": True}
+
+
+class OnRanks(Script):
+    """One rank with its share of the joint batch, and the strategy's micro-batches."""
+
+    def __init__(self, name: str, seed: int, random: bool, profile: Profile) -> None:
+        super().__init__(name, seed, random)
+        self.rank, self.ranks = fleet.worker_index(), fleet.worker_num()
+        self.profile, self.micro_batches = profile, profile.accumulate_steps
+        self.place = fleet.place()
+
+    def wrap(self, optimizer: Any) -> Any:
+        self.optimizers.append(optimizer)
+        return fleet.distributed_optimizer(optimizer, self.profile)
+
+    def start(self, startup: Any = None) -> None:
+        # Random start values are drawn in the order of the program, as one process does it.
+        chosen = paddle.get_flags(list(_IN_PROGRAM_ORDER))
+        paddle.set_flags(_IN_PROGRAM_ORDER)
+        super().start(startup)
+        paddle.set_flags(chosen)
+
+    def mean_over_ranks(self, value: float) -> float:
+        return float(fleet.all_reduce(np.array([value])).item() / self.ranks)
+
+    def save(self, folder: str) -> None:
+        fleet.save_persistables(self.exe, folder, paddle.static.default_main_program())
+
+    def load(self, folder: str) -> None:
+        fleet.load_persistables(self.exe, folder, paddle.static.default_main_program())
+
+    def finish(self) -> None:
+        for main in self.programs:
+            fleet.synchronize_parameters(main)
+        super().finish()
+
+
+def profile_of(strategy: Strategy) -> Profile:
+    bound = {"collective_timeout_seconds": _BOUND_SECONDS}
+    if not strategy.profile:
+        return Profile(**strategy.settings | bound)
+    return load_profile(strategy.profile).with_settings("the test", **bound)
+
+
+def run_on_ranks(program: Program, seed: int, strategy: Strategy, folder: Path) -> dict[str, Any]:
+    script = OnRanks(program.name, seed, program.random, profile_of(strategy))
+    try:
+        run_program(program, script)
+    except FleetTrainError as error:
+        if script.runs or not program.refused:
+            raise
+        return {"refused": str(error)}
+    with np.load(folder / f"{program.name}-{seed}.npz") as saved:
+        expected = {name: saved[name] for name in saved}
+    parameters = section(expected, "parameters")
+    state = {name: value for name, value in section(expected, "state").items() if name not in parameters}
+    ours = {name: value for name, value in script.end_state.items() if name not in parameters}
+    return {
+        "start": digest({n: v for n, v in script.start_state.items() if n in section(expected, "start")}),
+        "end": digest(script.end_state),
+        "fetched": script.fetched,
+        "parameters": compared(script.end_parameters, parameters, program.noise),
+        "state": compared(ours, state, program.noise),
+    }
+
+
+def section(expected: dict[str, Array], name: str) -> dict[str, Array]:
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
+
+
+def run_simulated(program: Program, seed: int, strategy: Strategy) -> dict[str, Any]:
+    profile = profile_of(strategy)
+    script = Synchronised(program.name, seed, program.random, profile)
+    run_program(program, script)
+    plan = fleet.plan()
+    assert plan is not None
+    twin = Simulation(program.name, seed, program.random, profile, plan, script)
+    run_program(program, twin)
+    return {"simulated": compared(script.own_parameters, twin.values, program.noise)}
+
+
+class Synchronised(OnRanks):
+    """Keeps what this rank holds at the end, before LocalSGD is made equal."""
+
+    own_parameters: dict[str, Array]
+
+    def finish(self) -> None:
+        self.own_parameters = self.state("param")
+        super().finish()
+
+
+def main() -> None:
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    chosen, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    records = Records(Path(f"rank{fleet.worker_index()}.jsonl"))
+    known = programs()
+    for name, seed, strategy in chosen:
+        case, program = f"{name}-{seed}, {strategy}", known[name]
+        if strategy in EXACT:
+            done = attempt(records, case, lambda p=program, s=seed, t=strategy: run_on_ranks(p, s, EXACT[t], folder))
+        else:
+            done = attempt(records, case, lambda p=program, s=seed, t=strategy: run_simulated(p, s, LOSSY[t]))
+        if not done:
+            sys.exit(f"{case} failed")  # the ranks may stand at different places; another launch goes on
+
+
+if __name__ == "__main__":
+    main()
