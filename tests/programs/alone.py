@@ -21,7 +21,7 @@ from tests.support.worker import digest
 
 
 def run_alone(program: Program, seed: int, folder: Path) -> dict[str, Any]:
-    script = Script(program.name, seed, program.random)
+    script = Script(program, seed)
     run_program(program, script)
     sections = {"start": script.start_state, "state": script.end_state, "parameters": script.end_parameters}
     arrays = {f"{section}/{name}": value for section, values in sections.items() for name, value in values.items()}

@@ -50,6 +50,8 @@ def clean_state(seed: int) -> Iterator[None]:
         paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
         paddle.utils.unique_name.guard(),
     ):
+        # The names of static.nn's layers are counted per process; unique_name.guard does not reach them.
+        paddle.static.default_main_program()._name_generator.ids.clear()
         paddle.seed(seed)
         yield
 

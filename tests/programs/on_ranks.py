@@ -34,8 +34,8 @@ _IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": True, "FLAGS_new_executor_
 class OnRanks(Script):
     """One rank with its share of the joint batch, and the strategy's micro-batches."""
 
-    def __init__(self, name: str, seed: int, random: bool, profile: Profile) -> None:
-        super().__init__(name, seed, random)
+    def __init__(self, program: Program, seed: int, profile: Profile) -> None:
+        super().__init__(program, seed)
         self.rank, self.ranks = fleet.worker_index(), fleet.worker_num()
         self.profile, self.micro_batches = profile, profile.accumulate_steps
         self.place = fleet.place()
@@ -54,11 +54,11 @@ class OnRanks(Script):
     def mean_over_ranks(self, value: float) -> float:
         return float(fleet.all_reduce(np.array([value])).item() / self.ranks)
 
-    def save(self, folder: str) -> None:
-        fleet.save_persistables(self.exe, folder, paddle.static.default_main_program())
+    def save(self) -> None:
+        fleet.save_persistables(self.exe, self.name, paddle.static.default_main_program())
 
-    def load(self, folder: str) -> None:
-        fleet.load_persistables(self.exe, folder, paddle.static.default_main_program())
+    def load(self) -> None:
+        fleet.load_persistables(self.exe, self.name, paddle.static.default_main_program())
 
     def finish(self) -> None:
         for main in self.programs:
@@ -74,7 +74,7 @@ def profile_of(strategy: Strategy) -> Profile:
 
 
 def run_on_ranks(program: Program, seed: int, strategy: Strategy, folder: Path) -> dict[str, Any]:
-    script = OnRanks(program.name, seed, program.random, profile_of(strategy))
+    script = OnRanks(program, seed, profile_of(strategy))
     try:
         run_program(program, script)
     except FleetTrainError as error:
@@ -102,11 +102,11 @@ def section(expected: dict[str, Array], name: str) -> dict[str, Array]:
 
 def run_simulated(program: Program, seed: int, strategy: Strategy) -> dict[str, Any]:
     profile = profile_of(strategy)
-    script = Synchronised(program.name, seed, program.random, profile)
+    script = Synchronised(program, seed, profile)
     run_program(program, script)
     plan = fleet.plan()
     assert plan is not None
-    twin = Simulation(program.name, seed, program.random, profile, plan, script)
+    twin = Simulation(program, profile, plan, script)
     run_program(program, twin)
     return {"simulated": compared(script.own_parameters, twin.values, program.noise)}
 

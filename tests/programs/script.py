@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from tests.programs.catalogue.entry import Program
 from tests.programs.feeds import Array, Batch, Input, batch_of, share_of
 
 BATCH = 8
@@ -24,8 +25,9 @@ class Script:
     ranks = 1
     micro_batches = 1
 
-    def __init__(self, name: str, seed: int, random: bool = False) -> None:
-        self.name, self.seed, self.random = name, seed, random
+    def __init__(self, program: Program, seed: int) -> None:
+        self.name, self.random, self._sums = program.name, program.random, program.sums
+        self.seed = seed
         self.place: Any = paddle.CPUPlace()
         self.exe = paddle.static.Executor(self.place)
         self.optimizers: list[Any] = []
@@ -41,7 +43,7 @@ class Script:
     def wrap(self, optimizer: Any) -> Any:
         """The changed line of a script: here the optimizer as it is."""
         self.optimizers.append(optimizer)
-        return optimizer
+        return _Summing(optimizer) if self._sums else optimizer
 
     def inputs(self, **inputs: Input) -> list[Any]:
         """Inputs of the current program, their first dimension unknown."""
@@ -114,12 +116,13 @@ class Script:
             if scheduler is not None:
                 scheduler.step()
 
-    def save(self, folder: str) -> None:
+    def save(self) -> None:
         """Save the state of the current program."""
-        paddle.static.save(paddle.static.default_main_program(), f"{folder}/state")
+        paddle.static.save(paddle.static.default_main_program(), f"{self.name}/state")
 
-    def load(self, folder: str) -> None:
-        paddle.static.load(paddle.static.default_main_program(), f"{folder}/state", self.exe)
+    def load(self) -> None:
+        """Take back what ``save`` has saved."""
+        paddle.static.load(paddle.static.default_main_program(), f"{self.name}/state", self.exe)
 
     def finish(self) -> None:
         """Keep what the training came to."""
@@ -145,6 +148,21 @@ class Script:
 def _sample(values: Array) -> Array:
     """All of it; of a very large array, every 997th element."""
     return values if values.size <= 1_000_000 else values.reshape(-1)[::997].copy()
+
+
+class _Summing:
+    """An optimizer that updates a parameter once, by the sum of the gradients of its uses."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def minimize(self, loss: Any) -> None:
+        parameters: dict[str, Any] = {}
+        gradients: dict[str, list[Any]] = {}
+        for parameter, gradient in self._inner.backward(loss):
+            parameters[parameter.name] = parameter
+            gradients.setdefault(parameter.name, []).append(gradient)
+        self._inner.apply_gradients([(parameters[name], paddle.add_n(found)) for name, found in gradients.items()])
 
 
 def is_linear(optimizer: Any) -> bool:

@@ -11,6 +11,7 @@ import paddle
 from fleet_train.plan import CommPlan
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
 from fleet_train.profile import Profile
+from tests.programs.catalogue.entry import Program
 from tests.programs.feeds import Array, Batch, share_of
 from tests.programs.script import Script
 
@@ -18,8 +19,8 @@ from tests.programs.script import Script
 class Simulation(Script):
     """All ranks of the plan in this process, for programs of one optimizer and one training program."""
 
-    def __init__(self, name: str, seed: int, random: bool, profile: Profile, plan: CommPlan, real: Script) -> None:
-        super().__init__(name, seed, random)
+    def __init__(self, program: Program, profile: Profile, plan: CommPlan, real: Script) -> None:
+        super().__init__(program, real.seed)
         self.real_rank, self.ranks = real.rank, plan.world_size
         self._plan, self._profile, self._real_start = plan, profile, real.start_state
         self._pairs: list[tuple[str, Any]] = []

@@ -33,6 +33,9 @@ class Program:
     random: bool = False
     """Draws random numbers in each step, other ones on each rank: compared with the simulation alone."""
     tolerance: float = TOLERANCE
+    sums: bool = False
+    """Parameters are used by name in several places, by an optimizer that remembers. Paddle alone then makes an update
+    per use; it is given the sum of their gradients by hand."""
     noise: str = ""
     """Names (a regular expression) of parameters whose gradient is zero but for rounding, such as the bias of keys,
     which a softmax takes out again: they are compared absolutely."""
@@ -52,6 +55,7 @@ def program(
     simulated: bool = False,
     random: bool = False,
     tolerance: float = TOLERANCE,
+    sums: bool = False,
     noise: str = "",
 ) -> Callable[[Callable[[Script], None]], Callable[[Script], None]]:
     """Register the decorated function as a program; ``sentence`` says what is special about it."""
@@ -61,7 +65,7 @@ def program(
         assert own not in REGISTERED, f"two programs are called {own}"
         subject = run.__module__.rpartition(".")[2]
         REGISTERED[own] = Program(
-            own, subject, sentence, run, without or {}, only, reason, refused, simulated, random, tolerance, noise
+            own, subject, sentence, run, without or {}, only, reason, refused, simulated, random, tolerance, sums, noise
         )
         return run
 

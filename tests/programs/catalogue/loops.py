@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -119,13 +118,12 @@ def save_and_load(script: Script) -> None:
     loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
     script.minimize(Adam(0.01, epsilon=1e-3), loss)
     script.start()
-    with tempfile.TemporaryDirectory() as folder:
-        for step in (0, 1):
-            script.run(script.batch(step), [loss])
-        script.save(folder)
-        for step in (7, 8):
-            script.run(script.batch(step), [loss])
-        script.load(folder)
+    for step in (0, 1):
+        script.run(script.batch(step), [loss])
+    script.save()
+    for step in (7, 8):
+        script.run(script.batch(step), [loss])
+    script.load()
     for step in (2, 3):
         script.run(script.batch(step), [loss])
 

@@ -31,7 +31,7 @@ def two_uses(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two layers name one parameter: ParamAttr(name='shared.w') in both.", simulated=True)
+@program("Two layers name one parameter: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
 def shared_by_name(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(name="shared.w"))
@@ -41,7 +41,16 @@ def shared_by_name(script: Script) -> None:
     script.train(loss)
 
 
-@program("static.nn.fc twice with one ParamAttr name for weight and bias.")
+@program("Two layers name one parameter, and the optimizer is plain SGD.")
+def shared_by_name_sgd(script: Script) -> None:
+    x, y = script.inputs(x=floats(6), y=floats(6))
+    attr = paddle.ParamAttr(name="w")
+    loss = nn.Linear(6, 1, weight_attr=attr)(x).mean() + 10 * nn.Linear(6, 1, weight_attr=attr)(y).mean()
+    script.minimize(SGD(0.1), loss)
+    script.train(loss)
+
+
+@program("static.nn.fc twice with one ParamAttr name for weight and bias.", sums=True)
 def shared_fc(script: Script) -> None:
     x, y, z = script.inputs(x=floats(8), y=floats(8), z=floats(1))
     weight, bias = (paddle.ParamAttr(name=name) for name in ("fc_w", "fc_b"))
