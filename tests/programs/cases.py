@@ -51,7 +51,7 @@ def clean_state(seed: int) -> Iterator[None]:
         paddle.utils.unique_name.guard(),
     ):
         # The names of static.nn's layers are counted per process; unique_name.guard does not reach them.
-        paddle.static.default_main_program()._name_generator.ids.clear()
+        paddle.base.framework.default_main_program()._name_generator.ids.clear()
         paddle.seed(seed)
         yield
 

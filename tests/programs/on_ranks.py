@@ -86,8 +86,12 @@ def run_on_ranks(program: Program, seed: int, strategy: Strategy, folder: Path) 
     parameters = section(expected, "parameters")
     state = {name: value for name, value in section(expected, "state").items() if name not in parameters}
     ours = {name: value for name, value in script.end_state.items() if name not in parameters}
+    replicated = script.end_parameters if strategy.own_state else script.end_state
+    start = section(expected, "start")
+    common = [name for name in start if name in (parameters if strategy.own_state else start)]
     return {
-        "start": digest({n: v for n, v in script.start_state.items() if n in section(expected, "start")}),
+        "start": compared(script.start_state, {name: start[name] for name in common}),
+        "replica": digest(replicated),
         "end": digest(script.end_state),
         "fetched": script.fetched,
         "parameters": compared(script.end_parameters, parameters, program.noise),

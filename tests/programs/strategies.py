@@ -81,3 +81,6 @@ LOSSY: dict[str, Strategy] = {
         settings={"accumulate_steps": 2, "use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 3}
     ),
 }
+
+# Where 16 bits are rounded, the last bit of a float32 decides now and then to which side.
+ROUNDED = 1e-3

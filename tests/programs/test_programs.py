@@ -1,0 +1,184 @@
+"""Programs as users write them: two ranks come to what one process comes to, or refuse by name.
+
+One process of plain Paddle with the joint batch is the reference (``alone.py``); lossy strategies and programs that draw
+random numbers are compared with the simulation of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs.catalogue import SUBJECTS, programs
+from tests.programs.catalogue.entry import Program
+from tests.programs.launches import Case, Found, Record, label, run_alone, run_cases
+from tests.programs.strategies import EXACT, LOSSY, ROUNDED, Strategy
+
+PROGRAMS = programs()
+SEED = 0
+COMPARED = [name for name, one in PROGRAMS.items() if not one.refused and not one.random]
+REFUSED = [name for name, one in PROGRAMS.items() if one.refused]
+SIMULATED = [name for name, one in PROGRAMS.items() if one.simulated]
+# What a job of one process is tried with: a profile that leaves the program alone, and two that rewrite it.
+ONE_PROCESS = ("multi_node", "merge", "recompute")
+
+Alone = tuple[Path, dict[str, Record]]
+Run = Callable[[str], Found]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Every program in one process: the folder with its numbers, and a record by program."""
+    folder = tmp_path_factory.mktemp("alone")
+    (records,) = run_alone([(name, SEED) for name in PROGRAMS], folder).ranks
+    return folder, {name: records.get(f"{name}-{SEED}", {}) for name in PROGRAMS}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What two ranks found for a program, whose subject is run in one launch."""
+    folder, records = alone
+
+    @cache
+    def run(subject: str) -> Found:
+        chosen = [one for one in PROGRAMS.values() if one.subject == subject]
+        cases = [case for one in chosen for case in cases_of(one, records[one.name])]
+        return run_cases(cases, tmp_path_factory.mktemp(subject), folder, 2)
+
+    return lambda name: run(PROGRAMS[name].subject)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = [case for name in COMPARED for case in one_process_cases(PROGRAMS[name])]
+    return run_cases(cases, tmp_path_factory.mktemp("one"), alone[0], 1)
+
+
+def cases_of(program: Program, reference: Record) -> list[Case]:
+    """The strategies that a program is run with on two ranks."""
+    names = [*exact_cases(program, reference), *lossy_cases(program, reference)]
+    return [(program.name, SEED, name) for name in names]
+
+
+def exact_cases(program: Program, reference: Record) -> list[str]:
+    if program.refused:
+        return ["multi_node"]
+    if program.random or not reference.get("ended"):
+        return []
+    if program.only:
+        return list(program.only)
+    return [name for name, one in EXACT.items() if _fits(name, one, program, reference)]
+
+
+def lossy_cases(program: Program, reference: Record) -> list[str]:
+    if not program.simulated or not reference.get("ended"):
+        return []
+    exact = ["unfused"] if program.random else []
+    return exact + [name for name, one in LOSSY.items() if _fits(name, one, program, reference)]
+
+
+def _fits(name: str, strategy: Strategy, program: Program, reference: Record) -> bool:
+    return name not in program.without and not strategy.asked_for and (reference["linear"] or not strategy.linear)
+
+
+def one_process_cases(program: Program) -> list[Case]:
+    chosen = program.only or ONE_PROCESS
+    return [(program.name, SEED, name) for name in chosen if name in EXACT and name not in program.without]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
+    record = alone[1][name]
+    assert record.get("ended"), f"{record.get('error', 'the process ended before it')}\n{record.get('traceback')}"
+    assert record["moved"] > 1e-3, "nothing was trained"
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks: Run, name: str) -> None:
+    program, reference = PROGRAMS[name], alone[1][name]
+    found = on_two_ranks(name)
+    strategies = exact_cases(program, reference)
+    assert strategies
+    wrong = [
+        complaint
+        for strategy in strategies
+        for complaint in differences(found, (name, SEED, strategy), reference, program)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_program_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
+    found, case = on_two_ranks(name), (name, SEED, "multi_node")
+    assert not found.complaint(case), found.complaint(case)
+    for record in found.of(case):
+        assert PROGRAMS[name].refused in record.get("refused", "it was not refused")
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run, name: str) -> None:
+    program, reference, found = PROGRAMS[name], alone[1][name], on_two_ranks(name)
+    wrong = []
+    for strategy in lossy_cases(program, reference):
+        case = (name, SEED, strategy)
+        if complaint := found.complaint(case):
+            wrong.append(complaint)
+            continue
+        tolerance = ROUNDED if "bf16" in strategy else program.tolerance
+        for rank, record in enumerate(found.of(case)):
+            wrong += unequal(f"{label(case)}: rank {rank}", record["simulated"], tolerance)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
+    wrong = []
+    for case in one_process_cases(PROGRAMS[name]):
+        wrong += differences(in_one_process, case, alone[1][name], PROGRAMS[name])
+        (record,) = in_one_process.of(case)
+        if case[2] == "multi_node" and record.get("end") != alone[1][name]["end"] and not PROGRAMS[name].sums:
+            wrong.append(f"{label(case)}: other bits than plain Paddle's")
+    assert not wrong, "\n".join(wrong)
+
+
+def differences(found: Found, case: Case, reference: Record, program: Program) -> list[str]:
+    """Everything in which the ranks' results differ from one process's, or from each other's."""
+    if complaint := found.complaint(case):
+        return [complaint]
+    records, strategy, where = found.of(case), EXACT[case[2]], label(case)
+    wrong = []
+    for record in records:
+        wrong += unequal(f"{where}: start values: ", record["start"] | {"more": []}, 0.0)
+    if len({record["replica"] for record in records}) > 1:
+        wrong.append(f"{where}: the replicas differ")
+    for part in ("parameters",) if strategy.own_state else ("parameters", "state"):
+        wrong += unequal(f"{where}: {part}", records[0][part], program.tolerance)
+    return wrong + unequal_losses(where, records, reference["fetched"], program.tolerance)
+
+
+def unequal(where: str, compared: dict[str, Any], tolerance: float) -> list[str]:
+    wrong = []
+    if not compared["difference"] <= tolerance:
+        wrong.append(f"{where}: {compared['worst']} is off by {compared['difference']:.1e}")
+    wrong += [f"{where}: {kind} names {compared[kind]}" for kind in ("missing", "more") if compared[kind]]
+    return wrong
+
+
+def unequal_losses(where: str, records: list[Record], expected: list[float], tolerance: float) -> list[str]:
+    """The mean of what the ranks fetched beside what one process fetched."""
+    means = [sum(values) / len(values) for values in zip(*(record["fetched"] for record in records), strict=True)]
+    if len(means) != len(expected):
+        return [f"{where}: {len(means)} values were fetched, by one process {len(expected)}"]
+    off = [abs(mean - one) / max(abs(one), 1e-3) for mean, one in zip(means, expected, strict=True)]
+    return [f"{where}: a fetched value is off by {max(off):.1e}"] if off and max(off) > tolerance else []
+
+
+def test_every_subject_has_programs_and_every_strategy_is_tried() -> None:
+    assert {one.subject for one in PROGRAMS.values()} == set(SUBJECTS)
+    assert len(PROGRAMS) >= 50
+    asked = {name for one in PROGRAMS.values() for name in one.only}
+    assert {name for name, one in EXACT.items() if one.asked_for} <= asked
