@@ -6,7 +6,6 @@ Arguments: the cases as JSON (program, seed, strategy), and the folder with what
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
-from tests.programs.cases import Records, attempt, compared, read_records, run_program
+from tests.programs.cases import Records, attempt, compared, run_program
 from tests.programs.catalogue import programs
 from tests.programs.catalogue.entry import Program
 from tests.programs.feeds import Array
@@ -78,7 +77,7 @@ def run_on_ranks(program: Program, seed: int, strategy: Strategy, folder: Path) 
     try:
         run_program(program, script)
     except FleetTrainError as error:
-        if script.runs or not program.refused:
+        if script.runs or not program.refusal(strategy):
             raise
         return {"refused": str(error)}
     with np.load(folder / f"{program.name}-{seed}.npz") as saved:

@@ -141,7 +141,9 @@ class Script:
         """Copies of what the programs hold: ``all``, or ``param``, without the optimizer's state."""
         scope = paddle.static.global_scope()
         return {
-            name: _sample(np.array(value)) for one in self.programs for name, value in one.state_dict(mode, scope).items()
+            name: _sample(np.array(value))
+            for one in self.programs
+            for name, value in one.state_dict(mode, scope).items()
         }
 
 

@@ -39,10 +39,13 @@ class Simulation(Script):
 
     def run(self, batch: Batch, fetch: Sequence[Any] = (), program: Any = None) -> list[Array]:
         assert self._job is not None
+        assert program is None
         found: list[Array] = []
         for micro in range(self._profile.accumulate_steps):
             parts = [
-                share_of(batch, rank * self._profile.accumulate_steps + micro, self.ranks * self._profile.accumulate_steps)
+                share_of(
+                    batch, rank * self._profile.accumulate_steps + micro, self.ranks * self._profile.accumulate_steps
+                )
                 for rank in range(self.ranks)
             ]
 

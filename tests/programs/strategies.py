@@ -19,6 +19,8 @@ class Strategy:
     """Exact only where the mean of updates is the update of the mean: SGD and Momentum without a clip."""
     own_state: bool = False
     """The optimizer's state is another one, on purpose."""
+    for_one_optimizer: bool = False
+    """Refused for a program with two optimizers."""
     asked_for: bool = False
     """Run only with programs that name it."""
 
@@ -32,23 +34,33 @@ EXACT: dict[str, Strategy] = {
     "three communicators": Strategy(settings=SPLIT),
     "waiting": Strategy(settings={"sync_nccl_allreduce": True, "fuse_parameter_groups_size": 3}),
     "hierarchical": Strategy(settings={"use_hierarchical_allreduce": True, "nccl_comm_num": 2}),
-    "merge": Strategy(settings={"accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 3}),
-    "recompute": Strategy(settings={"recompute_segments": 3}),
+    "merge": Strategy(
+        for_one_optimizer=True, settings={"accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 3}
+    ),
+    "recompute": Strategy(for_one_optimizer=True, settings={"recompute_segments": 3}),
     "checked every step": Strategy(settings={"divergence_check_steps": 1}),
     "executor's threads": Strategy(settings={"num_threads": 4} | SPLIT),
-    "local_sgd, warm-up": Strategy(settings={"use_local_sgd": True, "local_sgd_is_warm_steps": LATE}),
+    "local_sgd, warm-up": Strategy(
+        for_one_optimizer=True, settings={"use_local_sgd": True, "local_sgd_is_warm_steps": LATE}
+    ),
     "local_sgd, every step": Strategy(
+        for_one_optimizer=True,
         settings={"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 1},
         linear=True,
         own_state=True,
     ),
-    "powersgd, late": Strategy(settings={"compression": "powersgd", "powersgd_start_step": LATE}),
-    "dgc, late": Strategy(
-        settings={"compression": "dgc", "dgc_rampup_begin_step": LATE}, linear=True, own_state=True
+    "powersgd, late": Strategy(
+        for_one_optimizer=True, settings={"compression": "powersgd", "powersgd_start_step": LATE}
     ),
-    "sync batch norm": Strategy(settings={"sync_batch_norm": True}, asked_for=True),
+    "dgc, late": Strategy(
+        for_one_optimizer=True,
+        settings={"compression": "dgc", "dgc_rampup_begin_step": LATE},
+        linear=True,
+        own_state=True,
+    ),
+    "sync batch norm": Strategy(for_one_optimizer=True, settings={"sync_batch_norm": True}, asked_for=True),
     "sync batch norm, recompute": Strategy(
-        settings={"sync_batch_norm": True, "recompute_segments": 2}, asked_for=True
+        for_one_optimizer=True, settings={"sync_batch_norm": True, "recompute_segments": 2}, asked_for=True
     ),
 }
 

@@ -1,7 +1,7 @@
 """Programs as users write them: two ranks come to what one process comes to, or refuse by name.
 
-One process of plain Paddle with the joint batch is the reference (``alone.py``); lossy strategies and programs that draw
-random numbers are compared with the simulation of all ranks.
+One process of plain Paddle with the joint batch is the reference (``alone.py``). Lossy strategies, and programs that
+draw random numbers, are compared with the simulation of all ranks.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks:
 def test_program_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
     found, case = on_two_ranks(name), (name, SEED, "multi_node")
     assert not found.complaint(case), found.complaint(case)
-    for record in found.of(case):
-        assert PROGRAMS[name].refused in record.get("refused", "it was not refused")
+    assert not not_refused(found, case, PROGRAMS[name])
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -149,6 +148,8 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
     """Everything in which the ranks' results differ from one process's, or from each other's."""
     if complaint := found.complaint(case):
         return [complaint]
+    if program.refusal(EXACT[case[2]]):
+        return not_refused(found, case, program)
     records, strategy, where = found.of(case), EXACT[case[2]], label(case)
     wrong = []
     for record in records:
@@ -158,6 +159,15 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
     for part in ("parameters",) if strategy.own_state else ("parameters", "state"):
         wrong += unequal(f"{where}: {part}", records[0][part], program.tolerance)
     return wrong + unequal_losses(where, records, reference["fetched"], program.tolerance)
+
+
+def not_refused(found: Found, case: Case, program: Program) -> list[str]:
+    expected, wrong = program.refusal(EXACT[case[2]]), []
+    for rank, record in enumerate(found.of(case)):
+        text = record.get("refused", "it was not refused")
+        if expected not in text:
+            wrong.append(f"{label(case)}: rank {rank}: {text}")
+    return wrong
 
 
 def unequal(where: str, compared: dict[str, Any], tolerance: float) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.programs.strategies import Strategy
+
 if TYPE_CHECKING:
     from tests.programs.script import Script
 
@@ -28,6 +30,8 @@ class Program:
     """Why ``only`` or ``tolerance`` is given."""
     refused: str = ""
     """Part of the error with which several ranks refuse it; one process runs it."""
+    several_optimizers: bool = False
+    """One program has two optimizers, which strategies that keep state per program refuse."""
     simulated: bool = False
     """Whether the lossy strategies are compared with the simulation."""
     random: bool = False
@@ -39,6 +43,12 @@ class Program:
     noise: str = ""
     """Names (a regular expression) of parameters whose gradient is zero but for rounding, such as the bias of keys,
     which a softmax takes out again: they are compared absolutely."""
+
+    def refusal(self, strategy: Strategy) -> str:
+        """Part of the error with which this strategy refuses it; empty where it is to be trained."""
+        if self.several_optimizers and strategy.for_one_optimizer:
+            return "this is the second optimizer in one program"
+        return self.refused
 
 
 REGISTERED: dict[str, Program] = {}
@@ -52,6 +62,7 @@ def program(
     only: tuple[str, ...] = (),
     reason: str = "",
     refused: str = "",
+    several_optimizers: bool = False,
     simulated: bool = False,
     random: bool = False,
     tolerance: float = TOLERANCE,
@@ -65,7 +76,20 @@ def program(
         assert own not in REGISTERED, f"two programs are called {own}"
         subject = run.__module__.rpartition(".")[2]
         REGISTERED[own] = Program(
-            own, subject, sentence, run, without or {}, only, reason, refused, simulated, random, tolerance, sums, noise
+            name=own,
+            subject=subject,
+            sentence=sentence,
+            run=run,
+            without=without or {},
+            only=only,
+            reason=reason,
+            refused=refused,
+            several_optimizers=several_optimizers,
+            simulated=simulated,
+            random=random,
+            tolerance=tolerance,
+            sums=sums,
+            noise=noise,
         )
         return run
 

@@ -83,21 +83,24 @@ def batch_norm(script: Script) -> None:
     script.train(loss)
 
 
-@program("Batch norm in two programs: one trains, one evaluates with running statistics.",
-         only=("sync batch norm",), reason=_OWN_STATISTICS)
+@program(
+    "Batch norm in two programs: one trains, one evaluates with running statistics.",
+    only=("sync batch norm",),
+    reason=_OWN_STATISTICS,
+)
 def batch_norm_and_evaluation(script: Script) -> None:
-    def network(x):
+    def network():
         return nn.Sequential(nn.Linear(8, 6, bias_attr=False), nn.BatchNorm1D(6), nn.ReLU(), nn.Linear(6, 5))
 
     with paddle.utils.unique_name.guard():
         x, y = script.inputs(x=floats(8), y=classes(5))
-        layers = network(x)
+        layers = network()
         loss = F.cross_entropy(layers(x), y)
         script.minimize(Adam(0.01, epsilon=1e-3), loss)
     judging = paddle.static.Program()
     with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
         x, y = script.inputs(x=floats(8), y=classes(5))
-        layers = network(x)
+        layers = network()
         layers.eval()
         judged = F.cross_entropy(layers(x), y)
     script.start()

@@ -128,8 +128,10 @@ def save_and_load(script: Script) -> None:
         script.run(script.batch(step), [loss])
 
 
-@program("A DataLoader with two worker processes feeds the program.", without={
-    "merge": "the loader gives a rank its batches whole"})
+@program(
+    "A DataLoader with two worker processes feeds the program.",
+    without={"merge": "the loader gives a rank its batches whole"},
+)
 def data_loader(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y)

@@ -25,7 +25,7 @@ _SCHEDULES: dict[str, Callable[[], Any]] = {
     "StepDecay": lambda: lr.StepDecay(0.1, 2),
     "LambdaDecay": lambda: lr.LambdaDecay(0.1, lambda step: 0.9**step),
     "CosineAnnealingDecay": lambda: lr.CosineAnnealingDecay(0.1, 5),
-    "MultiplicativeDecay": lambda: lr.MultiplicativeDecay(0.1, lambda step: 0.8),
+    "MultiplicativeDecay": lambda: lr.MultiplicativeDecay(0.1, lambda step: 1 - 0.1 * step),
     "OneCycleLR": lambda: lr.OneCycleLR(0.1, 6),
     "CyclicLR": lambda: lr.CyclicLR(0.01, 0.1, 2),
     "LinearLR": lambda: lr.LinearLR(0.1, 4),

@@ -114,7 +114,7 @@ def gan(script: Script) -> None:
         script.run(script.batch(step, making), [made], making)
 
 
-@program("A GAN in one program: two losses, two optimizers, both updates in each step.")
+@program("A GAN in one program: two losses, two optimizers, both updates in each step.", several_optimizers=True)
 def gan_in_one_program(script: Script) -> None:
     real, noise = script.inputs(real=floats(6), noise=floats(3))
     generator = nn.Linear(3, 6)
@@ -127,7 +127,7 @@ def gan_in_one_program(script: Script) -> None:
     script.train(judged)
 
 
-@program("Two optimizers share one loss: SGD for the trunk, Adam for the head.")
+@program("Two optimizers share one loss: SGD for the trunk, Adam for the head.", several_optimizers=True)
 def two_optimizers(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     trunk, head = nn.Linear(8, 8), nn.Linear(8, 5)
@@ -137,7 +137,7 @@ def two_optimizers(script: Script) -> None:
     script.train(loss, steps=12)
 
 
-@program("Two optimizers, two separate losses, twelve steps: their messages must not cross.")
+@program("Two optimizers, two separate losses, twelve steps: their messages must not cross.", several_optimizers=True)
 def two_losses(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(2))
     networks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2)]
@@ -149,7 +149,9 @@ def two_losses(script: Script) -> None:
         script.run(batch, losses)
 
 
-@program("A second network is built after the first one's minimize: its parameters are its own.")
+@program(
+    "A second network is built after the first one's minimize: its parameters are its own.", several_optimizers=True
+)
 def network_after_minimize(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(3))
     first = F.mse_loss(nn.Linear(8, 3)(x), y)

@@ -66,8 +66,11 @@ def two_dtypes(script: Script) -> None:
     script.train(loss)
 
 
-@program("Parameters in bfloat16 beside float32 ones.", tolerance=2e-2,
-         reason="bfloat16 has 8 bits, and a sum of two ranks rounds once more")
+@program(
+    "Parameters in bfloat16 beside float32 ones.",
+    tolerance=2e-2,
+    reason="bfloat16 has 8 bits, and a sum of two ranks rounds once more",
+)
 def bfloat16(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(4))
     weight = _parameter([4, 4], "short", 0.25, "bfloat16")
@@ -123,8 +126,10 @@ def assigned_average(script: Script) -> None:
     script.train(loss)
 
 
-@program("A buffer that the program counts in: register_buffer and assign.", without={
-    "merge": "it counts runs of the program, which are micro-batches"})
+@program(
+    "A buffer that the program counts in: register_buffer and assign.",
+    without={"merge": "it counts runs of the program, which are micro-batches"},
+)
 def counting_buffer(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     steps = paddle.pir.core.create_persistable_value(
