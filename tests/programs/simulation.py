@@ -63,7 +63,7 @@ class Simulation(Script):
     ) -> tuple[Local, list[Array]]:
         main, scope = paddle.static.default_main_program(), paddle.static.global_scope()
         for name, held in main.state_dict("all", scope).items():
-            held.set(values[name], self.place)
+            held.set(values[name].astype(self._real_start[name].dtype), self.place)
         if self.random:
             paddle.seed(self._random_seed(rank))
         wanted = [*fetch, *(value for _, value in self._pairs)]

@@ -226,3 +226,51 @@ def rate_in_the_scope(script: Script) -> None:
         rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
         rate.set(np.array(0.1 / (1 + step), "float32").reshape(rate.shape()), script.place)
         script.run(batch, [loss])
+
+
+@program("The optimizer's state has a startup program of its own, beside the network's.")
+def two_startup_programs(script: Script) -> None:
+    own = paddle.static.Program()
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
+    script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
+    script.start()
+    script.start(own)
+    for batch in script.batches():
+        script.run(batch, [loss])
+
+
+@program("The startup program runs twice: training begins anew.")
+def started_twice(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    script.train(loss, steps=2)
+    script.train(loss)
+
+
+@program("The network is built and started first; minimize comes later, with what it adds started alone.")
+def minimize_after_start(script: Script) -> None:
+    later = paddle.static.Program()
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.start()
+    with paddle.static.program_guard(paddle.static.default_main_program(), later):
+        script.minimize(Adam(0.01, epsilon=1e-3), loss, startup_program=later)
+    script.start(later)
+    for batch in script.batches():
+        script.run(batch, [loss])
+
+
+@program("A part of the training program is run to look at predictions: use_prune.")
+def pruned_runs(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    logits = nn.Linear(8, 5)(x)
+    loss = F.cross_entropy(logits, y)
+    script.minimize(SGD(0.1), loss)
+    script.start()
+    for step, batch in enumerate(script.batches()):
+        script.run(batch, [loss])
+        seen = script.batch(70 + step)
+        found = script.exe.run(feed={"x": seen["x"]}, fetch_list=[logits], use_prune=True)
+        script.fetched.append(float(np.mean(found[0])))

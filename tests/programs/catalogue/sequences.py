@@ -60,7 +60,7 @@ def transformer(script: Script) -> None:
     script.train(loss, scheduler=schedule)
 
 
-@program("A transformer encoder with dropout in every layer.", random=True, simulated=True)
+@program("A transformer encoder with dropout in every layer.", random=True, simulated=True, noise=r"linear_1\.b_0")
 def transformer_with_dropout(script: Script) -> None:
     words, label = script.inputs(words=tokens(20, 6), label=classes(4))
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)

@@ -208,3 +208,70 @@ def distillation(script: Script) -> None:
     loss = F.kl_div(F.log_softmax(student(x)), F.softmax(teacher(x)), reduction="none").sum(axis=1).mean()
     script.minimize(SGD(0.1), loss)
     script.train(loss)
+
+
+@program("Two losses on one trunk, an optimizer each: both update the trunk.", several_optimizers=True)
+def trunk_of_two_losses(script: Script) -> None:
+    x, y, z = script.inputs(x=floats(8), y=classes(5), z=floats(1))
+    trunk = F.tanh(nn.Linear(8, 8)(x))
+    first, second = F.cross_entropy(nn.Linear(8, 5)(trunk), y), F.mse_loss(nn.Linear(8, 1)(trunk), z)
+    script.minimize(SGD(0.1), first)
+    script.minimize(SGD(0.05), second)
+    script.train(first)
+
+
+@program("One optimizer minimises two losses in one program.", several_optimizers=True)
+def one_optimizer_two_losses(script: Script) -> None:
+    x, y, z = script.inputs(x=floats(8), y=classes(5), z=floats(1))
+    first, second = F.cross_entropy(nn.Linear(8, 5)(x), y), F.mse_loss(nn.Linear(8, 1)(x), z)
+    optimizer = script.wrap(Momentum(0.1, 0.9))
+    optimizer.minimize(first)
+    optimizer.minimize(second)
+    script.train(first)
+
+
+@program("One optimizer minimises in two programs.")
+def one_optimizer_two_programs(script: Script) -> None:
+    mains = [paddle.static.default_main_program(), paddle.static.Program()]
+    losses, startup = [], paddle.static.Program()
+    optimizer = script.wrap(SGD(0.1))
+    for main in mains:
+        with paddle.static.program_guard(main, startup):
+            x, y = script.inputs(x=floats(8), y=classes(5))
+            losses.append(F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y))
+            optimizer.minimize(losses[-1])
+    script.start(startup)
+    for step in range(4):
+        for main, loss in zip(mains, losses, strict=True):
+            script.run(script.batch(step, main), [loss], main)
+
+
+@program("Two programs train the same parameters in turn, with an optimizer each.")
+def two_programs_same_parameters(script: Script) -> None:
+    mains = [paddle.static.default_main_program(), paddle.static.Program()]
+    losses, startup = [], paddle.static.Program()
+    for main, rate in zip(mains, (0.1, 0.05), strict=True):
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            x, y = script.inputs(x=floats(8), y=classes(5))
+            losses.append(F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y))
+            script.minimize(SGD(rate), losses[-1])
+    script.start(startup)
+    for step in range(4):
+        for main, loss in zip(mains, losses, strict=True):
+            script.run(script.batch(step, main), [loss], main)
+
+
+@program("Two networks of the same names live in two scopes.")
+def two_scopes(script: Script) -> None:
+    other = paddle.static.Scope()
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.minimize(SGD(0.1), loss)
+    with paddle.static.scope_guard(other):
+        script.start()
+        script.run(script.batch(10), [loss])
+    script.start()
+    for batch in script.batches():
+        script.run(batch, [loss])
+        with paddle.static.scope_guard(other):
+            script.run(batch, [loss])
