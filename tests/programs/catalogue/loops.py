@@ -260,17 +260,3 @@ def minimize_after_start(script: Script) -> None:
     script.start(later)
     for batch in script.batches():
         script.run(batch, [loss])
-
-
-@program("A part of the training program is run to look at predictions: use_prune.")
-def pruned_runs(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    logits = nn.Linear(8, 5)(x)
-    loss = F.cross_entropy(logits, y)
-    script.minimize(SGD(0.1), loss)
-    script.start()
-    for step, batch in enumerate(script.batches()):
-        script.run(batch, [loss])
-        seen = script.batch(70 + step)
-        found = script.exe.run(feed={"x": seen["x"]}, fetch_list=[logits], use_prune=True)
-        script.fetched.append(float(np.mean(found[0])))

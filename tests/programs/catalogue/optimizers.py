@@ -142,14 +142,16 @@ def gradients_by_hand(script: Script) -> None:
 def gradients_from_data(script: Script) -> None:
     (x,) = script.inputs(x=floats(8))
     weight = paddle.static.create_parameter([8], "float32", name="weight")
+    loss = (weight * x).mean()
     script.wrap(optimizer.Momentum(0.1, 0.9)).apply_gradients([(weight, x.mean(axis=0) + 0.1 * weight)])
-    script.train((weight * x).mean())
+    script.train(loss)
 
 
 @program("An optimizer of the script's own, derived from Paddle's.")
 def own_optimizer(script: Script) -> None:
     class Sign(optimizer.SGD):
         def _append_optimize_op(self, block: Any, param_and_grad: Any) -> None:
+            del block
             parameter, gradient = param_and_grad
             rate = self._create_param_lr(param_and_grad)
             paddle.assign(parameter - rate * paddle.tanh(10 * gradient), parameter)
@@ -157,14 +159,4 @@ def own_optimizer(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     loss = F.mse_loss(nn.Linear(8, 1)(F.tanh(nn.Linear(8, 8)(x))), y)
     script.minimize(Sign(0.01, grad_clip=nn.ClipGradByNorm(10.0)), loss)
-    script.train(loss)
-
-
-@program("Groups of parameters with settings of their own.")
-def parameter_groups(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
-    body, head = nn.Linear(8, 8), nn.Linear(8, 1)
-    loss = F.mse_loss(head(F.tanh(body(x))), y)
-    groups = [{"params": body.parameters(), "learning_rate": 0.1}, {"params": head.parameters(), "weight_decay": 0.1}]
-    script.minimize(optimizer.Momentum(0.1, 0.9, parameters=groups), loss)
     script.train(loss)
