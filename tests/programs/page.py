@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.programs.catalogue import SUBJECTS, programs
 from tests.programs.catalogue.entry import TOLERANCE, Program
 from tests.programs.catalogue.optimizers import NOT_STATIC
-from tests.programs.strategies import EXACT, LOSSY
+from tests.programs.strategies import ALWAYS, EXACT, LOSSY, Strategy
 
 PAGE = Path(__file__).parents[2] / "docs/programs.md"
 
@@ -29,14 +30,19 @@ Made from `tests/programs/catalogue` by `python -m tests.programs.page`; do not 
 
 Each program below is a static program as users write them. `make test` trains it in one process of plain Paddle with
 the joint batch, and on two ranks with half of the batch each. The two come to the same parameters, optimizer state and
-losses ({tolerance:.0e} of their scale unless said), the two ranks to the same bits; a job of one process, which needs no
-launcher, comes to the bits of plain Paddle. CPU and Gloo; every program is run with several of these strategies, and
-every strategy with many of the programs:
+losses ({tolerance:.0e} of their scale unless said), the two ranks to the same bits; a job of one process comes to the
+bits of plain Paddle. All on CPUs with Gloo. Every program meets these strategies, as far as they are exact for it:
 
-{exact}.
+{always}
 
-Programs marked *simulated* are also trained with the strategies that are inexact on purpose ({lossy}), and compared
-with the numpy simulation of all ranks; those marked *random*, which draw other numbers on each rank, with it alone.
+and some of these, so that each of them meets many programs:
+
+{others}
+
+Programs marked *simulated* are also trained with strategies that are inexact on purpose, and compared with the numpy
+simulation of all ranks; those marked *random*, which draw other numbers on each rank, with the simulation alone:
+
+{lossy}
 
 A program is one decorated function: to have one of yours in this list, add it to a module of that folder.
 """
@@ -45,15 +51,16 @@ _TAIL = """
 ## Refused by name
 
 {refused}
-
 {second}
 
 ## What Paddle 3.3.1 itself does not take in a static program on a CPU
 
 {classes}
 - `nn.ClipGradByValue`: NotImplementedError in today's programs; `ClipGradByNorm` and `ClipGradByGlobalNorm` work.
-- `paddle.grad` and `autograd.PyLayer`: dynamic mode only; `paddle.static.gradients` and `static.nn.static_pylayer` work.
+- `paddle.grad`, `autograd.PyLayer`: dynamic mode only; `paddle.static.gradients`, `static.nn.static_pylayer` work.
 - `Optimizer.set_lr`: dynamic mode only; use a schedule, or set the variable of the learning rate in the scope.
+- Groups of parameters (`parameters=[{{"params": ...}}]`): TypeError; make an optimizer per group, or `ParamAttr`.
+- `Executor.run(use_prune=True)`: every input must be fed all the same; build a second program with the same names.
 - `AdamW(lr_ratio=)`: not implemented on CPUs; `ParamAttr(learning_rate=)` works.
 
 And three traps that are Paddle's own, with one process as with many:
@@ -70,13 +77,18 @@ And three traps that are Paddle's own, with one process as with many:
 def page() -> str:
     everything = programs()
     trained = {name: one for name, one in everything.items() if not one.refused}
-    head = _HEAD.format(tolerance=TOLERANCE, exact=", ".join(f"*{name}*" for name in EXACT), lossy=", ".join(LOSSY))
+    head = _HEAD.format(
+        tolerance=TOLERANCE,
+        always=_settings({name: EXACT[name] for name in ALWAYS}),
+        others=_settings({name: one for name, one in EXACT.items() if name not in ALWAYS}),
+        lossy=_settings(LOSSY),
+    )
     sections = [_section(subject, list(trained.values())) for subject in SUBJECTS]
     refused = "\n".join(
         f"- `{one.name}`: {one.sentence} The error says: `{one.refused}`." for one in everything.values() if one.refused
     )
     alone = ", ".join(f"*{name}*" for name, one in EXACT.items() if one.for_one_optimizer)
-    second = f"A second optimizer in one program, beside a setting that a program has one of ({alone})."
+    second = f"- A second optimizer or update in one program, beside a setting that a program has one of ({alone})."
     classes = "\n".join(
         f"- `paddle.optimizer.{name}`: {why}." for name, why in NOT_STATIC.items() if name != "Optimizer"
     )
@@ -84,8 +96,20 @@ def page() -> str:
 
 
 def _section(subject: str, trained: list[Program]) -> str:
-    lines = [_line(one) for one in trained if one.subject == subject]
+    mine = [one for one in trained if one.subject == subject]
+    if subject == "schedules":
+        lines = [", ".join(f"`{one.name}`" for one in mine) + f": with {', '.join(mine[0].only)}; {mine[0].reason}."]
+    else:
+        lines = [_line(one) for one in mine]
     return f"\n## {_TITLES[subject]}\n\n" + "\n".join(lines) + "\n"
+
+
+def _settings(strategies: Mapping[str, Strategy]) -> str:
+    rows = []
+    for name, one in strategies.items():
+        settings = ", ".join(f"`{knob}: {value}`" for knob, value in one.settings.items())
+        rows.append(f"- *{name}*: {settings or 'the profile of that name'}")
+    return "\n".join(rows)
 
 
 def _line(one: Program) -> str:

@@ -64,6 +64,9 @@ EXACT: dict[str, Strategy] = {
     ),
 }
 
+# Every program meets these; the others are dealt out, so that each meets many programs.
+ALWAYS = ("multi_node", "three communicators", "merge", "recompute", "local_sgd, every step")
+
 LOSSY: dict[str, Strategy] = {
     "bf16": Strategy(settings={"compression": "bf16"}),
     "powersgd": Strategy(settings={"compression": "powersgd", "powersgd_rank": 2, "powersgd_min_compression": 0}),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.programs.script import Script
 
 TOLERANCE = 1e-5
+DGC_AND_DECAY = {"dgc, late": "DGC carries the momentum itself, so that weight decay acts outside of it"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 
-from tests.programs.catalogue.entry import program
+from tests.programs.catalogue.entry import DGC_AND_DECAY, program
 from tests.programs.feeds import classes, floats, tokens
 from tests.programs.script import Script
 
@@ -34,7 +34,7 @@ def convolutions(script: Script) -> None:
     script.train(loss)
 
 
-@program("Residual blocks with group norm.")
+@program("Residual blocks with group norm.", without=DGC_AND_DECAY)
 def residual_group_norm(script: Script) -> None:
     image, label = script.inputs(image=floats(3, 6, 6), label=classes(5))
     hidden = nn.Conv2D(3, 4, 1)(image)

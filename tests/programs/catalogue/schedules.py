@@ -13,7 +13,7 @@ from tests.programs.catalogue.entry import program
 from tests.programs.feeds import floats
 from tests.programs.script import Script
 
-_SCHEDULES: dict[str, Callable[[], Any]] = {
+SCHEDULES: dict[str, Callable[[], Any]] = {
     "NoamDecay": lambda: lr.NoamDecay(8, 3, 0.5),
     "PiecewiseDecay": lambda: lr.PiecewiseDecay([2, 4], [0.1, 0.05, 0.01]),
     "NaturalExpDecay": lambda: lr.NaturalExpDecay(0.1, 0.3),
@@ -33,7 +33,7 @@ _SCHEDULES: dict[str, Callable[[], Any]] = {
 }
 NOT_HERE = {"LRScheduler": "the base class", "ReduceOnPlateau": "steps by the loss: the program reduce_on_plateau"}
 
-for _name, _make in _SCHEDULES.items():
+for _name, _make in SCHEDULES.items():
 
     @program(
         f"The rate follows {_name}.",

@@ -8,7 +8,7 @@ from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 from paddle.regularizer import L1Decay, L2Decay
 
-from tests.programs.catalogue.entry import program
+from tests.programs.catalogue.entry import DGC_AND_DECAY, program
 from tests.programs.feeds import classes, floats
 from tests.programs.script import Script
 
@@ -52,7 +52,7 @@ def need_clip(script: Script) -> None:
     script.train(loss)
 
 
-@program("A layer with ParamAttr(trainable=False).")
+@program("A layer with ParamAttr(trainable=False).", without=DGC_AND_DECAY)
 def not_trainable(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     fixed = paddle.ParamAttr(trainable=False)

@@ -36,11 +36,11 @@ def hundred_megabytes(script: Script) -> None:
     script.train(loss, steps=2)
 
 
-@program("Two hundred small parameters.")
+@program("A hundred small parameters.")
 def many_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(4), y=floats(4))
     hidden = x
-    for number in range(100):
+    for number in range(50):
         hidden = hidden * _parameter([4], f"scale_{number}", 1.0) + _parameter([4], f"shift_{number}", 0.01)
     loss = F.mse_loss(F.tanh(hidden), y)
     script.minimize(SGD(0.01), loss)
