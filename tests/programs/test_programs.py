@@ -33,6 +33,9 @@ ONE_PROCESS = ("multi_node", "merge", "recompute")
 DEALT_OUT = 3
 EVERYTHING = bool(os.environ.get("FLEET_TRAIN_TEST_ALL_STRATEGIES"))
 
+# The first test of a subject waits for the launch of all its cases.
+pytestmark = pytest.mark.timeout(600)
+
 Alone = tuple[Path, dict[str, Record]]
 Run = Callable[[str], Found]
 
