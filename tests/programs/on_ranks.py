@@ -73,12 +73,13 @@ def profile_of(strategy: Strategy) -> Profile:
     return load_profile(strategy.profile).with_settings("the test", **bound)
 
 
-def run_on_ranks(program: Program, seed: int, strategy: Strategy, folder: Path) -> dict[str, Any]:
+def run_on_ranks(program: Program, seed: int, name: str, folder: Path) -> dict[str, Any]:
+    strategy = EXACT[name]
     script = OnRanks(program, seed, profile_of(strategy))
     try:
         run_program(program, script)
     except FleetTrainError as error:
-        if script.runs or not program.refusal(strategy):
+        if script.runs or not program.refusal(name):
             raise
         return {"refused": str(error)}
     with np.load(folder / f"{program.name}-{seed}.npz") as saved:
@@ -138,11 +139,10 @@ def main() -> None:
     known = programs()
     for name, seed, strategy in chosen:
         case, program = f"{name}-{seed}, {strategy}", known[name]
-        settings = (EXACT | LOSSY)[strategy]
         if strategy in EXACT and not program.random:
-            run = partial(run_on_ranks, program, seed, settings, folder)
+            run = partial(run_on_ranks, program, seed, strategy, folder)
         else:
-            run = partial(run_simulated, program, seed, settings)
+            run = partial(run_simulated, program, seed, (EXACT | LOSSY)[strategy])
         if not attempt(records, case, run):
             sys.exit(f"{case} failed")  # the ranks may stand at different places; another launch goes on
 

@@ -76,16 +76,17 @@ And three traps that are Paddle's own, with one process as with many:
 
 def page() -> str:
     everything = programs()
-    trained = {name: one for name, one in everything.items() if not one.refused}
     head = _HEAD.format(
         tolerance=TOLERANCE,
         always=_settings({name: EXACT[name] for name in ALWAYS}),
         others=_settings({name: one for name, one in EXACT.items() if name not in ALWAYS}),
         lossy=_settings(LOSSY),
     )
-    sections = [_section(subject, list(trained.values())) for subject in SUBJECTS]
+    sections = [_section(subject, list(everything.values())) for subject in SUBJECTS]
     refused = "\n".join(
-        f"- `{one.name}`: {one.sentence} The error says: `{one.refused}`." for one in everything.values() if one.refused
+        f"- `{one.name}` with *{strategy}*: `{text}`"
+        for one in everything.values()
+        for strategy, text in one.refused.items()
     )
     alone = ", ".join(f"*{name}*" for name, one in EXACT.items() if one.for_one_optimizer)
     second = f"- A second optimizer or update in one program, beside a setting that a program has one of ({alone})."

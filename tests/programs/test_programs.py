@@ -24,13 +24,14 @@ from tests.programs.strategies import ALWAYS, EXACT, LOSSY, ROUNDED, Strategy
 
 PROGRAMS = programs()
 SEED = 0
-COMPARED = [name for name, one in PROGRAMS.items() if not one.refused and not one.random]
+COMPARED = [name for name, one in PROGRAMS.items() if not one.random]
 REFUSED = [name for name, one in PROGRAMS.items() if one.refused]
 SIMULATED = [name for name, one in PROGRAMS.items() if one.simulated]
-# What a job of one process is tried with: a profile that leaves the program alone, and two that rewrite it.
-ONE_PROCESS = ("multi_node", "merge", "recompute")
+# What a job of one process is tried with: a profile that leaves the program alone; in turn two that rewrite it.
+ONE_PROCESS = ("multi_node",)
+REWRITING = ("merge", "recompute")
 # Beside those that every program meets: so many, in turn. All of them for FLEET_TRAIN_TEST_ALL_STRATEGIES=1.
-DEALT_OUT = 3
+DEALT_OUT = 2
 EVERYTHING = bool(os.environ.get("FLEET_TRAIN_TEST_ALL_STRATEGIES"))
 
 # The first test of a subject waits for the launch of all its cases.
@@ -75,14 +76,13 @@ def cases_of(program: Program, reference: Record) -> list[Case]:
 
 
 def exact_cases(program: Program, reference: Record) -> list[str]:
-    if program.refused:
-        return ["multi_node"]
     if program.random or not reference.get("ended"):
         return []
     if program.only:
         return list(program.only)
     chosen = EXACT if EVERYTHING else (*ALWAYS, *dealt_out(program.name))
-    return [name for name in chosen if _fits(name, EXACT[name], program, reference)]
+    fitting = [name for name in chosen if _fits(name, EXACT[name], program, reference)]
+    return [*fitting, *(name for name in program.refused if name not in fitting)]
 
 
 def dealt_out(program: str) -> list[str]:
@@ -104,7 +104,8 @@ def _fits(name: str, strategy: Strategy, program: Program, reference: Record) ->
 
 
 def one_process_cases(program: Program) -> list[Case]:
-    chosen = program.only or ONE_PROCESS
+    place = list(PROGRAMS).index(program.name)
+    chosen = program.only or ((*ONE_PROCESS, REWRITING[place // 4 % 2]) if place % 4 == 0 else ONE_PROCESS)
     return [(program.name, SEED, name) for name in chosen if name in EXACT and name not in program.without]
 
 
@@ -130,10 +131,12 @@ def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_program_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
-    found, case = on_two_ranks(name), (name, SEED, "multi_node")
-    assert not found.complaint(case), found.complaint(case)
-    assert not not_refused(found, case, PROGRAMS[name])
+def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
+    found, program = on_two_ranks(name), PROGRAMS[name]
+    for strategy in program.refused:
+        case = (name, SEED, strategy)
+        assert not found.complaint(case), found.complaint(case)
+        assert not not_refused(found, case, program)
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -159,7 +162,7 @@ def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found,
     for case in one_process_cases(PROGRAMS[name]):
         wrong += differences(in_one_process, case, alone[1][name], PROGRAMS[name])
         (record,) = in_one_process.of(case)
-        if case[2] == "multi_node" and record.get("end") != alone[1][name]["end"] and not PROGRAMS[name].sums:
+        if case[2] == "multi_node" and record.get("end") != alone[1][name]["end"] and not PROGRAMS[name].rewritten:
             wrong.append(f"{label(case)}: other bits than plain Paddle's")
     assert not wrong, "\n".join(wrong)
 
@@ -168,7 +171,7 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
     """Everything in which the ranks' results differ from one process's, or from each other's."""
     if complaint := found.complaint(case):
         return [complaint]
-    if program.refusal(EXACT[case[2]]):
+    if program.refusal(case[2]):
         return not_refused(found, case, program)
     records, strategy, where = found.of(case), EXACT[case[2]], label(case)
     wrong = []
@@ -176,13 +179,15 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
         wrong += unequal(f"{where}: start values: ", record["start"] | {"more": []}, 0.0)
     if len({record["replica"] for record in records}) > 1:
         wrong.append(f"{where}: the replicas differ")
-    for part in ("parameters",) if strategy.own_state else ("parameters", "state"):
-        wrong += unequal(f"{where}: {part}", records[0][part], program.tolerance)
+    wrong += unequal(f"{where}: parameters", records[0]["parameters"], program.tolerance)
+    if not strategy.own_state:
+        # A velocity may be the small rest of gradients that took each other away.
+        wrong += unequal(f"{where}: state", records[0]["state"], 10 * program.tolerance)
     return wrong + unequal_losses(where, records, reference["fetched"], program.tolerance)
 
 
 def not_refused(found: Found, case: Case, program: Program) -> list[str]:
-    expected, wrong = program.refusal(EXACT[case[2]]), []
+    expected, wrong = program.refusal(case[2]), []
     for rank, record in enumerate(found.of(case)):
         text = record.get("refused", "it was not refused")
         if expected not in text:
@@ -210,7 +215,7 @@ def unequal_losses(where: str, records: list[Record], expected: list[float], tol
 def test_every_subject_has_programs_and_every_strategy_meets_many() -> None:
     assert {one.subject for one in PROGRAMS.values()} == set(SUBJECTS)
     assert len(PROGRAMS) >= 100
-    free = [one for one in PROGRAMS.values() if not (one.only or one.refused or one.random)]
+    free = [one for one in PROGRAMS.values() if not (one.only or one.random)]
     met = Counter(name for one in free for name in exact_cases(one, {"ended": True, "linear": True}))
     asked = Counter(name for one in PROGRAMS.values() for name in one.only)
     assert all(asked[name] if one.asked_for else met[name] >= 20 for name, one in EXACT.items())

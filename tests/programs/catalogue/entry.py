@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.programs.strategies import Strategy
+from tests.programs.strategies import EXACT
 
 if TYPE_CHECKING:
     from tests.programs.script import Script
@@ -29,8 +29,8 @@ class Program:
     """The strategies that it is run with; empty = all exact ones."""
     reason: str = ""
     """Why ``only`` or ``tolerance`` is given."""
-    refused: str = ""
-    """Part of the error with which several ranks refuse it; one process runs it."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Strategy -> part of the error with which it refuses this program."""
     several_optimizers: bool = False
     """One program has two optimizers, which strategies that keep state per program refuse."""
     simulated: bool = False
@@ -38,6 +38,8 @@ class Program:
     random: bool = False
     """Draws random numbers in each step, other ones on each rank: compared with the simulation alone."""
     tolerance: float = TOLERANCE
+    rewritten: bool = False
+    """A job of one process rewrites it, too, and comes to other bits than plain Paddle."""
     sums: bool = False
     """Parameters are used by name in several places, by an optimizer that remembers. Paddle alone then makes an update
     per use; it is given the sum of their gradients by hand."""
@@ -45,11 +47,11 @@ class Program:
     """Names (a regular expression) of parameters whose gradient is zero but for rounding, such as the bias of keys,
     which a softmax takes out again: they are compared absolutely."""
 
-    def refusal(self, strategy: Strategy) -> str:
-        """Part of the error with which this strategy refuses it; empty where it is to be trained."""
-        if self.several_optimizers and strategy.for_one_optimizer:
+    def refusal(self, name: str) -> str:
+        """Part of the error with which this exact strategy refuses it; empty where it is to be trained."""
+        if self.several_optimizers and EXACT[name].for_one_optimizer:
             return "this is the second optimizer in one program"
-        return self.refused
+        return self.refused.get(name, "")
 
 
 REGISTERED: dict[str, Program] = {}
@@ -62,11 +64,12 @@ def program(
     without: Mapping[str, str] | None = None,
     only: tuple[str, ...] = (),
     reason: str = "",
-    refused: str = "",
+    refused: Mapping[str, str] | None = None,
     several_optimizers: bool = False,
     simulated: bool = False,
     random: bool = False,
     tolerance: float = TOLERANCE,
+    rewritten: bool = False,
     sums: bool = False,
     noise: str = "",
 ) -> Callable[[Callable[[Script], None]], Callable[[Script], None]]:
@@ -84,11 +87,12 @@ def program(
             without=without or {},
             only=only,
             reason=reason,
-            refused=refused,
+            refused=refused or {},
             several_optimizers=several_optimizers,
             simulated=simulated,
             random=random,
             tolerance=tolerance,
+            rewritten=rewritten or sums,
             sums=sums,
             noise=noise,
         )

@@ -127,7 +127,7 @@ def embedding(script: Script) -> None:
     script.train(loss)
 
 
-@program("An embedding with sparse=True.", refused="sparse=False")
+@program("An embedding with sparse=True: its gradients are dense in today's programs.")
 def sparse_embedding(script: Script) -> None:
     words, label = script.inputs(words=tokens(30, 6), label=classes(5))
     vectors = nn.Embedding(30, 8, sparse=True)(words)

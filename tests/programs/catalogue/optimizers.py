@@ -98,11 +98,18 @@ def _train_with(make: Callable[[], Any], script: Script) -> None:
     script.train(loss, steps=5)
 
 
+_REFUSED = {
+    "adam": {"dgc, late": "works with SGD and Momentum, not with Adam"},
+    "lamb": {"dgc, late": "works with SGD and Momentum, not with Lamb"},
+    "clip_by_norm": {"dgc, late": "which a gradient clip would cut"},
+}
 _WITHOUT = {"momentum_nesterov": DGC_AND_DECAY}
 _SIMULATED = ("sgd", "momentum_nesterov", "adam")
 for _name, (_sentence, _make) in OPTIMIZERS.items():
 
-    @program(_sentence, name=_name, simulated=_name in _SIMULATED, without=_WITHOUT.get(_name))
+    @program(
+        _sentence, name=_name, simulated=_name in _SIMULATED, without=_WITHOUT.get(_name), refused=_REFUSED.get(_name)
+    )
     def _(script: Script, make: Callable[[], Any] = _make) -> None:
         _train_with(make, script)
 

@@ -22,7 +22,7 @@ def siamese(script: Script) -> None:
     script.train(loss)
 
 
-@program("A layer looks at two inputs of different weight, with the numbers of the recipe's bug report.")
+@program("A layer looks at two inputs of different weight, once with the tenfold weight.")
 def two_uses(script: Script) -> None:
     x, y = script.inputs(x=floats(4), y=floats(4))
     net = nn.Linear(4, 1)
@@ -41,7 +41,7 @@ def shared_by_name(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two layers name one parameter, and the optimizer is plain SGD.")
+@program("Two layers name one parameter, and the optimizer is plain SGD.", rewritten=True)
 def shared_by_name_sgd(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(6))
     attr = paddle.ParamAttr(name="w")
