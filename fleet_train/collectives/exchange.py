@@ -48,6 +48,7 @@ class GradientExchange:
         """Updates so far; with gradient merge not every run of the program is one."""
         self._updates = True
         self._steps_since_check = 0
+        self._start_is_checked = False
         self._gate: Future[Passed] | None = None
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
@@ -77,8 +78,11 @@ class GradientExchange:
 
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
-        if self.averager is not None:
-            self.averager.before_update(parameters)
+        if self.averager is None:
+            return
+        self.averager.before_update(parameters)
+        if self.step == 0 and not self._is_synchronous(1):
+            self._check_start(parameters)
 
     def launch(self, index: int, gradients: Sequence[Any], updates: bool = True) -> None:
         """Start averaging a bucket's gradients (eager tensors, shapes as planned).
@@ -254,6 +258,14 @@ class GradientExchange:
             self._steps_since_check = 0
             with self._job.clock.exposed():
                 sentinel.compare(self._job, self._moment, names, held.parameters)
+
+    def _check_start(self, parameters: Sequence[Any]) -> None:
+        """Local steps hide that ranks have started from different values: the first averaging mixes them."""
+        averaging = self._plan.averaging
+        if self._profile.divergence_check_steps and not self._start_is_checked and averaging is not None:
+            self._start_is_checked = True
+            with self._job.clock.exposed():
+                sentinel.compare(self._job, "the start", [value.name for value in averaging.values], parameters)
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

@@ -25,8 +25,9 @@ from fleet_train.convert.profile_passes import (
     refuse_on_this_device,
     take_over_momentum,
 )
-from fleet_train.convert.rewrite import broadcast_start_state, held_values, insert_launches, insert_waits
+from fleet_train.convert.rewrite import held_values, insert_launches, insert_waits
 from fleet_train.convert.separable import updates_each_alone
+from fleet_train.convert.start_state import make_start_equal
 from fleet_train.convert.startup import refuse_foreign_startup
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan
@@ -65,6 +66,9 @@ class DistributedOptimizer(AmpCalls):
         self._on_converted = on_converted
         self._loss: Any = None
         self._wraps: list[UpdateWrap] = []
+        self._applied: list[Any] = []
+        self._startups: list[Any] = []
+        """Startup programs that were the default one when the script called: its network may be started there."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -93,8 +97,9 @@ class DistributedOptimizer(AmpCalls):
         """
         _refuse_dynamic_mode()
         parameters = one_of("minimize", parameter_list=parameter_list, parameters=parameters)
+        self._startups.append(paddle.static.default_startup_program())
         startup = _startup_or_default(startup_program)
-        refuse_foreign_startup(_program_of(loss), startup)
+        refuse_foreign_startup(_program_of(loss), (startup, self._startups[-1]))
         if self._is_untouched and not names_used_twice(_program_of(loss)):
             with paddle.static.program_guard(_program_of(loss), startup):
                 result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup, parameters, no_grad_set)
@@ -127,6 +132,7 @@ class DistributedOptimizer(AmpCalls):
         _refuse_dynamic_mode()
         self._loss = loss
         self._refuse_what_needs_the_program_alone(_program_of(loss))
+        self._startups.append(paddle.static.default_startup_program())
         startup = _startup_or_default(startup_program)
         with paddle.static.program_guard(_program_of(loss), startup):
             return self._passes.backward(
@@ -134,8 +140,9 @@ class DistributedOptimizer(AmpCalls):
             )
 
     def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
-        """A program may have several optimizers; some settings keep what belongs to one optimizer per program."""
-        if any(other is program and owner is not self for other, owner in self._job.optimizers):
+        """A program may have several optimizers, or updates; some settings keep what belongs to one per program."""
+        others = [other for other, owner in self._job.optimizers if owner is not self]
+        if any(other is program for other in (*others, *self._applied)):
             refuse_beside_another_optimizer(self._profile, self._job.world_size)
         self._job.optimizers.append((program, self))
 
@@ -145,6 +152,7 @@ class DistributedOptimizer(AmpCalls):
         The plan is compared over all ranks first. Clipping and weight decay act on the averaged gradients.
         """
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
+        self._applied.append(main)
         params_grads, several = summed_over_uses(params_grads)
         say(map(_said_of_sum, several), self._job.cluster.rank)
         merged = self._passes.merge(params_grads)
@@ -162,8 +170,7 @@ class DistributedOptimizer(AmpCalls):
             averaged, chain = insert_waits(exchange, buckets, ready, chain)
             operators += self._update(merged, averaged)
         self._finish_step(exchange, values, chain)
-        with paddle.static.program_guard(startup, startup):
-            broadcast_start_state(self._job, startup)
+        make_start_equal(self._job, main, startup, self._startups, paddle.static.global_scope())
         self._on_converted(main, startup, plan, exchange)
         return operators
 

@@ -102,6 +102,13 @@ def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tup
     if kind == "SGD":
         return optimizer, settings
     behind = paddle.optimizer.SGD(
-        optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=optimizer.regularization
+        optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=_decay_of(optimizer)
     )
     return behind, settings
+
+
+def _decay_of(momentum: Any) -> Any:
+    """The weight decay of a Momentum, which keeps L2 decay for its own operator and not as its regulariser."""
+    if momentum._regularization_method == "l2_decay":
+        return paddle.regularizer.L2Decay(momentum._regularization_coeff)
+    return momentum.regularization

@@ -1,4 +1,4 @@
-"""Carries out a plan in a program: launch and wait operators among the backward pass, equal start state everywhere."""
+"""Carries out a plan in a program: launch and wait operators among the backward pass."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from fleet_train.collectives.host_ops import (
     HeldValues,
     emit_arrive,
     emit_begin,
-    emit_broadcast,
     emit_launch,
-    emit_meeting,
     emit_wait,
     is_link,
     is_meeting,
     token,
 )
-from fleet_train.collectives.job import Job
 from fleet_train.convert.gradients import ReadyGradient
 from fleet_train.plan import Bucket, CommPlan
 
 # Operators whose second and third operand are a running mean and variance.
 _HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
-_STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
 
 def insert_launches(
@@ -57,7 +53,7 @@ def insert_launches(
         paddle.pir.set_insertion_point_after(anchor)
         if bucket.index == 0:
             chain = token() if chain is None else chain
-            if exchange.averager is not None and exchange.averager.keeps_anchor:
+            if exchange.averager is not None:
                 chain = emit_begin(exchange, values.parameters, chain)
         gradients = [member.value for member in members]
         chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)
@@ -93,30 +89,3 @@ def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any
             for source in operator.operands_source()[1:3]:
                 statistics[source.get_defining_op().id()] = source
     return HeldValues(list(trained), list(statistics.values()), list(accumulators))
-
-
-def broadcast_start_state(job: Job, startup: Any) -> int:
-    """Make ``startup`` give every rank the start values of rank 0; returns how many values.
-
-    Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
-    Operators that an earlier call has treated are left alone.
-    """
-    block = startup.global_block()
-    stores = [operator for operator in block.ops if operator.name() in _STORES_START_VALUE and not _is_done(operator)]
-    if not stores:
-        return 0
-    paddle.pir.set_insertion_point(stores[0])
-    chain = emit_meeting(job, "startup program", token())
-    for operator in stores:
-        paddle.pir.set_insertion_point(operator)
-        name = str(operator.attrs().get("parameter_name") or operator.attrs().get("output_name"))
-        value, chain = emit_broadcast(job, name, operator.operand_source(0), chain)
-        value.persistable = True
-        operator.operand(0).set_source(value)
-    paddle.pir.reset_insertion_point_to_end()
-    return len(stores)
-
-
-def _is_done(operator: Any) -> bool:
-    source = operator.operand_source(0).get_defining_op()
-    return source is not None and "fleet_train_broadcast" in source.name()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -9,8 +10,9 @@ import paddle
 from fleet_train.errors import ConversionError
 
 
-def refuse_foreign_startup(main: Any, startup: Any) -> None:
-    """Raise ConversionError where ``startup`` gives no parameter of ``main`` its start value, and nothing else has.
+def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
+    """Raise ConversionError where ``startups``, that of minimize and the default one, give no parameter of ``main`` its
+    start value, and nothing else has.
 
     That is ``minimize(loss)`` outside of the ``program_guard`` that the network was built in: learning rate and
     accumulators would go to a program that the script never runs, and start values would not be made equal.
@@ -18,6 +20,7 @@ def refuse_foreign_startup(main: Any, startup: Any) -> None:
     names = {parameter.name for parameter in main.global_block().all_parameters()}
     started = {
         str(operator.attrs()["parameter_name"])
+        for startup in startups
         for operator in startup.global_block().ops
         if operator.name() == "builtin.set_parameter"
     }

@@ -22,3 +22,10 @@ def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(tmp_path: Path
 def test_sentinel_can_be_switched_off(tmp_path: Path) -> None:
     result = run_ranks(SCRIPT, 3, folder=tmp_path, nodes=3, args=["0"])
     assert result.of_all("trained") == [True] * 3
+
+
+def test_local_sgd_does_not_begin_from_unequal_parameters(tmp_path: Path) -> None:
+    result = run_ranks(ROOT / "tests/parallel/unequal_start.py", 2, folder=tmp_path, nodes=2, check=False)
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
+    assert not result.values
+    assert "replicas have drifted apart at the start: parameter 'linear_0.w_0'" in result.report()

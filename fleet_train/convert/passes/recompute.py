@@ -180,8 +180,15 @@ def _is_repeatable(operator: Any) -> bool:
         and not name.endswith("_")
         and name not in (*_RANDOM, *_HOLDS_STATE)
         and not operator.num_regions()
+        and not _touches_array(operator)
         and not any(operator.has_attr(mark) for mark in ("seed", "rng_name", "parameter_name"))
     )
+
+
+def _touches_array(operator: Any) -> bool:
+    """A tensor array is filled in place, also by loops: a second one would stay empty."""
+    results = [result for result in operator.results() if result.initialized()]
+    return any(value.is_dense_tensor_array_type() for value in (*inputs_of(operator), *results))
 
 
 def _needed_by(operator: Any) -> list[Any]:

@@ -1,0 +1,262 @@
+"""How scripts feed, fetch, evaluate, save and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.nn import functional as F
+from paddle.optimizer import SGD, Adam, Momentum
+
+from tests.programs.catalogue.entry import program
+from tests.programs.feeds import classes, floats
+from tests.programs.script import BATCH, STEPS, Script
+
+
+class _Samples(paddle.io.Dataset):
+    """The joint batches of all steps, sample by sample."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        joint = list(script.batches())
+        self._columns = [np.concatenate([batch[name] for batch in joint]) for name in ("x", "y")]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        return tuple(column[index] for column in self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+
+class _Shares(paddle.io.BatchSampler):
+    """The places of this rank's share in each joint batch."""
+
+    def __init__(self, script: Script) -> None:
+        size = BATCH // script.ranks
+        starts = range(script.rank * size, STEPS * BATCH, BATCH)
+        self._batches = [list(range(start, start + size)) for start in starts]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+@program("The batch has another size in each step.")
+def changing_batches(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
+    script.minimize(Momentum(0.1, 0.9), loss)
+    script.start()
+    for step, samples in enumerate((8, 4, 16, 12, 4)):
+        script.run(script.batch(step, samples=samples), [loss])
+
+
+@program("What is fetched changes from step to step: nothing, the loss, logits and gradients' parameters.")
+def changing_fetches(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    layer = nn.Linear(8, 5)
+    logits = layer(x)
+    loss = F.cross_entropy(logits, y)
+    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    script.start()
+    for step, fetch in enumerate(([], [loss], [loss, logits], [layer.weight], [loss, layer.bias], [])):
+        script.run(script.batch(step), fetch)
+
+
+@program("A gradient is fetched beside the loss: what a script sees is this rank's own.")
+def fetched_gradients(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    _, pairs = script.wrap(SGD(0.1)).minimize(loss)
+    script.start()
+    for batch in script.batches():
+        script.run(batch, [loss, *(gradient for _, gradient in pairs)])
+
+
+@program("Evaluation between steps by a second program with the same parameters.")
+def evaluation(script: Script) -> None:
+    def network():
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    with paddle.utils.unique_name.guard():
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        loss = F.cross_entropy(network()(x), y)
+        script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    judging = paddle.static.Program()
+    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        judged = F.cross_entropy(network()(x), y)
+    script.start()
+    for step, batch in enumerate(script.batches()):
+        script.run(batch, [loss])
+        script.evaluate(script.batch(50 + step, judging), [judged], judging)
+
+
+@program("The evaluation program is built first, the training program after it.")
+def evaluation_first(script: Script) -> None:
+    judging = paddle.static.Program()
+    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        judged = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    with paddle.utils.unique_name.guard():
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+        script.minimize(SGD(0.1), loss)
+    script.start()
+    for step, batch in enumerate(script.batches()):
+        script.run(batch, [loss])
+        script.evaluate(script.batch(50 + step, judging), [judged], judging)
+
+
+@program("State is saved in the middle, spoilt by more steps, loaded, and training goes on.")
+def save_and_load(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
+    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    script.start()
+    for step in (0, 1):
+        script.run(script.batch(step), [loss])
+    script.save()
+    for step in (7, 8):
+        script.run(script.batch(step), [loss])
+    script.load()
+    for step in (2, 3):
+        script.run(script.batch(step), [loss])
+
+
+@program(
+    "A DataLoader with two worker processes feeds the program.",
+    without={"merge": "the loader gives a rank its batches whole"},
+)
+def data_loader(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.minimize(Momentum(0.1, 0.9), loss)
+    script.start()
+    loader = paddle.io.DataLoader(
+        _Samples(script), feed_list=[x, y], batch_sampler=_Shares(script), num_workers=2, return_list=False
+    )
+    for batch in loader:
+        script.run_share(batch[0], [loss])
+
+
+@program("The learning rate is a schedule that is stepped by the loss: ReduceOnPlateau on the ranks' mean.")
+def reduce_on_plateau(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    schedule = paddle.optimizer.lr.ReduceOnPlateau(0.1, factor=0.5, patience=0)
+    script.minimize(SGD(schedule), loss)
+    script.start()
+    for batch in script.batches(6):
+        (found,) = script.run(batch, [loss])
+        schedule.step(script.mean_over_ranks(float(found)))
+
+
+@program("The default programs and those that the script made itself are trained in turn with other batches.")
+def own_and_default_program(script: Script) -> None:
+    own, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(own, startup):
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        first = F.cross_entropy(nn.Linear(8, 5)(x), y)
+        script.minimize(SGD(0.1), first, startup_program=startup)
+    (z,) = script.inputs(z=floats(3))
+    second = (nn.Linear(3, 1)(z) ** 2).mean()
+    script.minimize(Adam(0.01, epsilon=1e-3), second)
+    script.start(startup)
+    script.start()
+    for step in range(4):
+        script.run(script.batch(step, own), [first], own)
+        if step % 2:
+            script.run(script.batch(step), [second])
+
+
+@program("minimize is called outside of program_guard, with the programs that the loss came from.")
+def minimize_outside(script: Script) -> None:
+    own, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(own, startup):
+        x, y = script.inputs(x=floats(8), y=classes(5))
+        loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    with paddle.static.program_guard(own, startup):
+        script.minimize(SGD(0.1), loss, startup_program=startup)
+    script.start(startup)
+    for step in range(4):
+        script.run(script.batch(step, own), [loss], own)
+
+
+@program("Three updates of a discriminator-like program for one of the other: programs run at different paces.")
+def different_paces(script: Script) -> None:
+    mains, losses, startup = [paddle.static.Program() for _ in range(2)], [], paddle.static.Program()
+    for main in mains:
+        with paddle.static.program_guard(main, startup):
+            x, y = script.inputs(x=floats(6), y=floats(1))
+            losses.append(F.mse_loss(nn.Linear(6, 1)(x), y))
+            script.minimize(Momentum(0.05, 0.9), losses[-1])
+    script.start(startup)
+    for step in range(6):
+        script.run(script.batch(step, mains[0]), [losses[0]], mains[0])
+        if step % 3 == 2:
+            script.run(script.batch(step, mains[1]), [losses[1]], mains[1])
+
+
+@program("Gradients are accumulated by hand: two backward passes over halves of the batch, one apply_gradients().")
+def accumulated_by_hand(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=floats(1))
+    layer = nn.Linear(8, 1)
+    halves = zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)
+    losses = [F.mse_loss(layer(part), goal) for part, goal in halves]
+    wrapped = script.wrap(SGD(0.1))
+    pairs = [wrapped.backward(loss) for loss in losses]
+    sums = [(first[0], (first[1] + second[1]) / 2) for first, second in zip(*pairs, strict=True)]
+    wrapped.apply_gradients(sums)
+    mean = (losses[0] + losses[1]) / 2
+    script.train(mean)
+
+
+@program("The learning rate's variable is a float that is set in the scope between steps.")
+def rate_in_the_scope(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=floats(1))
+    loss = F.mse_loss(nn.Linear(8, 1)(x), y)
+    script.minimize(SGD(0.1), loss)
+    script.start()
+    for step, batch in enumerate(script.batches()):
+        rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
+        rate.set(np.array(0.1 / (1 + step), "float32").reshape(rate.shape()), script.place)
+        script.run(batch, [loss])
+
+
+@program("The optimizer's state has a startup program of its own, beside the network's.")
+def two_startup_programs(script: Script) -> None:
+    own = paddle.static.Program()
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
+    script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
+    script.start()
+    script.start(own)
+    for batch in script.batches():
+        script.run(batch, [loss])
+
+
+@program("The startup program runs twice: training begins anew.")
+def started_twice(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    script.train(loss, steps=2)
+    script.train(loss)
+
+
+@program("The network is built and started first; minimize comes later, with what it adds started alone.")
+def minimize_after_start(script: Script) -> None:
+    later = paddle.static.Program()
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    script.start()
+    with paddle.static.program_guard(paddle.static.default_main_program(), later):
+        script.minimize(Adam(0.01, epsilon=1e-3), loss, startup_program=later)
+    script.start(later)
+    for batch in script.batches():
+        script.run(batch, [loss])

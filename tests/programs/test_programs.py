@@ -1,0 +1,250 @@
+"""Programs as users write them: two ranks come to what one process comes to, or refuse by name.
+
+One process of plain Paddle with the joint batch is the reference (``alone.py``). Lossy strategies, and programs that
+draw random numbers, are compared with the simulation of all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from tests.programs.catalogue import SUBJECTS, optimizers, programs, schedules
+from tests.programs.catalogue.entry import Program
+from tests.programs.launches import Case, Found, Record, label, run_alone, run_cases
+from tests.programs.page import PAGE, page
+from tests.programs.strategies import ALWAYS, EXACT, LOSSY, ROUNDED, Strategy
+
+PROGRAMS = programs()
+SEED = 0
+COMPARED = [name for name, one in PROGRAMS.items() if not one.random]
+REFUSED = [name for name, one in PROGRAMS.items() if one.refused]
+SIMULATED = [name for name, one in PROGRAMS.items() if one.simulated]
+# What a job of one process is tried with: a profile that leaves the program alone; in turn two that rewrite it.
+ONE_PROCESS = ("multi_node",)
+REWRITING = ("merge", "recompute")
+# Beside those that every program meets: so many, in turn. All of them for FLEET_TRAIN_TEST_ALL_STRATEGIES=1.
+DEALT_OUT = 2
+EVERYTHING = bool(os.environ.get("FLEET_TRAIN_TEST_ALL_STRATEGIES"))
+
+# The first test of a subject waits for the launch of all its cases.
+pytestmark = pytest.mark.timeout(600)
+
+Alone = tuple[Path, dict[str, Record]]
+Run = Callable[[str], Found]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Every program in one process: the folder with its numbers, and a record by program."""
+    folder = tmp_path_factory.mktemp("alone")
+    (records,) = run_alone([(name, SEED) for name in PROGRAMS], folder).ranks
+    return folder, {name: records.get(f"{name}-{SEED}", {}) for name in PROGRAMS}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What two ranks found for a program, whose subject is run in one launch."""
+    folder, records = alone
+
+    @cache
+    def run(subject: str) -> Found:
+        chosen = [one for one in PROGRAMS.values() if one.subject == subject]
+        cases = [case for one in chosen for case in cases_of(one, records[one.name])]
+        return run_cases(cases, tmp_path_factory.mktemp(subject), folder, 2)
+
+    return lambda name: run(PROGRAMS[name].subject)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = [case for name in COMPARED for case in one_process_cases(PROGRAMS[name])]
+    return run_cases(cases, tmp_path_factory.mktemp("one"), alone[0], 1)
+
+
+def cases_of(program: Program, reference: Record) -> list[Case]:
+    """The strategies that a program is run with on two ranks."""
+    names = [*exact_cases(program, reference), *lossy_cases(program, reference)]
+    return [(program.name, SEED, name) for name in names]
+
+
+def exact_cases(program: Program, reference: Record) -> list[str]:
+    if program.random or not reference.get("ended"):
+        return []
+    if program.only:
+        return list(program.only)
+    chosen = EXACT if EVERYTHING else (*ALWAYS, *dealt_out(program.name))
+    fitting = [name for name in chosen if _fits(name, EXACT[name], program, reference)]
+    return [*fitting, *(name for name in program.refused if name not in fitting)]
+
+
+def dealt_out(program: str) -> list[str]:
+    """The next strategies in turn; a program that cannot have one of them goes without it."""
+    rest = [name for name, one in EXACT.items() if name not in ALWAYS and not one.asked_for]
+    first = DEALT_OUT * list(PROGRAMS).index(program)
+    return [rest[(first + number) % len(rest)] for number in range(DEALT_OUT)]
+
+
+def lossy_cases(program: Program, reference: Record) -> list[str]:
+    if not program.simulated or not reference.get("ended"):
+        return []
+    exact = ["unfused"] if program.random else []
+    return exact + [name for name, one in LOSSY.items() if _fits(name, one, program, reference)]
+
+
+def _fits(name: str, strategy: Strategy, program: Program, reference: Record) -> bool:
+    return name not in program.without and not strategy.asked_for and (reference["linear"] or not strategy.linear)
+
+
+def one_process_cases(program: Program) -> list[Case]:
+    place = list(PROGRAMS).index(program.name)
+    chosen = program.only or ((*ONE_PROCESS, REWRITING[place // 4 % 2]) if place % 4 == 0 else ONE_PROCESS)
+    return [(program.name, SEED, name) for name in chosen if name in EXACT and name not in program.without]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
+    record = alone[1][name]
+    assert record.get("ended"), f"{record.get('error', 'the process ended before it')}\n{record.get('traceback')}"
+    assert record["moved"] > 1e-3, "nothing was trained"
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks: Run, name: str) -> None:
+    program, reference = PROGRAMS[name], alone[1][name]
+    found = on_two_ranks(name)
+    strategies = exact_cases(program, reference)
+    assert strategies
+    wrong = [
+        complaint
+        for strategy in strategies
+        for complaint in differences(found, (name, SEED, strategy), reference, program)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
+    found, program = on_two_ranks(name), PROGRAMS[name]
+    for strategy in program.refused:
+        case = (name, SEED, strategy)
+        assert not found.complaint(case), found.complaint(case)
+        assert not not_refused(found, case, program)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run, name: str) -> None:
+    program, reference, found = PROGRAMS[name], alone[1][name], on_two_ranks(name)
+    wrong = []
+    for strategy in lossy_cases(program, reference):
+        case = (name, SEED, strategy)
+        if complaint := found.complaint(case):
+            wrong.append(complaint)
+            continue
+        tolerance = ROUNDED if "bf16" in strategy else program.tolerance
+        for rank, record in enumerate(found.of(case)):
+            wrong += unequal(f"{label(case)}: rank {rank}", record["simulated"], tolerance)
+        if len({record["replica"] for record in found.of(case)}) > 1:
+            wrong.append(f"{label(case)}: the replicas differ at the end, where all parameters were made equal")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
+    wrong = []
+    for case in one_process_cases(PROGRAMS[name]):
+        wrong += differences(in_one_process, case, alone[1][name], PROGRAMS[name])
+        (record,) = in_one_process.of(case)
+        if case[2] == "multi_node" and record.get("end") != alone[1][name]["end"] and not PROGRAMS[name].rewritten:
+            wrong.append(f"{label(case)}: other bits than plain Paddle's")
+    assert not wrong, "\n".join(wrong)
+
+
+def differences(found: Found, case: Case, reference: Record, program: Program) -> list[str]:
+    """Everything in which the ranks' results differ from one process's, or from each other's."""
+    if complaint := found.complaint(case):
+        return [complaint]
+    if program.refusal(case[2]):
+        return not_refused(found, case, program)
+    records, strategy, where = found.of(case), EXACT[case[2]], label(case)
+    wrong = []
+    for record in records:
+        wrong += unequal(f"{where}: start values: ", record["start"] | {"more": []}, 0.0)
+    if len({record["replica"] for record in records}) > 1:
+        wrong.append(f"{where}: the replicas differ")
+    wrong += unequal(f"{where}: parameters", records[0]["parameters"], program.tolerance)
+    if not strategy.own_state:
+        # A velocity may be the small rest of gradients that took each other away.
+        wrong += unequal(f"{where}: state", records[0]["state"], 10 * program.tolerance)
+    return wrong + unequal_losses(where, records, reference["fetched"], program.tolerance)
+
+
+def not_refused(found: Found, case: Case, program: Program) -> list[str]:
+    expected, wrong = program.refusal(case[2]), []
+    for rank, record in enumerate(found.of(case)):
+        text = record.get("refused", "it was not refused")
+        if expected not in text:
+            wrong.append(f"{label(case)}: rank {rank}: {text}")
+    return wrong
+
+
+def unequal(where: str, compared: dict[str, Any], tolerance: float) -> list[str]:
+    wrong = []
+    if not compared["difference"] <= tolerance:
+        wrong.append(f"{where}: {compared['worst']} is off by {compared['difference']:.1e}")
+    wrong += [f"{where}: {kind} names {compared[kind]}" for kind in ("missing", "more") if compared[kind]]
+    return wrong
+
+
+def unequal_losses(where: str, records: list[Record], expected: list[float], tolerance: float) -> list[str]:
+    """The mean of what the ranks fetched beside what one process fetched."""
+    means = [sum(values) / len(values) for values in zip(*(record["fetched"] for record in records), strict=True)]
+    if len(means) != len(expected):
+        return [f"{where}: {len(means)} values were fetched, by one process {len(expected)}"]
+    off = [abs(mean - one) / max(abs(one), 1e-3) for mean, one in zip(means, expected, strict=True)]
+    return [f"{where}: a fetched value is off by {max(off):.1e}"] if off and max(off) > tolerance else []
+
+
+def test_every_subject_has_programs_and_every_strategy_meets_many() -> None:
+    assert {one.subject for one in PROGRAMS.values()} == set(SUBJECTS)
+    assert len(PROGRAMS) >= 100
+    free = [one for one in PROGRAMS.values() if not (one.only or one.random)]
+    met = Counter(name for one in free for name in exact_cases(one, {"ended": True, "linear": True}))
+    asked = Counter(name for one in PROGRAMS.values() for name in one.only)
+    assert all(asked[name] if one.asked_for else met[name] >= 20 for name, one in EXACT.items())
+
+
+def test_every_optimizer_of_paddle_is_in_a_program() -> None:
+    used = {type(one).__name__ for one in everything_made()}
+    assert used | optimizers.NOT_STATIC.keys() == set(paddle.optimizer.__all__)
+
+
+def everything_made() -> list[Any]:
+    paddle.enable_static()
+    try:
+        return [make() for _, make in optimizers.OPTIMIZERS.values()]
+    finally:
+        paddle.disable_static()
+
+
+def test_every_clip_and_decay_of_paddle_is_in_a_program() -> None:
+    made = everything_made()
+    clips = {type(one._grad_clip).__name__ for one in made if one._grad_clip is not None}
+    # Not in today's programs: ClipGradByValue raises NotImplementedError in plain Paddle.
+    assert clips | {"ClipGradByValue"} == {name for name in paddle.nn.__all__ if name.startswith("ClipGrad")}
+    assert {type(one.regularization).__name__ for one in made} >= set(paddle.regularizer.__all__)
+
+
+def test_every_schedule_of_paddle_is_in_a_program() -> None:
+    assert schedules.SCHEDULES.keys() | schedules.NOT_HERE.keys() == set(paddle.optimizer.lr.__all__)
+
+
+def test_page_says_what_the_catalogue_has() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.programs.page"
