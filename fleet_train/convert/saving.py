@@ -98,14 +98,18 @@ def _describe(saved: State) -> Described:
 
 
 def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
-    """Do ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason."""
+    """Do ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason.
+
+    ``what``: for the message; the ranks meet by its first word, since each may have named a folder of its own.
+    """
     answer: dict[str, Any] = {}
     if job.cluster.rank == 0:
         try:
             answer = {"value": action()}
         except (OSError, FleetTrainError) as error:
             answer = {"problem": f"{what}: {error}"}
-    answer = job.gather(f"{what} {job.count(what)}", answer)[0]
+    meeting = what.partition(" ")[0]
+    answer = job.gather(f"{meeting} {job.count(meeting)}", answer)[0]
     if "problem" in answer:
         raise CheckpointError(answer["problem"])
     return answer["value"]

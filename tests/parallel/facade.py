@@ -121,6 +121,8 @@ def main() -> None:
     exe = train(DistributedStrategy.from_profile("multi_node").to_profile())
     save_and_load(exe, folder)
     fleet.save_persistables(exe, folder / "good")
+    fleet.save_persistables(exe, folder / f"rank{RANK}")
+    report(RANK, folders=sorted(path.name for path in folder.glob("rank*")))
     other_model(folder / "good")
     backward_and_apply_apart()
     export(folder / "exported")

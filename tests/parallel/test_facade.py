@@ -63,6 +63,10 @@ def test_stock_strategy_is_taken_field_by_field(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["stock"] == 8.0
 
 
+def test_ranks_may_name_different_folders_and_rank_0_writes_its_own(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["folders"] == ["rank0"]
+
+
 def test_loaded_state_is_the_saved_one_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["perturbed"] != ranks[1]["perturbed"]
     for rank in ranks:

@@ -7,6 +7,7 @@ draw random numbers, are compared with the simulation of all ranks.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from tests.programs.catalogue.entry import Program
 from tests.programs.launches import Case, Found, Record, label, run_alone, run_cases
 from tests.programs.page import PAGE, page
 from tests.programs.strategies import ALWAYS, EXACT, LOSSY, ROUNDED, Strategy
+from tests.support.processes import ROOT
 
 PROGRAMS = programs()
 SEED = 0
@@ -248,3 +250,11 @@ def test_every_schedule_of_paddle_is_in_a_program() -> None:
 
 def test_page_says_what_the_catalogue_has() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.programs.page"
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_cn.md"])
+def test_readme_counts_the_programs(name: str) -> None:
+    counts = re.findall(
+        r"\b(\d+) (?:programs, of many kinds|个各种类型的程序)", (ROOT / name).read_text(encoding="utf-8")
+    )
+    assert counts == [str(len(PROGRAMS))]
