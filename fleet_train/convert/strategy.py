@@ -14,8 +14,9 @@ from fleet_train.profile import Profile, load_profile
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.rules import describe, suggestion, value_problems
 from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
+from fleet_train.profile.settle import settle
 from fleet_train.profile.stock import asked_of_stock
-from fleet_train.profile.stock_fields import STOCK_FIELDS, settle
+from fleet_train.profile.stock_fields import STOCK_FIELDS
 
 _PARTS = ("build_strategy", "exec_strategy")
 _INHERITED = {path.partition(".")[2] for path in STOCK_FIELDS if path.startswith("build_strategy.")}

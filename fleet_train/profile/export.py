@@ -18,7 +18,8 @@ from fleet_train.profile.compatibility import Strategy, Verdict, entries
 from fleet_train.profile.knobs import FATES, Knob, shown
 from fleet_train.profile.rules import VARIABLE_NAME
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
-from fleet_train.profile.stock_fields import STOCK_FIELDS, StockField
+from fleet_train.profile.stock_field import StockField
+from fleet_train.profile.stock_fields import STOCK_FIELDS
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 MARKDOWN_HEAD = """# Knobs

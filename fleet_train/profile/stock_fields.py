@@ -8,70 +8,10 @@ of Fleet 1.8, whose strategy inherited from BuildStrategy, stand beside them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.profile.knobs import Fate, shown
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS
-
-
-@dataclass(frozen=True)
-class StockField:
-    """What becomes of a field's values.
-
-    ``silent`` ones ask for what happens anyway, ``mapped`` ones too but are worth the sentence ``mapping``, a
-    ``switch`` stands for settings of several knobs; any other value goes to ``knob``, or is refused with ``refusal``.
-    ``reading`` turns Fleet's value into the knob's, and ``note`` says so. ``needs`` names the field that must be on.
-    """
-
-    path: str
-    silent: tuple[Any, ...] = ()
-    mapped: tuple[Any, ...] = ()
-    mapping: str = ""
-    refusal: str = ""
-    knob: str = ""
-    switch: Switch | None = None
-    reading: Callable[[Any], Any] | None = None
-    note: str = ""
-    needs: str = ""
-
-    @property
-    def fate(self) -> Fate:
-        if self.knob == self.path:
-            return KNOBS[self.knob].fate
-        return "mapped" if self.knob or self.mapping or self.switch else "refused"
-
-
-@dataclass(frozen=True)
-class Switch:
-    """The value of a field that stands for settings of other knobs; ``note`` is what the user should know of it.
-
-    ``yields``: the settings are only what holds until another field or knob says otherwise, whichever comes first.
-    """
-
-    value: Any
-    settings: tuple[tuple[str, Any], ...]
-    note: str = ""
-    yields: bool = False
-
-    @property
-    def words(self) -> str:
-        settings = " and ".join(f"{name}: {shown(value)}" for name, value in self.settings)
-        return f"read as {settings}{', unless another field says otherwise' if self.yields else ''}{self.note}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a value of a field turns into: settings, a sentence for rank 0, a problem, or nothing at all.
-
-    A ``fallback`` is a setting for a knob that nothing else sets.
-    """
-
-    settings: tuple[tuple[str, Any], ...] = ()
-    fallback: tuple[tuple[str, Any], ...] = ()
-    sentence: str = ""
-    problem: str = ""
-
+from fleet_train.profile.stock_field import StockField, Switch
 
 _OFF: tuple[Any, ...] = (False, None)
 _PARAMETER_SERVER = "belongs to parameter servers, which are out of scope here: every rank holds the whole model"
@@ -343,45 +283,3 @@ _SAME_NAME = [name for name in KNOBS if name not in FLAG_KNOBS and name not in D
 STOCK_FIELDS: dict[str, StockField] = {
     path: _row(path) for path in sorted({*_REFUSED, *_MAPPED, *_SILENT, *_SWITCHES, *_TO_KNOBS})
 } | {name: StockField(name, knob=name) for name in _SAME_NAME}
-
-
-def settle(path: str, value: Any) -> Outcome:
-    """The fate of one value of one field. A knob's own rules are left to the knob."""
-    value = _number_of(value)
-    row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
-    if row is None:
-        return Outcome(problem=f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
-    if row.knob:
-        read = row.reading(value) if row.reading and value is not None else value
-        return Outcome() if _is_one_of(read, row.silent) else _to_knob(row, value, read)
-    if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
-        sentence = f"{path}: {shown(value)} is mapped: {row.switch.words}"
-        if row.switch.yields:
-            return Outcome(fallback=row.switch.settings, sentence=sentence)
-        return Outcome(row.switch.settings, sentence=sentence)
-    if _is_one_of(value, row.mapped):
-        return Outcome(sentence=f"{path}: {shown(value)} is mapped: {row.mapping}")
-    # What is off for a section is no default of the fields in it: gradient_merge_configs.avg is True when untouched.
-    if row.path == path and _is_one_of(value, row.silent):
-        return Outcome()
-    return Outcome(problem=f"given {shown(value)}: {row.refusal}")
-
-
-def _number_of(value: Any) -> Any:
-    """The number of an enumeration (``BuildStrategy.ReduceStrategy.Reduce``); other values as they are."""
-    number = getattr(value, "value", None)
-    return number if type(number) is int else value
-
-
-def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 1 is not True here."""
-    return any(type(value) is type(one) and value == one for one in known)
-
-
-def _to_knob(row: StockField, value: Any, read: Any) -> Outcome:
-    if row.knob == row.path:
-        return Outcome(((row.knob, read),))
-    sentence = f"{row.path}: {shown(value)} is mapped: read as {row.knob}{row.note}"
-    if row.knob.startswith("environment.") and isinstance(read, int):
-        read = str(int(read))
-    return Outcome(((row.knob, read),), sentence=sentence)
