@@ -157,7 +157,9 @@ def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alon
     output = tmp_path / "run"
     shutil.copytree(two_ranks[1], output)
     before = {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()}
-    flags = ("--resume", "--epochs", "8", "--lr", "1e30", "--lr_schedule", "constant", "--checkpoint_every", "1")
+    # Decay takes every weight past the largest float32 in two steps; a large rate alone may leave the loss finite.
+    diverging = ("--lr", "1", "--weight_decay", "1e25", "--lr_schedule", "constant")
+    flags = ("--resume", "--epochs", "8", *diverging, "--checkpoint_every", "1")
     job = train(tmp_path / "job", 2, output, *flags, check=False)
     assert 13 in job.exit_codes, job.report()
     assert set(job.exit_codes) <= {13, 11}, "a rank that is not the first may hear of it before it looks itself"
