@@ -142,12 +142,8 @@ def _recompute_cuts(profile: Profile) -> str:
 
 def _running(profile: Profile) -> list[Note]:
     """What happens beside the buckets while a job runs; none of it costs bytes worth counting."""
-    every = profile.divergence_check_steps
-    compared = f"at the first step and every {every} steps" if every else "never"
-    if every and profile.use_local_sgd:
-        compared += " of the warm-up, then at the first averaging after so many"
     return [
-        Note("divergence_check_steps", f"a digest of the parameters is compared {compared}"),
+        Note("divergence_check_steps", f"a digest of the parameters is compared {_when_compared(profile)}"),
         Note(
             "collective_timeout_seconds",
             f"a rank that does not come is named after {profile.collective_timeout_seconds} s",
@@ -164,3 +160,14 @@ def _fetching(every: int) -> str:
         f"the reference trainer fetches the loss every {every} steps, and so does a loop that asks "
         "fleet.should_fetch(step); one that fetches in every step waits in every step"
     )
+
+
+def _when_compared(profile: Profile) -> str:
+    every = profile.divergence_check_steps
+    if not every:
+        return "never"
+    if not profile.use_local_sgd:
+        return f"at the first step and every {every} steps"
+    if not profile.local_sgd_is_warm_steps:
+        return f"before the first step, then at the first averaging after {every} steps, and so on"
+    return f"at the first step and every {every} steps of the warm-up, then at the first averaging after so many"

@@ -25,7 +25,7 @@ class Settings(ProgramKnobs):
         meaning="Compare a digest of all parameters over the ranks at the first step and every so many steps. 0 "
         "= never.",
         reason="A drift stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
-        "averagings: they are compared at the first averaging after so many steps.",
+        "averagings: they are compared before the first local step, and at the first averaging after so many steps.",
     )
     collective_timeout_seconds: int = knob(
         300,

@@ -110,7 +110,7 @@ RUNNING = [
     Case(
         "divergence_check_steps",
         3,
-        {see.compared_at: ["step 4", "step 8"]},
+        {see.compared_at: ["the start", "step 4", "step 8"]},
         {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2},
         options={"steps": 9},
     ),

@@ -67,9 +67,9 @@ class Watch:
         return launch
 
     def _gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(client: Any, name: str, value: Any, count: int, timeout_seconds: float) -> Any:
+        def gather(client: Any, name: str, value: Any, count: int, timeout_seconds: float, *call: str) -> Any:
             self._note("meet", name=name, seconds=timeout_seconds)
-            return real(client, name, value, count, timeout_seconds)
+            return real(client, name, value, count, timeout_seconds, *call)
 
         return gather
 

@@ -19,6 +19,10 @@ def test_when_replicas_are_compared_is_said_as_it_is() -> None:
     assert note_of("divergence_check_steps", Profile(use_local_sgd=True)) == (
         f"{every} of the warm-up, then at the first averaging after so many"
     )
+    assert note_of("divergence_check_steps", Profile(use_local_sgd=True, local_sgd_is_warm_steps=0)) == (
+        "a digest of the parameters is compared before the first step, then at the first averaging after 100 steps, "
+        "and so on"
+    )
 
 
 def test_who_fetches_the_loss_is_said_as_it_is() -> None:
