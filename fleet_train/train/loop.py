@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -121,7 +121,8 @@ class Trainer:
             self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
             self._meter.restart()
             self._reporter.begin_stretch()
-            self._reported = self._steps_per_epoch - steps
+            begun, first = self._steps_per_epoch - steps, at.epoch * self._steps_per_epoch
+            self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_looked_at(first + i - 1))
             for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
                 loss = self._train_step(index, batch, is_last=index + 1 == steps)
                 at.consumed_samples = self._loader.consumed_after(index + 1)
@@ -137,7 +138,7 @@ class Trainer:
     def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
         """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
         at = self.position
-        is_looked_at = is_last or fleet.should_fetch(at.step) or self._saver.is_due_within(at.step + 1)
+        is_looked_at = is_last or self._is_looked_at(at.step)
         paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.step))
         fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
         at.step += 1
@@ -149,6 +150,10 @@ class Trainer:
         self._watch.look(loss, at.step, self._loader.indices(index), batch)
         return loss
 
+    def _is_looked_at(self, step: int) -> bool:
+        """Whether the loss is fetched in the run of the program that follows so many others."""
+        return fleet.should_fetch(step) or self._saver.is_due_within(step + 1)
+
     def _account(self, loss: float | None, samples: int) -> None:
         """What is counted, written and shown of a step of that many samples on each rank."""
         self._meter.count(samples)
@@ -158,7 +163,7 @@ class Trainer:
         inside = self.position.step - self.position.epoch * self._steps_per_epoch
         every = self._settings.log_every
         is_short = inside == self._steps_per_epoch and self._reported < every  # an epoch of fewer steps than that
-        if loss is None or (inside // every == self._reported // every and not is_short):
+        if loss is None or not (begins_interval(inside, self._reported, every) or is_short):
             return
         self._reported = inside
         rate = None if self._scheduler is None else float(self._scheduler.get_lr())
@@ -220,6 +225,24 @@ class Trainer:
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
         if is_function or found.state.steps_per_epoch != self._steps_per_epoch:
             self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+
+
+def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
+    """The step of an epoch, counted from 1, that was reported last when ``inside`` steps are done; 0 for none.
+
+    The first step whose loss is fetched (``is_looked_at(step)``) in each ``every`` is reported: a run that goes on from
+    here must report the same ones as a run that was not stopped.
+    """
+    reported = 0
+    for step in range(1, inside + 1):
+        if is_looked_at(step) and begins_interval(step, reported, every):
+            reported = step
+    return reported
+
+
+def begins_interval(step: int, reported: int, every: int) -> bool:
+    """Whether a step of an epoch is in a later interval of ``every`` steps than the one that was reported last."""
+    return step // every != reported // every
 
 
 def agreed_steps(steps: int) -> int:

@@ -14,6 +14,7 @@ from fleet_train import DistributedStrategy, fleet
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.errors import NotFinite, Preempted
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
+from fleet_train.train.loop import begins_interval, last_reported
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -177,3 +178,30 @@ def test_a_call_may_stop_early_and_without_anything_left_only_evaluates() -> Non
     done.position.epoch = 2
     assert done.fit().test_loss == 1.0
     assert len(evaluated) == 1
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("frequency", [1, 2, 4])
+def test_a_run_that_was_stopped_reports_the_steps_of_one_that_was_not(every: int, frequency: int) -> None:
+    def is_looked_at(step: int) -> bool:
+        return (step - 1) % frequency == 0
+
+    def reports(begun: int) -> list[int]:
+        """In steps ``begun + 1`` to 40, by the rule of the loop."""
+        found, reported = [], last_reported(begun, every, is_looked_at)
+        for step in range(begun + 1, 41):
+            if is_looked_at(step) and begins_interval(step, reported, every):
+                found.append(step)
+                reported = step
+        return found
+
+    whole = reports(0)
+    for stopped in range(40):
+        assert reports(stopped) == [step for step in whole if step > stopped], f"stopped after step {stopped}"
+
+
+def test_the_first_fetched_step_of_each_interval_is_the_one_that_was_reported() -> None:
+    assert [last_reported(inside, 10, lambda step: step % 2 == 1) for inside in (0, 9, 10, 11, 20, 21)] == [
+        *(0, 0, 0),
+        *(11, 11, 21),
+    ]
