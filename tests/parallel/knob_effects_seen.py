@@ -56,6 +56,11 @@ def sent(ran: Ran) -> list[list[str]]:
     return [[_said(event) for event in ran.collectives() if event.step == step] for step in range(1, steps)]
 
 
+def sent_in_any_order(ran: Ran) -> list[list[str]]:
+    """``sent``, sorted within a step: where two groups talk at a time, on two threads."""
+    return [sorted(step) for step in sent(ran)]
+
+
 def _said(event: Event) -> str:
     dtype = "" if event.dtype == "float32" else f" {event.dtype}"
     return f"{event.what} {event.nbytes}{dtype}"
