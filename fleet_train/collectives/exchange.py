@@ -76,12 +76,21 @@ class GradientExchange:
         """The buckets with what carries them out; to be looked at between steps."""
         return list(zip(self._plan.buckets, self._methods, strict=True))
 
+    @property
+    def looks_at_parameters(self) -> bool:
+        """Whether ``begin`` does anything: a program without need is spared an operator in every step."""
+        return self.averager is not None and (self.averager.keeps_anchor or self._checks_start)
+
+    @property
+    def _checks_start(self) -> bool:
+        """Local steps from the first one on hide what the sentinel sees after a synchronous step."""
+        return bool(self._profile.divergence_check_steps) and not self._is_synchronous(1)
+
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
-        if self.averager is None:
-            return
-        self.averager.before_update(parameters)
-        if self.step == 0 and not self._is_synchronous(1):
+        if self.averager is not None:
+            self.averager.before_update(parameters)
+        if self.step == 0 and self._checks_start:
             self._check_start(parameters)
 
     def launch(self, index: int, gradients: Sequence[Any], updates: bool = True) -> None:
@@ -262,7 +271,7 @@ class GradientExchange:
     def _check_start(self, parameters: Sequence[Any]) -> None:
         """Local steps hide that ranks have started from different values: the first averaging mixes them."""
         averaging = self._plan.averaging
-        if self._profile.divergence_check_steps and not self._start_is_checked and averaging is not None:
+        if not self._start_is_checked and averaging is not None:
             self._start_is_checked = True
             with self._job.clock.exposed():
                 sentinel.compare(self._job, "the start", [value.name for value in averaging.values], parameters)
