@@ -187,9 +187,6 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
         return tensor
     wire = flat.cast("uint8") if flat.dtype == paddle.bool else paddle.view(flat, "uint8")
     group = job.communicators(1)[0]
-    try:
-        job.submit(0, lambda: paddle.distributed.broadcast(wire, src=0, group=group)).result()
-    except Exception as error:
-        raise job.blame("start state", what, error) from error
+    job.communicate("start state", what, lambda: paddle.distributed.broadcast(wire, src=0, group=group))
     flat = wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
     return flat.reshape(tensor.shape)

@@ -143,6 +143,14 @@ class Job:
             self._threads.append(WorkerThread(f"fleet_train communicator {len(self._threads)}", self.place))
         return self._threads[communicator].submit(task)
 
+    def communicate(self, moment: str, what: str, task: Callable[[], T]) -> T:
+        """The result of ``task`` on the first communicator's thread. What its collectives fail with is raised as a
+        WorkerFailed that names who is to blame; see ``blame``."""
+        try:
+            return self.submit(0, task).result()
+        except Exception as error:
+            raise self.blame(moment, what, error) from error
+
     def reduce(self, values: Array, op: str) -> Array:
         """``values`` reduced over all ranks. Raises ConversionError when the ranks bring different arrays."""
         refuse_unreducible(values, op)
@@ -161,10 +169,7 @@ class Job:
             result: Array = np.array(tensor.numpy()).reshape(values.shape)
             return result
 
-        try:
-            return self.submit(0, run).result()
-        except Exception as error:
-            raise self.blame(name, name, error) from error
+        return self.communicate(name, name, run)
 
     def blame(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
         """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too.

@@ -90,12 +90,9 @@ def _each_piece(
     On the first communicator's thread: an averaging that is still under way uses the same group.
     """
     for name in parts[0]:
-        flat = [_bytes_of(part[name]) for part in parts]
-        try:
-            for start in range(0, flat[0].size, size):
-                job.submit(0, partial(action, [one[start : start + size] for one in flat])).result()
-        except Exception as error:
-            raise job.blame(f"{what} '{name}'", f"{what} '{name}'", error) from error
+        flat, doing = [_bytes_of(part[name]) for part in parts], f"{what} '{name}'"
+        for start in range(0, flat[0].size, size):
+            job.communicate(doing, doing, partial(action, [one[start : start + size] for one in flat]))
 
 
 def _bytes_of(array: Array) -> Array:
