@@ -12,7 +12,7 @@ import paddle
 
 from fleet_train.collectives.casting import as_dtype
 from fleet_train.collectives.methods import flatten, views
-from fleet_train.plan.plan import MEAN_DTYPES, mean_dtype
+from fleet_train.plan.plan import by_mean_dtype, mean_dtype
 
 
 def flats(tensors: Sequence[Any]) -> list[Any]:
@@ -39,14 +39,13 @@ def write(tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
 def add(tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
     """Add flat values to tensors, in place."""
     for tensor, part in zip(tensors, cut(buffers, tensors), strict=True):
-        total = as_dtype(tensor, _mean_dtype_of(tensor)) + part
+        total = as_dtype(tensor, mean_dtype(_dtype_of(tensor))) + part
         paddle.assign(total if total.dtype == tensor.dtype else total.cast(tensor.dtype), output=tensor)
 
 
 def _groups(tensors: Sequence[Any]) -> dict[str, list[int]]:
-    found = [_mean_dtype_of(tensor) for tensor in tensors]
-    return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
+    return by_mean_dtype([_dtype_of(tensor) for tensor in tensors])
 
 
-def _mean_dtype_of(tensor: Any) -> str:
-    return mean_dtype(str(tensor.dtype).rpartition(".")[2])
+def _dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).rpartition(".")[2]

@@ -39,6 +39,12 @@ def mean_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
+    """Positions of values of these dtypes, by the dtype in which their mean is taken; in the order of exchanges."""
+    found = [mean_dtype(dtype) for dtype in dtypes]
+    return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
+
+
 @dataclass(frozen=True)
 class Gradient:
     """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness."""
@@ -113,16 +119,16 @@ class Averaging:
         trained, others = _elements(self.values), _elements(self.statistics)
         state = {dtype: elements * self.state_values_per_parameter for dtype, elements in trained.items()}
         loss = {"float32": 1} if self.schedule == "adaptive" else {}
-        wire = {"bfloat16": "bfloat16"}.get(self.wire_dtype)
-        parts = [(wire or dtype, elements) for dtype, elements in trained.items()]
+        in_16_bits = self.wire_dtype == "bfloat16"
+        parts = [("bfloat16" if in_16_bits else dtype, elements) for dtype, elements in trained.items()]
         parts += [part for table in (others, state, loss) for part in table.items()]
         return tuple(Sent("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in parts if n)
 
 
 def _elements(values: Sequence[Gradient]) -> dict[str, int]:
     """How many elements a mean is taken of, by the dtype in which it is."""
-    table = {dtype: sum(v.elements for v in values if mean_dtype(v.dtype) == dtype) for dtype in MEAN_DTYPES}
-    return {dtype: elements for dtype, elements in table.items() if elements}
+    groups = by_mean_dtype([value.dtype for value in values])
+    return {dtype: sum(values[i].elements for i in positions) for dtype, positions in groups.items()}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.local_sgd import LocalSgdSchedule
-from fleet_train.plan.plan import MEAN_DTYPES, mean_dtype
+from fleet_train.plan.plan import by_mean_dtype
 from fleet_train.plan.simulate.methods import cut
 from fleet_train.plan.simulate.optimizers import NumpyOptimizer
 from fleet_train.plan.simulate.wire import SimulatedWire
@@ -139,5 +139,5 @@ def _cut(buffers: Sequence[Array], values: Mapping[str, Array], names: Sequence[
 
 
 def _by_dtype(values: Mapping[str, Array], names: Sequence[str]) -> dict[str, list[str]]:
-    table = {dtype: [n for n in names if mean_dtype(values[n].dtype.name) == dtype] for dtype in MEAN_DTYPES}
-    return {dtype: own for dtype, own in table.items() if own}
+    groups = by_mean_dtype([values[name].dtype.name for name in names])
+    return {dtype: [names[i] for i in positions] for dtype, positions in groups.items()}
