@@ -9,7 +9,7 @@ import numpy as np
 from fleet_train.convert import agreement
 from fleet_train.convert.keywords import needed, one_of
 from fleet_train.convert.session import current
-from fleet_train.convert.util import inside, reduce
+from fleet_train.convert.util import meet, reduce, values_of_all
 
 
 def barrier_worker(timeout_seconds: float | None = None) -> None:
@@ -17,11 +17,7 @@ def barrier_worker(timeout_seconds: float | None = None) -> None:
 
     Raises WorkerFailed naming the ranks that did not come, died or left.
     """
-    job = current().job
-    inside(
-        "fleet.barrier_worker()",
-        lambda: job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds),
-    )
+    meet("fleet.barrier_worker()", timeout_seconds)
 
 
 def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, mode: str | None = None) -> Any:
@@ -33,12 +29,12 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
     """
     values = np.asarray(needed("all_reduce", input=input, array=array))
     operation = one_of("all_reduce", mode=mode, op=op) or "sum"
-    return inside("fleet.all_reduce()", lambda: reduce(values, operation))
+    return reduce("fleet.all_reduce()", values, operation)
 
 
 def all_reduce_worker(input: Any, output: Any) -> None:
     """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
-    output[:] = inside("fleet.all_reduce_worker()", lambda: reduce(np.asarray(input), "sum"))
+    output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
 
 
 def agree(name: str, value: Any) -> None:
@@ -46,7 +42,8 @@ def agree(name: str, value: Any) -> None:
 
     For what a job must have in common and fleet_train cannot see. All ranks call it in the same order.
     """
-    inside(f"fleet.agree({name!r})", lambda: agreement.agree(current().job, name, value))
+    with current().job.inside(f"fleet.agree({name!r})"):
+        agreement.agree(current().job, name, value)
 
 
 def gather(value: Any) -> list[Any]:
@@ -54,6 +51,4 @@ def gather(value: Any) -> list[Any]:
 
     All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not come, died or left.
     """
-    job = current().job
-    values = inside("fleet.gather()", lambda: job.gather(f"gather {job.count('gather')}", value))
-    return [values[rank] for rank in range(job.world_size)]
+    return values_of_all("fleet.gather()", value)

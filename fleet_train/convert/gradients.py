@@ -57,10 +57,10 @@ def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
     return total
 
 
-def names_used_twice(program: Any) -> list[str]:
-    """Names of parameters for which ``program`` has several values, in sorted order."""
-    names = [str(op.attrs()["parameter_name"]) for op in program.global_block().ops if op.name() == "builtin.parameter"]
-    return sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+def uses_a_name_twice(program: Any) -> bool:
+    """Whether ``program`` has several values for one parameter."""
+    names = [op.attrs()["parameter_name"] for op in program.global_block().ops if op.name() == "builtin.parameter"]
+    return len(set(names)) < len(names)
 
 
 def positions_of(value: Any) -> dict[int, int]:

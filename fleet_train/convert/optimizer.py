@@ -14,7 +14,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.convert.agreement import agree_on_plan
 from fleet_train.convert.amp_calls import AmpCalls
 from fleet_train.convert.apply_profile import say
-from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, names_used_twice, summed_over_uses
+from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, summed_over_uses, uses_a_name_twice
 from fleet_train.convert.keywords import one_of
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
@@ -100,7 +100,7 @@ class DistributedOptimizer(AmpCalls):
         self._startups.append(paddle.static.default_startup_program())
         startup = _startup_or_default(startup_program)
         refuse_foreign_startup(_program_of(loss), (startup, self._startups[-1]))
-        if self._is_untouched and not names_used_twice(_program_of(loss)):
+        if self._is_untouched and not uses_a_name_twice(_program_of(loss)):
             with paddle.static.program_guard(_program_of(loss), startup):
                 result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup, parameters, no_grad_set)
             self._on_converted(_program_of(loss), startup, None, None)

@@ -23,17 +23,18 @@ def make_start_equal(job: Job, main: Any, startup: Any, others: Sequence[Any], s
     They are looked for in ``others``, startup programs that the script may run, and in ``scope``, for a startup
     program that has run already: those are shared now. All ranks call it; ScheduleMismatch if they differ in this.
     """
-    stored = set(broadcast_start_state(job, startup))
+    broadcast_start_state(job, startup)
+    stored = names_stored_by(startup)
     left = {parameter.name for parameter in main.global_block().all_parameters()} - stored
     for other in others:
-        if other is not startup and left & _stored_by(other):
+        if other is not startup and left & names_stored_by(other):
             broadcast_start_state(job, other)
     if left:
         _share_now(job, sorted(left), scope)
 
 
-def broadcast_start_state(job: Job, startup: Any) -> list[str]:
-    """Make ``startup`` give every rank the start values of rank 0; returns the names of what it stores.
+def broadcast_start_state(job: Job, startup: Any) -> None:
+    """Make ``startup`` give every rank the start values of rank 0.
 
     Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
     Operators that an earlier call has treated are left alone.
@@ -42,7 +43,6 @@ def broadcast_start_state(job: Job, startup: Any) -> list[str]:
     if stores:
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)
-    return [_name(operator) for operator in _stores(startup)]
 
 
 def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
@@ -57,17 +57,23 @@ def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
 
 
 def _share_now(job: Job, names: Sequence[str], scope: Any) -> None:
-    found = {name: scope.find_var(name) for name in names}
-    tensors = {name: one.get_tensor() for name, one in found.items() if one is not None}
-    begun = {name: tensor for name, tensor in tensors.items() if tensor._is_initialized()}
+    begun = {name: tensor for name in names if (tensor := begun_tensor(scope, name)) is not None}
     agree(job, "the parameters that have values before minimize", sorted(begun))
     if begun:
         for name, array in share(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
             begun[name].set(array, job.place)
 
 
-def _stored_by(startup: Any) -> set[str]:
+def names_stored_by(startup: Any) -> set[str]:
+    """What a startup program gives its start value: parameters, and all else that it keeps."""
     return {_name(operator) for operator in _stores(startup)}
+
+
+def begun_tensor(scope: Any, name: str) -> Any:
+    """The tensor of a variable that has a value in ``scope``; None where there is none."""
+    variable = scope.find_var(name)
+    tensor = None if variable is None else variable.get_tensor()
+    return tensor if tensor is not None and tensor._is_initialized() else None
 
 
 def _stores(startup: Any) -> list[Any]:

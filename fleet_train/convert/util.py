@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,22 +23,18 @@ class UtilBase:
     def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> Array:
         """``sum``, ``min``, ``max`` or ``mean`` of an array over all ranks, on every rank, same shape and dtype."""
         _refuse_servers("all_reduce", comm_world)
-        with current().job.inside("fleet.util.all_reduce()"):
-            return reduce(np.asarray(input), mode)
+        return reduce("fleet.util.all_reduce()", np.asarray(input), mode)
 
     def barrier(self, comm_world: str = "worker") -> None:
         """Wait for all ranks."""
         _refuse_servers("barrier", comm_world)
-        job = current().job
-        inside("fleet.util.barrier()", lambda: job.gather(f"barrier {job.count('barrier')}"))
+        meet("fleet.util.barrier()")
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[Any]:
         """The number, or other JSON value, of every rank, by rank."""
         _refuse_servers("all_gather", comm_world)
-        job = current().job
         value = input.item() if isinstance(input, (np.generic, np.ndarray)) else input
-        values = inside("fleet.util.all_gather()", lambda: job.gather(f"gather {job.count('gather')}", value))
-        return [values[rank] for rank in range(job.world_size)]
+        return values_of_all("fleet.util.all_gather()", value)
 
     def get_file_shard(self, files: list[str]) -> list[str]:
         """This rank's part of a list: contiguous, the first ranks have one more where it does not come out even."""
@@ -56,24 +51,33 @@ class UtilBase:
             print(message, flush=True)
 
 
-def reduce(values: Array, op: str) -> Array:
+def meet(call: str, timeout_seconds: float | None = None) -> None:
+    """Wait for all ranks. Here and below, ``call`` is what errors say that this rank is in."""
+    job = current().job
+    with job.inside(call):
+        job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds)
+
+
+def values_of_all(call: str, value: Any) -> list[Any]:
+    """The JSON value of every rank, by rank."""
+    job = current().job
+    with job.inside(call):
+        values = job.gather(f"gather {job.count('gather')}", value)
+    return [values[rank] for rank in range(job.world_size)]
+
+
+def reduce(call: str, values: Array, op: str) -> Array:
     """``values`` reduced over all ranks; ``mean`` of floating point only."""
     job = current().job
     if op not in _OPERATIONS:
         raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_OPERATIONS)}")
-    if op != "mean":
-        return job.reduce(values, op)
-    if values.dtype.kind != "f":
+    if op == "mean" and values.dtype.kind != "f":
         raise ConversionError(
             f"all_reduce: the mean of {values.dtype} is no {values.dtype}; give a floating point array"
         )
-    return (job.reduce(values, "sum") / job.world_size).astype(values.dtype)
-
-
-def inside(call: str, action: Callable[[], Any]) -> Any:
-    """``action``'s result; while it waits for other ranks, errors say that this rank is in ``call``."""
-    with current().job.inside(call):
-        return action()
+    with job.inside(call):
+        total = job.reduce(values, "sum" if op == "mean" else op)
+    return (total / job.world_size).astype(values.dtype) if op == "mean" else total
 
 
 def _refuse_servers(name: str, comm_world: str) -> None:
