@@ -6,10 +6,9 @@ run, threads go on, a data loader is taken down. So the launchers attribute a fa
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleet_train.cluster.cluster import Rank
@@ -25,7 +24,6 @@ class FailureReport:
 
     rank: int
     reporter: int
-    host: str  # the reporter's
     kind: str
     """``raised``, ``exited`` (both said by itself); ``missing``, ``left``, ``lost`` (said by others, see Absence)."""
     what: str
@@ -36,7 +34,6 @@ class FailureReport:
     """What the job ends with where the process itself ends with nothing to go by."""
     traceback: tuple[str, ...] = ()
     """The last lines of it."""
-    time: float = field(default_factory=time.time)
     seconds: float = 0.0
     """When it came, since the ranks were started: on the store's clock, so the same number on every node."""
 
@@ -62,11 +59,11 @@ def reports_of(error: BaseException, this: Rank, name: str, doing: str) -> list[
     """
     if isinstance(error, (WorkerFailed, JoinTimeout)):
         code, absent = error.exit_code, error.absent
-        return [FailureReport(a.member, this.index, this.host, a.kind, a.what, str(error), code) for a in absent]
+        return [FailureReport(a.member, this.index, a.kind, a.what, str(error), code) for a in absent]
     kind = type(error).__name__
     message = f"{name} {doing.format(kind=kind)}: {str(error).strip() or '(no message)'}"
     code = error.exit_code if isinstance(error, FleetTrainError) else 1
-    return [FailureReport(this.index, this.index, this.host, "raised", kind, message, code, last_of_traceback(error))]
+    return [FailureReport(this.index, this.index, "raised", kind, message, code, last_of_traceback(error))]
 
 
 def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:
@@ -78,7 +75,7 @@ def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:
     what = "sys.exit" if is_text else f"sys.exit({code})"
     message = f"{name} stopped with {what}" + (f": {code}" if is_text else "")
     lines = tuple(line[:_LINE_CHARACTERS] for line in str(code).splitlines()) if is_text else ()
-    return FailureReport(this.index, this.index, this.host, "exited", what, message, status, lines[-_TRACEBACK_LINES:])
+    return FailureReport(this.index, this.index, "exited", what, message, status, lines[-_TRACEBACK_LINES:])
 
 
 def exit_status(code: Any) -> int:

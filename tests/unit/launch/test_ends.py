@@ -42,11 +42,11 @@ FOLLOWED = end(0, 2.0, code=11)
 
 
 def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
-    return FailureReport(rank, rank, "10.0.0.1", "raised", what, "...", code, ("ValueError: boom",), 0.0, seconds)
+    return FailureReport(rank, rank, "raised", what, "...", code, ("ValueError: boom",), seconds)
 
 
 def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
-    return FailureReport(rank, 0, "10.0.0.1", kind, what, "...", 11, (), 0.0, seconds)
+    return FailureReport(rank, 0, kind, what, "...", 11, (), seconds)
 
 
 @pytest.mark.parametrize(

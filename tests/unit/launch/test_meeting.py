@@ -131,7 +131,7 @@ def test_the_first_failure_reaches_the_other_node(meetings: list[Meeting]) -> No
         }  # fmt: skip
 
 
-REPORT = FailureReport(1, 0, "127.0.0.1", "missing", "did not come to step 4", "step 4: rank 1 ...", 11)
+REPORT = FailureReport(1, 0, "missing", "did not come to step 4", "step 4: rank 1 ...", 11)
 
 
 def test_reports_of_ranks_are_one_story_on_all_nodes_and_a_launchers_word_comes_first(

@@ -52,7 +52,7 @@ def test_ends_that_come_from_outside_may_repeat() -> None:
 
 def test_what_a_rank_has_reported_counts_however_it_ended() -> None:
     def reported(line: str, code: int) -> Outcome:
-        report = FailureReport(1, 1, "10.0.0.2", "raised", "ValueError", "...", code, (line,))
+        report = FailureReport(1, 1, "raised", "ValueError", "...", code, (line,))
         end = RankEnd(1, "10.0.0.2:6170", 1, None, 9, 20.0, True, "log", ("cleaning up",), report)
         return Outcome(Kind.FAILED, end.shell_code, ends=(end,), culprit=end)
 

@@ -121,11 +121,11 @@ def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
 
 
 def own(rank: int, seconds: float) -> FailureReport:
-    return FailureReport(rank, rank, "10.0.0.1", "raised", "ValueError", "rank ...", 1, (), 0.0, seconds)
+    return FailureReport(rank, rank, "raised", "ValueError", "rank ...", 1, (), seconds)
 
 
 def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
-    return FailureReport(rank, 0, "10.0.0.1", kind, "did not come", "rank ...", 11, (), 0.0, seconds)
+    return FailureReport(rank, 0, kind, "did not come", "rank ...", 11, (), seconds)
 
 
 def judged(world: World, supervisor: Supervisor, now: float) -> tuple[Cause, int] | None:
