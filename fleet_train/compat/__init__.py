@@ -2,8 +2,8 @@
 
 Each takes the arguments of its namesake in ``paddle.fluid.layers`` 1.8, in the same order with the same defaults, and
 gives the same numbers and the same default start values; `python -m fleet_train port` writes calls of them where a
-plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel, never a result; they
-are accepted and not looked at. New programs do better with ``paddle.nn``.
+plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel, and ``name`` named
+operators, never parameters: they are accepted and not looked at. New programs do better with ``paddle.nn``.
 """
 
 from fleet_train.compat.elementwise import (

@@ -10,7 +10,7 @@ import paddle
 from paddle.nn import functional
 
 from fleet_train.compat.activation import activated
-from fleet_train.compat.norms import batch_norm
+from fleet_train.compat.norms import batch_norm, channels
 from fleet_train.compat.tokens import dropout
 from fleet_train.errors import ConversionError
 
@@ -18,11 +18,6 @@ _POOLS = {
     "max": (functional.max_pool2d, functional.adaptive_max_pool2d),
     "avg": (functional.avg_pool2d, functional.adaptive_avg_pool2d),
 }
-
-
-def channels(value: Any, data_format: str) -> int:
-    """Channels of a batch of images."""
-    return int(value.shape[1 if data_format.startswith("NC") else -1])
 
 
 def pair(value: Any) -> list[int]:
@@ -56,7 +51,7 @@ def conv2d(
     data_format: str = "NCHW",
 ) -> Any:
     """A convolution with a new filter. Filters start as Normal(0, sqrt(2 / (height * width * input channels)))."""
-    del use_cudnn
+    del use_cudnn, name
     inputs, size = channels(input, data_format), pair(filter_size)
     start = paddle.nn.initializer.Normal(0.0, math.sqrt(2.0 / (size[0] * size[1] * inputs)))
     layer = paddle.nn.Conv2D(
@@ -71,7 +66,7 @@ def conv2d(
         bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
         data_format=data_format,
     )
-    return activated(_named(layer, name)(input), act)
+    return activated(layer(input), act)
 
 
 def conv2d_transpose(
@@ -91,7 +86,7 @@ def conv2d_transpose(
     data_format: str = "NCHW",
 ) -> Any:
     """A transposed convolution with a new filter, which starts as Xavier's uniform. ``filter_size`` is needed here."""
-    del use_cudnn
+    del use_cudnn, name
     if filter_size is None:
         raise ConversionError("conv2d_transpose: give filter_size; it is not worked out from output_size here")
     layer = paddle.nn.Conv2DTranspose(
@@ -106,7 +101,7 @@ def conv2d_transpose(
         bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
         data_format=data_format,
     )
-    return activated(_named(layer, name)(input, output_size), act)
+    return activated(layer(input, output_size), act)
 
 
 def pool2d(
@@ -214,9 +209,3 @@ def img_conv_group(
             value = batch_norm(value, act=conv_act)
             value = dropout(value, rate) if abs(rate) > 1e-5 else value
     return pool2d(value, pool_size, pool_type, pool_stride)
-
-
-def _named(layer: Any, name: str | None) -> Any:
-    """``name`` named operators and outputs, never parameters that have names of their own; nothing to do today."""
-    del name
-    return layer

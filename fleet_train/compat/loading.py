@@ -80,7 +80,8 @@ def from_generator(
     use_multiprocess: bool = False,
     drop_last: bool = True,
 ) -> GeneratorLoader:
-    """A loader for the inputs of a program. ``capacity`` and the buffers chose a speed; they are not looked at.
+    """A loader for the inputs of a program. ``capacity`` and the buffers chose a speed, ``drop_last`` was about several
+    devices of one process; they are not looked at.
 
     Raises ConversionError for loaders that are part of the program (``iterable=False``) and for ``return_list=True``.
     """

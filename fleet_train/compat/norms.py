@@ -10,6 +10,11 @@ from paddle.nn import functional
 from fleet_train.compat.activation import activated
 
 
+def channels(value: Any, data_format: str) -> int:
+    """Channels of a batch of images."""
+    return int(value.shape[1 if data_format.startswith("NC") else -1])
+
+
 def batch_norm(
     input: Any,
     act: str | None = None,
@@ -29,7 +34,7 @@ def batch_norm(
     """Batch norm with new scale, bias and running statistics (statistics = momentum * old + (1 - momentum) * batch)."""
     del in_place, name
     layer = paddle.nn.BatchNorm(
-        int(input.shape[1 if data_layout == "NCHW" else -1]),
+        channels(input, data_layout),
         is_test=is_test,
         momentum=momentum,
         epsilon=epsilon,
@@ -79,7 +84,7 @@ def group_norm(
 ) -> Any:
     """Normalise over groups of channels, with new scale and bias."""
     del name
-    size = int(input.shape[1 if data_layout == "NCHW" else -1])
+    size = channels(input, data_layout)
     weight, bias = (
         None
         if given is False

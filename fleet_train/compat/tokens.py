@@ -27,7 +27,9 @@ def embedding(
     ``is_distributed`` asked for a table on parameter servers and is refused.
     """
     _refuse_distributed(is_distributed)
-    return _rows(_without_last(input, "embedding"), size, is_sparse, padding_idx, param_attr, dtype)
+    return embedding_v2(
+        _without_last(input, "embedding"), size, is_sparse, padding_idx=padding_idx, param_attr=param_attr, dtype=dtype
+    )
 
 
 def embedding_v2(
@@ -39,9 +41,20 @@ def embedding_v2(
     param_attr: Any = None,
     dtype: str = "float32",
 ) -> Any:
-    """``fluid.embedding``: indices [...] become rows [..., size[1]] of a new table (Xavier's uniform)."""
+    """``fluid.embedding``: indices [...] become rows [..., size[1]] of a new table (Xavier's uniform).
+
+    ``padding_idx`` gives zeros and is never learned; a negative one counts from the end.
+    """
     _refuse_distributed(is_distributed)
-    return _rows(input, size, is_sparse, padding_idx, param_attr, dtype)
+    table = paddle.create_parameter(
+        [int(number) for number in size],
+        dtype,
+        attr=param_attr,
+        default_initializer=paddle.nn.initializer.XavierUniform(),
+    )
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += int(size[0])
+    return functional.embedding(input, table, padding_idx=padding_idx, sparse=is_sparse)
 
 
 def one_hot(input: Any, depth: int, allow_out_of_range: bool = False) -> Any:
@@ -80,18 +93,3 @@ def _without_last(indices: Any, layer: str) -> Any:
     if not indices.shape or indices.shape[-1] != 1:
         raise ConversionError(f"{layer}: the last dimension of the indices must be 1, given {list(indices.shape)}")
     return paddle.squeeze(indices, axis=-1)
-
-
-def _rows(
-    indices: Any, size: Sequence[int], is_sparse: bool, padding_idx: int | None, param_attr: Any, dtype: str
-) -> Any:
-    """``padding_idx`` gives zeros and is never learned; a negative one counts from the end."""
-    table = paddle.create_parameter(
-        [int(number) for number in size],
-        dtype,
-        attr=param_attr,
-        default_initializer=paddle.nn.initializer.XavierUniform(),
-    )
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += int(size[0])
-    return functional.embedding(indices, table, padding_idx=padding_idx, sparse=is_sparse)

@@ -73,7 +73,7 @@ def rewritten(original: cst.Call, updated: cst.Call, row: To) -> cst.BaseExpress
             arguments.append(kept)
     missing = [(one.new, one.missing) for one in row.parameters if one.missing is not None and one.old not in given]
     for keyword, text in [*missing, *row.added]:
-        arguments.append(_keyword(cst.Arg(cst.parse_expression(text)), keyword))
+        arguments.append(as_keyword(cst.Arg(cst.parse_expression(text)), keyword))
     call: cst.BaseExpression = updated.with_changes(
         func=dotted(_chosen(row, given)), args=_separated(arguments, updated)
     )
@@ -101,10 +101,11 @@ def _argument(one: Bound, new: cst.Arg, row: To) -> cst.Arg | None:
         return new
     if one.position is None and parameter.new == parameter.old:
         return new
-    return _keyword(new, parameter.new)
+    return as_keyword(new, parameter.new)
 
 
-def _keyword(argument: cst.Arg, keyword: str) -> cst.Arg:
+def as_keyword(argument: cst.Arg, keyword: str) -> cst.Arg:
+    """The argument, given by this name."""
     equal = argument.equal if isinstance(argument.equal, cst.AssignEqual) else _NO_SPACES
     return argument.with_changes(keyword=cst.Name(keyword), equal=equal)
 

@@ -141,7 +141,7 @@ class Rewriter(cst.CSTTransformer):
             front = self.meaning_of(cast("cst.Attribute", node).value)
             owner = canonical(front.name) if front else ""
             new = "fleet" if owner == FLEET.rstrip(".") else None
-            return updated.with_changes(value=self._written(node, new)) if new else self._stays(updated, meaning)
+            return updated.with_changes(value=self._written(new)) if new else self._stays(updated, meaning)
         if isinstance(rule, Todo):
             self.mark(node, what, rule.do)
         elif isinstance(rule, To):
@@ -150,9 +150,9 @@ class Rewriter(cst.CSTTransformer):
             self.mark(node, what, "write the functions that are used by their full names, and port again")
         else:
             self.mark(node, what, _UNKNOWN)
-        return self._todo(node, updated, meaning)
+        return self._todo(updated, meaning)
 
-    def _todo(self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
+    def _todo(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
         """What stays by its old name; of Fleet's, below the new ``fleet``, which says what it does not have."""
         name = canonical(meaning.name)
         if (
@@ -161,7 +161,7 @@ class Rewriter(cst.CSTTransformer):
             and isinstance(updated, (cst.Attribute, cst.Name))
         ):
             last = name.rpartition(".")[2]
-            return cst.Attribute(self._written(node, "fleet"), cst.Name(last))
+            return cst.Attribute(self._written("fleet"), cst.Name(last))
         return self._stays(updated, meaning)
 
     def _stays(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
@@ -174,7 +174,7 @@ class Rewriter(cst.CSTTransformer):
         if problem := self._why_not(node, meaning, new):
             self.mark(node, shown(meaning.name), problem)
             return self._stays(updated, meaning)
-        return self._written(node, new)
+        return self._written(new)
 
     def _why_not(self, node: cst.CSTNode, meaning: Meaning, new: str) -> str | None:
         """Why a certain row cannot be written at this place."""
@@ -185,8 +185,7 @@ class Rewriter(cst.CSTTransformer):
             return f"{new}: `{head}` is the name of something else here; rename that, and port again"
         return None
 
-    def _written(self, node: cst.CSTNode, new: str) -> cst.BaseExpression:
-        del node
+    def _written(self, new: str) -> cst.BaseExpression:
         self.needed.add(new.partition(".")[0])
         return dotted(new)
 
@@ -199,13 +198,13 @@ class Rewriter(cst.CSTTransformer):
             return methods.rewritten(self, original_node, updated_node)
         if isinstance(rule, Todo) and canonical(meaning.name) not in special.CALLS:
             self.mark(original_node, shown(meaning.name), rule.do)
-            return updated_node.with_changes(func=self._todo(original_node, updated_node.func, meaning))
+            return updated_node.with_changes(func=self._todo(updated_node.func, meaning))
         try:
             return self._call(original_node, updated_node, meaning, rule)
         except Undecided as undecided:
             hand = rule.hand or call_of(rule) if isinstance(rule, To) else rule.do
             self.mark(original_node, shown(meaning.name), f"{hand} ({undecided})")
-            return updated_node.with_changes(func=self._todo(original_node, updated_node.func, meaning))
+            return updated_node.with_changes(func=self._todo(updated_node.func, meaning))
 
     def _call(self, original: cst.Call, updated: cst.Call, meaning: Meaning, rule: Rule) -> cst.BaseExpression:
         special_case = special.CALLS.get(canonical(meaning.name))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from fleet_train.port.calls import Undecided, dotted, source
+from fleet_train.port.calls import Undecided, as_keyword, dotted, source
 
 if TYPE_CHECKING:
     from fleet_train.port.rewriter import Rewriter
@@ -38,35 +38,20 @@ def layers_data(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cs
         return None
     if texts.get("append_batch_size", "True") not in ("True", "False"):
         return None
-    shape = given["shape"]
-    value = cst.ensure_type(shape.value, cst.List) if isinstance(shape.value, cst.List) else shape.value
+    value = cst.ensure_type(given["shape"].value, cst.List)
     if texts.get("append_batch_size", "True") == "True" and not _is_open(value):
         first = cst.Element(cst.Name("None"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-        value = value.with_changes(elements=[first, *_elements(value)])
+        value = value.with_changes(elements=[first, *value.elements])
     kept = [
         argument.with_changes(value=value) if name == "shape" else argument
         for name, argument in given.items()
         if name in ("name", "shape", "dtype")
     ]
-    kept = [_after_the_first_two(index, argument, names) for index, argument in enumerate(kept)]
+    # Another parameter stands in front of dtype today: it may not stay positional.
+    kept = [one if one.keyword or index < 2 else as_keyword(one, "dtype") for index, one in enumerate(kept)]
     end = updated.args[-1]
     kept[-1] = kept[-1].with_changes(comma=end.comma, whitespace_after_arg=end.whitespace_after_arg)
     return updated.with_changes(func=dotted("paddle.static.data"), args=kept)
-
-
-def _after_the_first_two(index: int, argument: cst.Arg, names: tuple[str, ...]) -> cst.Arg:
-    """dtype may not stay positional: another parameter stood in front of it."""
-    del names
-    if index < 2 or argument.keyword is not None:
-        return argument
-    return argument.with_changes(
-        keyword=cst.Name("dtype"),
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-    )
-
-
-def _elements(value: cst.BaseExpression) -> list[cst.BaseElement]:
-    return list(value.elements) if isinstance(value, (cst.List, cst.Tuple)) else []
 
 
 def _is_plain(shape: cst.Arg | None) -> bool:
@@ -75,8 +60,8 @@ def _is_plain(shape: cst.Arg | None) -> bool:
     return all(source(one.value).lstrip("-").isdigit() or source(one.value) == "None" for one in shape.value.elements)
 
 
-def _is_open(value: cst.BaseExpression) -> bool:
-    return any(source(one.value).startswith(("-", "None")) for one in _elements(value))
+def _is_open(shape: cst.List) -> bool:
+    return any(source(one.value).startswith(("-", "None")) for one in shape.elements)
 
 
 def truncated_normal(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
@@ -112,7 +97,7 @@ def cuda_place(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst
 
 def compiled_program(rewriter: Rewriter, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
     """The program itself: there is one process per device, and the executor compiles what it runs."""
-    if not updated.args or updated.args[0].star or updated.args[0].keyword not in (None,):
+    if not updated.args or updated.args[0].star or updated.args[0].keyword is not None:
         raise Undecided("the program is not the first argument")
     outer = rewriter.parent_of(original)
     call = rewriter.parent_of(outer) if isinstance(outer, cst.Attribute) else None

@@ -193,13 +193,8 @@ _REFUSED = {
     "build_strategy.onednn_enabled_op_types": "Paddle chooses its kernels itself; leave it out, results stay the same",
     "build_strategy.bkcl_comm_num": "is for Kunlun devices, which are not known here; use nccl_comm_num",
     "exec_strategy.num_iteration_per_run": "one run of the executor is one step; loop in Python and leave it at 1",
-    **{
-        f"exec_strategy.{name}": _ON_OR_OFF
-        for name in (
-            "allow_op_delay",
-            "use_thread_barrier",
-        )
-    },
+    "exec_strategy.allow_op_delay": _ON_OR_OFF,
+    "exec_strategy.use_thread_barrier": _ON_OR_OFF,
 }
 
 _MAPPED = {
