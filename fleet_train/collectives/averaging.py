@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_train.collectives.engines.device import HostCopy
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.flats import flats, write
 from fleet_train.collectives.outer import OuterOptimizer
 from fleet_train.collectives.reducers import Reducer, without_cast
@@ -25,9 +27,19 @@ class Held:
 
 
 class ParameterAverager:
-    """Averages parameters over all ranks when the schedule says so. Runs on one communicator's thread."""
+    """Averages parameters over all ranks when the schedule says so.
 
-    def __init__(self, profile: Profile, reducer: Reducer, world_size: int, rate: Callable[[], float]) -> None:
+    ``rate``: the inner optimizer's learning rate; ``later``: makes a copy of a device value that the host reads later.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        reducer: Reducer,
+        world_size: int,
+        rate: Callable[[], float],
+        later: Callable[[Any], HostCopy],
+    ) -> None:
         self.schedule = LocalSgdSchedule.of(profile)
         self.outer = OuterOptimizer(profile)
         self.overlap_steps = profile.local_sgd_overlap_steps
@@ -37,6 +49,8 @@ class ParameterAverager:
         self._reducer = without_cast(reducer)
         self._world_size = world_size
         self._rate = rate
+        self._later = later
+        self._heard: tuple[HostCopy, float] | None = None
         # The kept copy of the last agreed values is needed only where differences are sent or given momentum.
         self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
 
@@ -50,50 +64,72 @@ class ParameterAverager:
         if self.keeps_anchor and step == self.schedule.warm_steps:
             self.anchor = flats(held.parameters)
 
-    def average(self, held: Held, loss: Any) -> None:
+    def average(self, held: Held, loss: Any) -> Stages[None]:
         """Make the parameters of all ranks equal and start the next period."""
-        write(held.parameters, self.agree(flats(held.parameters), self._rate()))
-        self.mean(held.statistics)
-        self._treat_accumulators(held.accumulators)
-        mean_loss = 0.0
-        if self.schedule.kind == "adaptive":
-            mean_loss = self._reducer.sum(loss.cast("float32").reshape([-1]).clone()).mean().item() / self._world_size
-        self.schedule.begin_period(self._rate(), mean_loss)
+        yield HAND_OVER
+        sent, rate = flats(held.parameters), self._rate()
+        others = flats(held.statistics)
+        heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
+        more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
+        agreed, means = yield from self.agree(sent, rate, [*others, *heard], more)
+        write(held.parameters, agreed)
+        write(held.statistics, means[: len(others)])
+        if more:
+            yield from self._mean(held.accumulators)
+        elif self._profile.local_sgd_momentum == "reset":
+            for tensor in held.accumulators:
+                tensor.zero_()
+        self.schedule.begin_period()
+        if heard:
+            self._heard = self._later(means[-1].mean()), rate
 
-    def mean(self, tensors: Sequence[Any]) -> None:
+    def settle(self) -> None:
+        """Read what the last averaging has brought to the host: before a step counts, and before state is saved."""
+        if self._heard is not None:
+            (loss, rate), self._heard = self._heard, None
+            self.schedule.adapt(rate, loss.read().item())
+
+    def mean(self, tensors: Sequence[Any]) -> Stages[None]:
         """Replace tensors by their mean over all ranks, in place."""
-        write(tensors, [self.mean_of(buffer) for buffer in flats(tensors)])
+        yield HAND_OVER
+        yield from self._mean(tensors)
 
-    def mean_of(self, buffer: Any) -> Any:
-        """The mean over all ranks of a flat tensor, which is overwritten."""
-        return self._reducer.sum(buffer).scale_(1.0 / self._world_size)
+    def agree(
+        self, values: list[Any], rate: float, beside: Sequence[Any] = (), more: bool = False
+    ) -> Stages[tuple[list[Any], list[Any]]]:
+        """What the ranks go on from after an averaging of their ``flats``, and the means of the buffers ``beside``.
 
-    def agree(self, values: list[Any], rate: float) -> list[Any]:
-        """What the ranks go on from after an averaging of their ``flats``.
-
-        Overwrites ``values`` unless ``keeps_anchor``.
+        Overwrites ``beside``, and ``values`` unless ``keeps_anchor``.
         """
+        sent = self._differences(values) if self.keeps_anchor else values
+        sums = yield from self._reducer.sum([*sent, *beside], more)
+        means = [self._mean_of(total, buffer) for total, buffer in zip(sums, [*values, *beside], strict=True)]
+        averages, others = means[: len(sent)], means[len(sent) :]
         if not self.keeps_anchor:
-            return [self.mean_of(buffer) for buffer in values]
+            return averages, others
+        assert self.anchor is not None
+        self.anchor = self.outer.step(self.anchor, averages, rate)
+        return self.anchor, others
+
+    def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
+        buffers = flats(tensors)
+        sums = yield from self._reducer.sum(buffers)
+        write(tensors, [self._mean_of(total, buffer) for total, buffer in zip(sums, buffers, strict=True)])
+
+    def _differences(self, values: list[Any]) -> list[Any]:
+        """What is sent of ``values``: how far they are from the last agreed ones."""
         assert self.anchor is not None
         differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
-        self.anchor = self.outer.step(self.anchor, [self._mean_difference(one) for one in differences], rate)
-        return self.anchor
-
-    def _mean_difference(self, difference: Any) -> Any:
         if self._profile.local_sgd_dtype != "bfloat16":
-            return self.mean_of(difference)
-        # Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large.
-        return self._reducer.sum(difference.cast("bfloat16")).cast(difference.dtype).scale_(1.0 / self._world_size)
+            return differences
+        return [difference.cast("bfloat16") for difference in differences]
+
+    def _mean_of(self, total: Any, like: Any) -> Any:
+        """Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large."""
+        total = total if total.dtype == like.dtype else total.cast(like.dtype)
+        return total.scale_(1.0 / self._world_size)
 
     @property
     def rate(self) -> float:
         """The inner optimizer's learning rate now."""
         return self._rate()
-
-    def _treat_accumulators(self, accumulators: Sequence[Any]) -> None:
-        if self._profile.local_sgd_momentum == "average":
-            self.mean(accumulators)
-        elif self._profile.local_sgd_momentum == "reset":
-            for tensor in accumulators:
-                tensor.zero_()

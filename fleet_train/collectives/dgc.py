@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 
 from fleet_train.collectives.casting import as_dtype
+from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.methods import flatten, unflatten
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.reducers import Reducer
@@ -23,14 +23,6 @@ from fleet_train.plan.compression_settings import DgcSettings, is_sparse, kept_e
 
 # Elements from which a bound for the selection is guessed; below this many, guessing gains nothing.
 _SAMPLE = 16384
-
-
-@dataclass
-class _Prepared:
-    """Flat copies of the gradients that are sent whole, and the share of the others that is not sent (None = whole)."""
-
-    whole: Any
-    sparsity: float | None
 
 
 class DgcMethod:
@@ -45,12 +37,21 @@ class DgcMethod:
     kind = "dgc"
     own_state: tuple[str, ...] = (".velocity", ".pending")
 
-    def __init__(self, bucket: Bucket, group: Any, reducer: Reducer, world_size: int, settings: DgcSettings) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Any,
+        reducer: Reducer,
+        world_size: int,
+        settings: DgcSettings,
+        reads_values: bool = True,
+    ) -> None:
         self._bucket = bucket
         self._group = group
         self._reducer = reducer
         self._world_size = world_size
         self._settings = settings
+        self._reads_values = reads_values
         self._sparse = [i for i, gradient in enumerate(bucket.gradients) if is_sparse(gradient, settings)]
         self._step = 0
         # By parameter's name, flat float32. Velocities of small gradients are equal on all ranks.
@@ -58,27 +59,25 @@ class DgcMethod:
         self._pending: dict[str, Any] = {}
         self._results: dict[str, Any] = {}
 
-    def prepare(self, gradients: Sequence[Any]) -> _Prepared:
-        with paddle.no_grad():
-            sparsity = sparsity_at(self._step, self._settings)
-            self._step += 1
-            whole = self._whole(sparsity)
-            for position in set(range(len(gradients))).difference(whole):
-                self._accumulate(self._bucket.gradients[position].name, gradients[position])
-            flat = flatten([as_dtype(gradients[i], "float32") for i in whole]) if whole else None
-            return _Prepared(flat, sparsity)
-
-    def communicate(self, prepared: _Prepared) -> list[Any]:
-        with paddle.no_grad():
-            results: dict[int, Any] = {}
-            if prepared.whole is not None:
-                results |= self._reduce_whole(prepared)
-            if prepared.sparsity is not None and self._sparse:
-                results |= self._gather_sparse(prepared.sparsity)
-            return [
-                as_dtype(results[i].reshape(list(gradient.shape)), gradient.dtype)
-                for i, gradient in enumerate(self._bucket.gradients)
-            ]
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        sparsity = sparsity_at(self._step, self._settings)
+        self._step += 1
+        whole = self._whole(sparsity)
+        for position in set(range(len(gradients))).difference(whole):
+            self._accumulate(self._bucket.gradients[position].name, gradients[position])
+        flat = flatten([as_dtype(gradients[i], "float32") for i in whole]) if whole else None
+        yield HAND_OVER
+        results: dict[int, Any] = {}
+        selects = sparsity is not None and bool(self._sparse)
+        if flat is not None:
+            (total,) = yield from self._reducer.sum([flat], more=selects)
+            results |= self._accelerated(whole, total.scale_(1.0 / self._world_size))
+        if sparsity is not None and self._sparse:
+            results |= yield from self._gather_sparse(sparsity)
+        return [
+            as_dtype(results[i].reshape(list(gradient.shape)), gradient.dtype)
+            for i, gradient in enumerate(self._bucket.gradients)
+        ]
 
     def state(self) -> dict[str, Any]:
         """``step``; per parameter ``<name>.velocity``, and ``<name>.pending`` if selected from. Ranks differ."""
@@ -115,6 +114,13 @@ class DgcMethod:
             velocity = self._velocities[name] = values.clone()
         return velocity.scale(self._settings.momentum).add_(values) if self._settings.use_nesterov else velocity
 
+    def _velocity_of(self, name: str) -> Any:
+        """A copy of what ``_accelerate`` is about to change."""
+        if name in self._velocities:
+            return self._velocities[name].clone()
+        elements = next(gradient.elements for gradient in self._bucket.gradients if gradient.name == name)
+        return paddle.zeros([elements], "float32")
+
     def _clipped(self, values: Any) -> Any:
         if self._settings.local_grad_clip_norm is None:
             return values
@@ -123,35 +129,37 @@ class DgcMethod:
         norm = values.square().sum().sqrt()
         return values * (bound / norm.clip(min=1e-30)).clip(max=1.0)
 
-    def _reduce_whole(self, prepared: _Prepared) -> dict[int, Any]:
-        """Averages with momentum, by position."""
-        positions = self._whole(prepared.sparsity)
-        average = self._reducer.sum(prepared.whole).scale_(1.0 / self._world_size)
+    def _accelerated(self, positions: Sequence[int], average: Any) -> dict[int, Any]:
+        """Averages with momentum, by position. A loss scaler skips a step that is not finite: nothing of it is kept."""
         parts = unflatten(average, [[self._bucket.gradients[i].elements] for i in positions])
-        if not bool(paddle.isfinite(average).all()):
-            return dict(zip(positions, parts, strict=True))  # a loss scaler skips this step: remember nothing of it
+        finite = paddle.isfinite(average).all()
+        if self._reads_values and not bool(finite):
+            return dict(zip(positions, parts, strict=True))
         names = [self._bucket.gradients[i].name for i in positions]
+        before = {} if self._reads_values else {name: self._velocity_of(name) for name in names}
         updates = [self._accelerate(name, part).clone() for name, part in zip(names, parts, strict=True)]
+        if not self._reads_values:
+            updates = [paddle.where(finite, *pair) for pair in zip(updates, parts, strict=True)]
+            self._velocities |= {n: paddle.where(finite, self._velocities[n], kept) for n, kept in before.items()}
         return dict(zip(positions, updates, strict=True))
 
-    def _gather_sparse(self, sparsity: float) -> dict[int, Any]:
+    def _gather_sparse(self, sparsity: float) -> Stages[dict[int, Any]]:
         """All ranks' selections added up / ranks, by position; in the order of ranks, so everywhere the same bits."""
         gradients = [self._bucket.gradients[i] for i in self._sparse]
         counts = [kept_elements(gradient.elements, sparsity) for gradient in gradients]
-        places = [_largest(self._pending[g.name], k) for g, k in zip(gradients, counts, strict=True)]
+        places = [self._largest(self._pending[g.name], k) for g, k in zip(gradients, counts, strict=True)]
         values = [paddle.gather(self._pending[g.name], p) for g, p in zip(gradients, places, strict=True)]
         # As integers: bits of places are no numbers, and not every copy of a float32 keeps a NaN's.
-        gathered = self._all_gather(paddle.concat([*(paddle.view(v, "int32") for v in values), *places]))
+        gathered = yield from self._all_gather(paddle.concat([*(paddle.view(v, "int32") for v in values), *places]))
         for gradient, taken in zip(gradients, places, strict=True):
             self._take_out(gradient.name, taken)
         results = [self._kept_zeros(gradient) for gradient in gradients]
         finite = [self._add_up(results, counts, wire) for wire in gathered]
-        if not all(finite):
-            self._forget(gradients)
+        self._forget_unless(finite, gradients)
         return dict(zip(self._sparse, results, strict=True))
 
-    def _add_up(self, results: Sequence[Any], counts: Sequence[int], wire: Any) -> bool:
-        """Add one rank's selections (values, then places) / ranks to the results; False when one is not finite."""
+    def _add_up(self, results: Sequence[Any], counts: Sequence[int], wire: Any) -> Any:
+        """Add one rank's selections (values, then places) / ranks to the results; whether all are finite, bool []."""
         values, places = paddle.split(wire, 2)
         values = paddle.view(values, "float32").scale(1.0 / self._world_size)
         for result, part, where in zip(
@@ -159,14 +167,23 @@ class DgcMethod:
         ):
             # The places of one rank differ from each other. index_add_ says this too, and takes ten times as long.
             paddle.scatter_(result, where, paddle.gather(result, where).add_(part))
-        return bool(paddle.isfinite(values).all())
+        return paddle.isfinite(values).all()
 
-    def _all_gather(self, wire: Any) -> list[Any]:
+    def _all_gather(self, wire: Any) -> Stages[list[Any]]:
         if self._world_size == 1:
             return [wire]
-        gathered: list[Any] = []
-        paddle.distributed.all_gather(gathered, wire, group=self._group)
-        return gathered
+        gathered = paddle.empty([self._world_size * wire.shape[0]], wire.dtype)
+        yield Stage((Collective("all_gather", self._group, wire, output=gathered),))
+        parts: list[Any] = paddle.split(gathered, self._world_size)
+        return parts
+
+    def _largest(self, values: Any, count: int) -> Any:
+        """Places (int32) of the ``count`` largest absolute values of a flat tensor; NaN counts as largest."""
+        if self._reads_values:
+            return _largest(values, count)
+        sizes = values.abs()
+        sizes = paddle.where(paddle.isnan(sizes), paddle.full_like(sizes, float("inf")), sizes)
+        return _top_on_device(sizes, count).cast("int32")
 
     def _take_out(self, name: str, places: Any) -> None:
         zeros = paddle.zeros([places.shape[0]], "float32")
@@ -181,11 +198,16 @@ class DgcMethod:
         self._results[gradient.name] = paddle.zeros([gradient.elements], "float32")
         return self._results[gradient.name]
 
-    def _forget(self, gradients: Sequence[Gradient]) -> None:
+    def _forget_unless(self, finite: Sequence[Any], gradients: Sequence[Gradient]) -> None:
         """After an overflow on any rank, on every rank: what is kept would bring it back in each later step."""
-        for gradient in gradients:
-            self._pending.pop(gradient.name, None)
-            self._velocities.pop(gradient.name, None)
+        kept = [(table, g.name) for table in (self._pending, self._velocities) for g in gradients if g.name in table]
+        if not self._reads_values:
+            keep = paddle.stack(list(finite)).all()
+            for table, name in kept:
+                table[name] = paddle.where(keep, table[name], paddle.zeros_like(table[name]))
+        elif not all(map(bool, finite)):
+            for table, name in kept:
+                del table[name]
 
 
 def _with_suffix(state: dict[str, Any], suffix: str) -> dict[str, Any]:
@@ -214,10 +236,15 @@ def _above_guess(sizes: Any, count: int) -> Any:
     return paddle.logical_not(sizes < bound).nonzero().reshape([-1])
 
 
+def _top_on_device(sizes: Any, count: int) -> Any:
+    """As ``_top``; the host learns nothing."""
+    return paddle.topk(sizes, count, sorted=False)[1]
+
+
 def _top(sizes: Any, count: int) -> Any:
     """Places (int64) of the ``count`` largest elements, in no order."""
     if not sizes.place.is_cpu_place():
-        return paddle.topk(sizes, count, sorted=False)[1]
+        return _top_on_device(sizes, count)
     # Paddle's CPU kernel sorts: three times slower than this for 0.1 % of the elements, worse for more.
     first = sizes.shape[0] - count
     return paddle.to_tensor(np.argpartition(sizes.numpy(), first)[first:] if first else np.arange(count))

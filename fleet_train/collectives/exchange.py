@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from fleet_train.collectives import overlap, sentinel
 from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.boundaries import Boundaries
+from fleet_train.collectives.engines.engine import Place, Running
+from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.gate_notes import Communication
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.make_methods import dtype_between_teams, make_method
 from fleet_train.collectives.methods import BucketMethod
 from fleet_train.collectives.reducers import make_reducers
-from fleet_train.errors import FleetTrainError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
+
+T = TypeVar("T")
 
 # Ranks whose slowest step is shorter than this meet at the start of a step.
 _EARLY_MS = 5000.0
@@ -41,7 +45,9 @@ class GradientExchange:
         self._methods: list[BucketMethod] = [
             make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets
         ]
-        self.averager = ParameterAverager(profile, reducers[0], plan.world_size, rate) if plan.averaging else None
+        later = job.engine.device.to_host
+        averager = ParameterAverager(profile, reducers[0], plan.world_size, rate, later) if plan.averaging else None
+        self.averager = averager
         self.number = job.count("exchange")
         """Of the conversion that this belongs to: 0, 1, ..."""
         self.step = 0
@@ -49,12 +55,14 @@ class GradientExchange:
         self._updates = True
         self._steps_since_check = 0
         self._start_is_checked = False
+        self._looks: list[sentinel.Look] = []
+        self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._gate: Future[Passed] | None = None
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
         averaging = plan.averaging
         self._averaging_bytes = traffic(plan, job.cluster).sent[rank] * averaging.period if averaging else 0.0
-        self._running: dict[int, Future[list[Any]]] = {}
+        self._running: dict[int, Running[list[Any]]] = {}
         self._underway: overlap.Underway | None = None
 
     @property
@@ -93,22 +101,24 @@ class GradientExchange:
         if self.step == 0 and self._checks_start:
             self._check_start(parameters)
 
-    def launch(self, index: int, gradients: Sequence[Any], updates: bool = True) -> None:
+    def launch(self, index: int, gradients: Sequence[Any], boundary: Any = None) -> None:
         """Start averaging a bucket's gradients (eager tensors, shapes as planned).
 
-        ``updates``: whether this run of the program ends with an update; the first bucket decides for all.
+        ``boundary`` (bool [1], None for always): whether this run of the program ends with an update; the first bucket
+        decides for all.
         """
         if index == 0:
-            self._next_step(updates)
+            self._next_step(boundary is None or self._boundaries.ends_update(boundary))
+        if index == 0 or self.sends_gradients:
+            self._job.engine.step_on()
         if not self.sends_gradients:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
         assert self._gate is not None
-        bucket, method, gate, moment = self._plan.buckets[index], self._methods[index], self._gate, self._moment
-        prepared = method.prepare(gradients)
-        self._running[index] = self._job.submit(
-            bucket.communicator, lambda: self._communicate(bucket, method, prepared, gate, moment)
+        bucket = self._plan.buckets[index]
+        self._running[index] = self._job.engine.start(
+            self._methods[index].average(gradients), self._place(bucket.describe()), bucket.communicator, self._gate
         )
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
@@ -138,7 +148,7 @@ class GradientExchange:
             if averager.overlap_steps:
                 self._start_averaging(averager, held)
             else:
-                self._on_communicator("averaging", lambda: averager.average(held, loss))
+                self._run("averaging", averager.average(held, loss))
                 self._check(held, names)
         elif self._underway is not None and averager.schedule.local_steps >= averager.overlap_steps:
             agreed = self.take_in(held)
@@ -170,10 +180,11 @@ class GradientExchange:
             [tensors[value.name] for value in values] for values in (averaging.values, averaging.statistics)
         )
         self.take_in(Held(parameters, statistics, []))
-        self._on_communicator("synchronisation", lambda: averager.mean(list(tensors.values())))
+        self._run("synchronisation", averager.mean(list(tensors.values())))
 
     def drop_averaging(self) -> None:
         """Forget an averaging that is under way, on all ranks: other state is loaded."""
+        self._boundaries.forget()
         if self._underway is not None:
             self._underway.correction.result()
             self._pass(self._underway.gate)
@@ -181,8 +192,10 @@ class GradientExchange:
 
     def communication(self) -> Communication:
         """What this job's communication has cost since the last call."""
-        is_local = self.averager is not None and not self._is_synchronous(max(self.step, 1))
-        return self._job.notes.read(self.averager.schedule.period if self.averager and is_local else 1)
+        if self.averager is None or self._is_synchronous(max(self.step, 1)):
+            return self._job.notes.read(1)
+        self.averager.settle()
+        return self._job.notes.read(self.averager.schedule.period)
 
     @property
     def _moment(self) -> str:
@@ -195,6 +208,7 @@ class GradientExchange:
         return self.averager is None or self.averager.schedule.is_synchronous(step)
 
     def _next_step(self, updates: bool) -> None:
+        self._settle()
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()
@@ -209,9 +223,9 @@ class GradientExchange:
             self._gate = None
 
     def _begin_gate(self, name: str) -> Future[Passed]:
-        """Meet all ranks on the first communicator's thread; the note says how it was up to now."""
+        """Meet all ranks beside the computing; the note says how it was up to now."""
         note, bound = self._job.notes.own(), self._profile.collective_timeout_seconds
-        return self._job.submit(0, lambda: self._job.gate(name, bound, note))
+        return self._job.engine.beside(lambda: self._job.gate(name, bound, note))
 
     def _pass(self, gate: Future[Passed]) -> None:
         """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""
@@ -219,62 +233,56 @@ class GradientExchange:
         self._job.clock.add_gate(passed.seconds)
         self._job.notes.take(passed.notes)
 
-    def _communicate(
-        self, bucket: Bucket, method: BucketMethod, prepared: Any, gate: Future[Passed], moment: str
-    ) -> list[Any]:
-        gate.result()
-        averages: list[Any] = self._blaming(
-            moment, f"{moment}, {bucket.describe()}", lambda: method.communicate(prepared)
-        )
-        return averages
+    def _place(self, what: str) -> Place:
+        return Place(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)
 
     def _start_averaging(self, averager: ParameterAverager, held: Held) -> None:
-        sent, moment = overlap.capture(held, averager.rate), f"averaging after {self._moment}"
-        gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
-
-        def run() -> overlap.Correction:
-            gate.result()
-            correction: overlap.Correction = self._blaming(moment, moment, lambda: overlap.correct(averager, sent))
-            return correction
-
-        self._underway = overlap.Underway(gate, self._job.submit(0, run))
+        sent = overlap.capture(held, averager.rate)
+        gate, running = self._start("averaging", overlap.correct(averager, sent))
+        self._underway = overlap.Underway(gate, running)
         averager.schedule.begin_period()
 
-    def _on_communicator(self, what: str, task: Callable[[], Any]) -> None:
+    def _start(self, what: str, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._moment}"
         gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
+        place = Place(moment, moment, self._profile.collective_timeout_seconds)
+        return gate, self._job.engine.start(stages, place, gate=gate)
 
-        def run() -> None:
-            gate.result()
-            self._blaming(moment, moment, task)
-
+    def _run(self, what: str, stages: Stages[Any]) -> None:
+        gate, running = self._start(what, stages)
         with self._job.clock.exposed():
-            self._job.submit(0, run).result()
+            running.result()
         self._pass(gate)
-
-    def _blaming(self, moment: str, what: str, task: Callable[[], Any]) -> Any:
-        """The result of ``task``; what its collectives fail with becomes an error that names who is to blame."""
-        try:
-            return task()
-        except FleetTrainError:
-            raise
-        except Exception as error:
-            raise self._job.blame(moment, what, error) from error
 
     def _check(self, held: Held, names: Sequence[str], first: bool = False) -> None:
         every = self._profile.divergence_check_steps
         if every and (first or self._steps_since_check >= every):
             self._steps_since_check = 0
-            with self._job.clock.exposed():
-                sentinel.compare(self._job, self._moment, names, held.parameters)
+            self._compare(self._moment, names, held.parameters)
 
     def _check_start(self, parameters: Sequence[Any]) -> None:
         """Local steps hide that ranks have started from different values: the first averaging mixes them."""
         averaging = self._plan.averaging
         if not self._start_is_checked and averaging is not None:
             self._start_is_checked = True
+            self._compare("the start", [value.name for value in averaging.values], parameters)
+
+    def _compare(self, moment: str, names: Sequence[str], parameters: Sequence[Any]) -> None:
+        """Compare the replicas: now, or a step later where the host must not wait for the device."""
+        engine = self._job.engine
+        if engine.reads_values:
             with self._job.clock.exposed():
-                sentinel.compare(self._job, "the start", [value.name for value in averaging.values], parameters)
+                sentinel.compare(self._job, moment, names, parameters)
+        else:
+            self._looks.append(sentinel.look(engine.device, moment, names, parameters))
+
+    def _settle(self) -> None:
+        """Read what the last step has brought to the host."""
+        looks, self._looks = self._looks, []
+        for taken in looks:
+            sentinel.compare_looks(self._job, taken)
+        if self.averager is not None:
+            self.averager.settle()
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

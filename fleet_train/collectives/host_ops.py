@@ -17,6 +17,8 @@ import paddle
 from paddle.static import MetaTensor, register_op
 
 from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import operators_in_dynamic_mode
@@ -91,13 +93,12 @@ def emit_launch(
 ) -> Any:
     """Insert the operator that starts a bucket; returns the chain's next token.
 
-    ``boundary`` (bool [1], or None for always) says on the host whether this run ends with an update.
+    ``boundary`` (bool [1], or None for always): whether this run ends with an update.
     """
     extra = [] if boundary is None else [boundary]
 
     def run(link: Any, *values: Any) -> Any:
-        updates = bool(values[-1].item()) if extra else True
-        exchange.launch(bucket.index, values[: len(gradients)], updates)
+        exchange.launch(bucket.index, values[: len(gradients)], values[-1] if extra else None)
         return link.clone()
 
     inputs = [*gradients, *extra]
@@ -185,8 +186,11 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
     flat = tensor.reshape([-1]).clone()
     if flat.shape[0] == 0:
         return tensor
+    place = Place("start state", what, job.timeout_seconds)
+    return job.engine.start(_broadcast(job, flat), place).result().reshape(tensor.shape)
+
+
+def _broadcast(job: Job, flat: Any) -> Stages[Any]:
     wire = flat.cast("uint8") if flat.dtype == paddle.bool else paddle.view(flat, "uint8")
-    group = job.communicators(1)[0]
-    job.communicate("start state", what, lambda: paddle.distributed.broadcast(wire, src=0, group=group))
-    flat = wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
-    return flat.reshape(tensor.shape)
+    yield Stage((Collective("broadcast", job.communicators(1)[0], wire, 0),))
+    return wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)

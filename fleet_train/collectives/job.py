@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import paddle
@@ -16,20 +17,20 @@ from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.failure_report import FailureReport, report_of_exit, reports_of
 from fleet_train.cluster.store_client import with_absent
 from fleet_train.cluster.store_host import StoreHost
+from fleet_train.collectives.engines.choose import make_engine
+from fleet_train.collectives.engines.engine import Engine, Place
+from fleet_train.collectives.engines.stages import HAND_OVER, REDUCTIONS, Collective, Stage, Stages
 from fleet_train.collectives.gate_notes import GateNotes
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_clock import StepClock
-from fleet_train.collectives.worker_thread import WorkerThread
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.plan import CommPlan
 
 # After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
 _AUTOPSY_SECONDS = 5.0
-_REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,16 @@ class Job:
         self._host = host
         self._store = store
         self._gates = gates
-        self.clock = StepClock()
+        self._watch: StoreClient | None = None
+        self.engine: Engine = make_engine(place, self._blame_at, self._is_somebody_gone, self._end_stuck)
+        self.clock = StepClock(self.engine.device.moment)
         self.notes = GateNotes(cluster, self.clock)
         self._groups: list[Any] = []
-        self._threads: list[WorkerThread] = []
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that has made gradients in it."""
+        self.end_process: Callable[[FleetTrainError], None] = _end_process
+        """How this process ends where the computing thread cannot: with a line that says why, and its exit code."""
         self._left = False
         self._has_reported = False
         self._call = ""
@@ -133,24 +137,6 @@ class Job:
             self._groups.append(new_group(self, list(range(self.world_size))))
         return self._groups[:number]
 
-    def submit(self, communicator: int, task: Callable[[], T]) -> Future[T]:
-        """Run ``task`` on a communicator's thread, after all that was given to it before; in dynamic mode.
-
-        There is one thread per communicator, whatever number of programs the job has: what all ranks submit in the
-        same order, their groups carry out in the same order.
-        """
-        while len(self._threads) <= communicator:
-            self._threads.append(WorkerThread(f"fleet_train communicator {len(self._threads)}", self.place))
-        return self._threads[communicator].submit(task)
-
-    def communicate(self, moment: str, what: str, task: Callable[[], T]) -> T:
-        """The result of ``task`` on the first communicator's thread. What its collectives fail with is raised as a
-        WorkerFailed that names who is to blame; see ``blame``."""
-        try:
-            return self.submit(0, task).result()
-        except Exception as error:
-            raise self.blame(moment, what, error) from error
-
     def reduce(self, values: Array, op: str) -> Array:
         """``values`` reduced over all ranks. Raises ConversionError when the ranks bring different arrays."""
         refuse_unreducible(values, op)
@@ -160,16 +146,15 @@ class Job:
         brought = self.gather(name, [list(values.shape), values.dtype.name, op])
         if any(other != brought[0] for other in brought.values()):
             raise ConversionError(f"{name}: the ranks brought different arrays: {brought}")
-        operation = getattr(paddle.distributed.ReduceOp, _REDUCTIONS[op])
+        return self.engine.start(self._reduced(values, op), Place(name, name, self.timeout_seconds)).result()
+
+    def _reduced(self, values: Array, op: str) -> Stages[Array]:
         group = self.communicators(1)[0]
-
-        def run() -> Array:
-            tensor = paddle.to_tensor(values.reshape(-1), place=self.place)
-            paddle.distributed.all_reduce(tensor, op=operation, group=group)
-            result: Array = np.array(tensor.numpy()).reshape(values.shape)
-            return result
-
-        return self.communicate(name, name, run)
+        yield HAND_OVER
+        tensor = paddle.to_tensor(values.reshape(-1), place=self.place)
+        yield Stage((Collective("all_reduce", group, tensor, op=op),))
+        result: Array = np.array(tensor.numpy()).reshape(values.shape)
+        return result
 
     def blame(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
         """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too.
@@ -179,10 +164,40 @@ class Job:
         self.failure = self._find_culprit(moment, what, error)
         return self.failure
 
-    def _find_culprit(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
+    def _blame_at(self, place: Place, error: BaseException) -> WorkerFailed:
+        return self.blame(place.moment, place.what, error)
+
+    def _is_somebody_gone(self) -> bool:
+        """Asked by the watchdog, on its thread and over its own connection."""
+        client = self._watchdogs_store()
+        return client.failure() is not None or any(how != "left" for how in client.gone().values())
+
+    def _end_stuck(self, place: Place, seconds: float) -> None:
+        """A collective does not end and the computing thread may stand in it for ever: say who is missing, and end."""
+        stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
+        client = self._watchdogs_store()
+        self.failure = self._find_culprit(place.moment, place.what, stuck, client)
+        self.report_failure(self.failure, client=client)
+        self.end_process(self.failure)
+
+    def _watchdogs_store(self) -> StoreClient:
+        """A connection of its own: the computing thread may wait in the others, which then are occupied."""
+        if self._watch is None:
+            self._watch = StoreClient.connect(
+                self.store.endpoint,
+                self.cluster.rank,
+                timeout_seconds=_AUTOPSY_SECONDS,
+                describe=self.cluster.describe,
+                watched=False,
+            )
+        return self._watch
+
+    def _find_culprit(
+        self, moment: str, what: str, error: BaseException, client: StoreClient | None = None
+    ) -> WorkerFailed:
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
-            self.store.gather(f"autopsy of {moment}", None, self.world_size, _AUTOPSY_SECONDS)
+            (client or self.store).gather(f"autopsy of {moment}", None, self.world_size, _AUTOPSY_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
             error = WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
             return with_absent(error, found.absent)
@@ -193,12 +208,14 @@ class Job:
             "between them and at GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME"
         )
 
-    def report_failure(self, error: BaseException, doing: str = "stopped with {kind}") -> None:
+    def report_failure(
+        self, error: BaseException, doing: str = "stopped with {kind}", client: StoreClient | None = None
+    ) -> None:
         """Remember why this rank stops and tell the others, once: that it has failed, or which ranks it has missed."""
         if self._has_reported:
             return
         self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
-        self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing))
+        self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing), client)
 
     def report_exit(self, code: Any) -> None:
         """Tell the others that this rank's script has ended itself with a code other than 0."""
@@ -207,21 +224,21 @@ class Job:
             self.failure = FleetTrainError(report.message)
             self._report([report])
 
-    def _report(self, reports: Iterable[FailureReport]) -> None:
-        if self._store is None or self._left:
+    def _report(self, reports: Iterable[FailureReport], client: StoreClient | None = None) -> None:
+        client = client or self._store
+        if client is None or self._left:
             return
         self._has_reported = True
         with contextlib.suppress(FleetTrainError):
             for report in reports:
-                self._store.fail(report.to_json())
+                client.fail(report.to_json())
 
     def leave(self) -> None:
         """An orderly goodbye; the store goes on for those that are still at work."""
         if self._left:
             return
         self._left = True
-        for thread in self._threads:
-            thread.stop()
+        self.engine.stop()
         if self._store is not None and self.failure is None:
             with contextlib.suppress(FleetTrainError):
                 self._store.leave()
@@ -229,16 +246,21 @@ class Job:
 
     def close(self) -> None:
         """Drop the connections: for the others this rank is lost, unless it has left."""
-        for client in (self._gates, self._store):
+        for client in (self._gates, self._store, self._watch):
             if client is not None:
                 client.close()
         if self._host is not None:
             self._host.release()
 
 
+def _end_process(error: FleetTrainError) -> None:
+    print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
 def refuse_unreducible(values: Array, op: str) -> None:
     """Raise ConversionError for an unknown operation, or a dtype that not every backend reduces."""
-    if op not in _REDUCTIONS:
-        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_REDUCTIONS)}")
+    if op not in REDUCTIONS:
+        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(REDUCTIONS)}")
     if values.dtype.name not in _REDUCIBLE:
         raise ConversionError(f"all_reduce: dtype {values.dtype} is not reduced; use {', '.join(_REDUCIBLE)}")

@@ -43,14 +43,15 @@ def _in_16_bits(parts: _Parts) -> BucketMethod:
 
 def _powersgd(parts: _Parts) -> BucketMethod:
     settings = powersgd_settings(parts.profile)
-    return PowerSgdMethod(parts.bucket, parts.reducer, parts.plan.world_size, settings)
+    return PowerSgdMethod(parts.bucket, parts.reducer, parts.plan.world_size, settings, parts.job.engine.reads_values)
 
 
 def _dgc(parts: _Parts) -> BucketMethod:
     if parts.dgc is None:
         raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
     group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
-    return DgcMethod(parts.bucket, group, parts.reducer, parts.plan.world_size, parts.dgc)
+    reads_values = parts.job.engine.reads_values
+    return DgcMethod(parts.bucket, group, parts.reducer, parts.plan.world_size, parts.dgc, reads_values)
 
 
 METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {

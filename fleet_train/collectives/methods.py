@@ -8,26 +8,25 @@ from typing import Any, Protocol
 
 import paddle
 
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.reducers import Reducer
 from fleet_train.plan import Bucket
 
 
 class BucketMethod(Protocol):
-    """``prepare`` and ``communicate`` see eager tensors in dynamic mode; one bucket's calls never overlap.
-
-    ``prepare`` runs on the computing thread while the backward pass goes on, ``communicate`` on the communicator's.
-    """
+    """How a bucket's gradients become averages. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
 
     kind: str
     """Under which name its state is saved."""
     own_state: tuple[str, ...]
     """Ends of the names in ``state`` that differ between ranks; everything else is equal on all of them."""
 
-    def prepare(self, gradients: Sequence[Any]) -> Any:
-        """Take the local gradients (the bucket's shapes and dtype). What is returned is handed to ``communicate``."""
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
 
-    def communicate(self, prepared: Any) -> list[Any]:
-        """The averaged gradients, in the bucket's order, shapes and dtype; every rank gets the same bits."""
+        Up to its ``HAND_OVER`` it runs while the backward pass waits for it, and behind that it must not read
+        ``gradients`` any more. Every rank gets the same bits.
+        """
 
     def state(self) -> dict[str, Any]:
         """Eager tensors that must be saved for a bit-exact resume (error feedback, warm starts).
@@ -50,11 +49,11 @@ class DenseMethod:
         self._reducer = reducer
         self._scale = 1.0 / world_size
 
-    def prepare(self, gradients: Sequence[Any]) -> Any:
-        return flatten(gradients)
-
-    def communicate(self, prepared: Any) -> list[Any]:
-        return unflatten(self._reducer.sum(prepared).scale_(self._scale), [g.shape for g in self._bucket.gradients])
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        flat = flatten(gradients)
+        yield HAND_OVER
+        (total,) = yield from self._reducer.sum([flat])
+        return unflatten(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -30,6 +30,11 @@ def dynamic_mode(place: Any = None) -> Iterator[None]:
         _switch(before)
 
 
+def ensured_dynamic_mode() -> contextlib.AbstractContextManager[None]:
+    """``dynamic_mode`` where this thread is not in it: eager calls may come from a script in static mode."""
+    return contextlib.nullcontext() if paddle.in_dynamic_mode() else dynamic_mode()
+
+
 def _switch(tracer: Any) -> None:
     """Not by assigning the attribute: that also sets the mode in which threads of the script would start."""
     paddle.base.framework.global_var.__dict__["_dygraph_tracer_"] = tracer

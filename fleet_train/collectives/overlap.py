@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.engines.engine import Running
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.flats import add, cut, flats
 from fleet_train.collectives.job import Passed
 
@@ -39,7 +41,7 @@ class Underway:
     """An averaging that has been started and not been taken in yet."""
 
     gate: Future[Passed]
-    correction: Future[Correction]
+    correction: Running[Correction]
 
 
 def capture(held: Held, rate: float) -> Sent:
@@ -47,10 +49,11 @@ def capture(held: Held, rate: float) -> Sent:
     return Sent(flats(held.parameters), flats(held.statistics), rate)
 
 
-def correct(averager: ParameterAverager, sent: Sent) -> Correction:
-    """Average what was sent; on a communicator's thread."""
-    agreed = averager.agree(sent.parameters if averager.keeps_anchor else _copies(sent.parameters), sent.rate)
-    means = [averager.mean_of(buffer) for buffer in _copies(sent.statistics)]
+def correct(averager: ParameterAverager, sent: Sent) -> Stages[Correction]:
+    """Average what was sent."""
+    yield HAND_OVER
+    parameters = sent.parameters if averager.keeps_anchor else _copies(sent.parameters)
+    agreed, means = yield from averager.agree(parameters, sent.rate, _copies(sent.statistics))
     return Correction(_less(agreed, sent.parameters), _less(means, sent.statistics), agreed)
 
 

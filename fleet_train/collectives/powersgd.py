@@ -7,13 +7,14 @@ NeurIPS 2019, algorithms 1 and 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
 
 from fleet_train.collectives.casting import as_dtype
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.methods import DenseMethod, flatten, unflatten
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.reducers import Reducer
@@ -21,30 +22,31 @@ from fleet_train.plan import Bucket
 from fleet_train.plan.compression_settings import Matrix, PowerSgdSettings, low_rank_families, random_factor
 
 
-@dataclass
-class _Prepared:
-    """Flat copies of what is sent whole, and the matrices to compress: gradient + error, by family."""
-
-    whole: Any
-    matrices: list[list[Any]] | None
-
-
 class PowerSgdMethod:
     """Two allreduces per step: left factors with all uncompressed gradients, then right factors.
 
     Matrices are handled one by one where they are large (a stacked copy costs more than all products together), their
     thin factors in batches of equal shape. The factors are orthonormalised from sums that are bit-equal on every
-    rank; ranks on equal hardware therefore decompress to the same bits.
+    rank; ranks on equal hardware therefore decompress to the same bits. ``reads_values``: whether the host may look at
+    a value in a step; on a stream it would wait there for all that was enqueued before.
     """
 
     kind = "powersgd"
     own_state: tuple[str, ...] = (".error",)
 
-    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int, settings: PowerSgdSettings) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        reducer: Reducer,
+        world_size: int,
+        settings: PowerSgdSettings,
+        reads_values: bool = True,
+    ) -> None:
         self._bucket = bucket
         self._reducer = reducer
         self._scale = 1.0 / world_size
         self._settings = settings
+        self._reads_values = reads_values
         self._dense = DenseMethod(bucket, reducer, world_size)
         self._families, self._whole = low_rank_families(bucket, settings)
         self._step = 0
@@ -53,28 +55,32 @@ class PowerSgdMethod:
         self._factors: list[Any] = []  # per family: right factors [matrices, rank, columns] float32
         self._fresh: list[Any] = []  # per family: what stands in for right factors that have become zero
 
-    def prepare(self, gradients: Sequence[Any]) -> _Prepared:
-        with paddle.no_grad():
-            self._step += 1
-            if self._step <= self._settings.start_step or not self._families:
-                return _Prepared(self._dense.prepare(gradients), None)
-            matrices = [[self._with_error(m, gradients[m.position]) for m in family] for family in self._families]
-            whole = flatten([as_dtype(gradients[i], "float32") for i in self._whole]) if self._whole else None
-            return _Prepared(whole, matrices)
-
-    def communicate(self, prepared: _Prepared) -> list[Any]:
-        with paddle.no_grad():
-            if prepared.matrices is None:
-                return self._dense.communicate(prepared.whole)
-            lefts, whole = self._reduce_left(prepared)
-            if lefts is None:
-                return self._give_up(whole)
-            rights = self._reduce_right(prepared.matrices, lefts)
-            results = dict(zip(self._whole, whole, strict=True))
-            for family, matrices, left, right in zip(self._families, prepared.matrices, lefts, rights, strict=True):
-                for i, matrix in enumerate(family):
-                    results[matrix.position] = self._decompress(matrix, matrices[i], left[i], right[i])
-            return self._in_order(results)
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        self._step += 1
+        if self._step <= self._settings.start_step or not self._families:
+            return (yield from self._dense.average(gradients))
+        matrices = [[self._with_error(m, gradients[m.position]) for m in family] for family in self._families]
+        rest = flatten([as_dtype(gradients[i], "float32") for i in self._whole]) if self._whole else None
+        yield HAND_OVER
+        lefts, whole = yield from self._reduce_left(matrices, rest)
+        finite = [paddle.isfinite(left).all() for left in lefts]
+        if not self._reads_values:
+            keep = partial(_or_else, paddle.stack(finite).all())
+            lefts = [keep(_orthonormal(keep(left, 0.0)), float("nan")) for left in lefts]
+        elif all(map(bool, finite)):
+            lefts = [_orthonormal(left) for left in lefts]
+        else:
+            return self._give_up(whole)
+        rights = yield from self._reduce_right(matrices, lefts)
+        results = dict(zip(self._whole, whole, strict=True))
+        for family, values, left, right in zip(self._families, matrices, lefts, rights, strict=True):
+            for i, matrix in enumerate(family):
+                results[matrix.position] = self._decompress(matrix, values[i], left[i], right[i])
+        if not self._reads_values:
+            # As in _give_up, decided on the device: results of NaN factors are NaN, and are not remembered.
+            self._errors = {name: keep(error, 0.0) for name, error in self._errors.items()}
+            self._factors = [keep(factors, 0.0) for factors in self._factors]
+        return self._in_order(results)
 
     def state(self) -> dict[str, Any]:
         """``step``; per compressed parameter ``<name>.error`` (differs between ranks) and ``<name>.factor``."""
@@ -111,33 +117,31 @@ class PowerSgdMethod:
             return self._errors[matrix.name]
         return self._errors[matrix.name].add_(values)
 
-    def _reduce_left(self, prepared: _Prepared) -> tuple[list[Any] | None, list[Any]]:
-        """(per family orthonormal left factors [matrices, rows, rank], or None when not finite; averaged rest)."""
-        assert prepared.matrices is not None
+    def _reduce_left(self, matrices: list[list[Any]], rest: Any) -> Stages[tuple[list[Any], list[Any]]]:
+        """(per family the sum of left factors [matrices, rows, rank]; the averages of what is sent whole)."""
         products = [
             paddle.matmul(matrix, factors[i], transpose_y=True).reshape([-1])
-            for matrices, factors in zip(prepared.matrices, self._start_factors(), strict=True)
-            for i, matrix in enumerate(matrices)
+            for family, factors in zip(matrices, self._start_factors(), strict=True)
+            for i, matrix in enumerate(family)
         ]
-        parts = products if prepared.whole is None else [*products, prepared.whole]
-        buffer = self._reducer.sum(paddle.concat(parts))
+        parts = products if rest is None else [*products, rest]
+        (buffer,) = yield from self._reducer.sum([paddle.concat(parts)], more=True)
         shapes = [[len(family), family[0].rows, family[0].rank] for family in self._families]
         whole_shapes = [self._bucket.gradients[i].shape for i in self._whole]
         pieces = unflatten(buffer, [*shapes, *whole_shapes])
-        lefts, whole = pieces[: len(shapes)], [piece.scale(self._scale) for piece in pieces[len(shapes) :]]
-        if not all(bool(paddle.isfinite(left).all()) for left in lefts):
-            return None, whole
-        return [_orthonormal(left) for left in lefts], whole
+        return pieces[: len(shapes)], [piece.scale(self._scale) for piece in pieces[len(shapes) :]]
 
-    def _reduce_right(self, matrices: list[list[Any]], lefts: list[Any]) -> list[Any]:
+    def _reduce_right(self, matrices: list[list[Any]], lefts: list[Any]) -> Stages[list[Any]]:
         """Per family averaged right factors [matrices, rank, columns]; kept for the next step."""
         products = [
             paddle.matmul(left[i], matrix, transpose_x=True).reshape([-1])
             for family, left in zip(matrices, lefts, strict=True)
             for i, matrix in enumerate(family)
         ]
-        buffer = self._reducer.sum(paddle.concat(products)).scale_(self._scale)
-        self._factors = unflatten(buffer, [[len(f), f[0].rank, f[0].columns] for f in self._families])
+        (buffer,) = yield from self._reducer.sum([paddle.concat(products)])
+        self._factors = unflatten(
+            buffer.scale_(self._scale), [[len(f), f[0].rank, f[0].columns] for f in self._families]
+        )
         return self._factors
 
     def _decompress(self, matrix: Matrix, values: Any, left: Any, right: Any) -> Any:
@@ -182,6 +186,11 @@ class PowerSgdMethod:
             for family in self._families
         ]
         return [paddle.to_tensor(f / np.linalg.norm(f, axis=2, keepdims=True)) for f in families]
+
+
+def _or_else(condition: Any, values: Any, other: float) -> Any:
+    """``values`` where ``condition`` (bool []) holds, on the device."""
+    return paddle.where(condition, values, paddle.full_like(values, other))
 
 
 def _has(state: dict[str, Any], name: str, shape: list[int]) -> bool:

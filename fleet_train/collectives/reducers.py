@@ -1,33 +1,35 @@
-"""How a flat buffer is averaged over all ranks. Each reducer runs on one communicator's thread."""
+"""How flat buffers are summed over all ranks, as stages of collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import paddle
-
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.job import Job
 from fleet_train.plan.hierarchy import leaders_of, teams
 
 
 class Reducer(Protocol):
-    """Sums and means of flat eager tensors over all ranks, in place where the backend allows."""
+    """Sums of flat eager tensors over all ranks, in place where the backend allows."""
 
-    def sum(self, buffer: Any) -> Any:
-        """The sum over all ranks of ``buffer`` ([elements], float32 or bfloat16), same shape and dtype."""
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
+
+        ``more``: the caller has further collectives behind these.
+        """
 
 
 class FlatReducer:
-    """One allreduce over a group."""
+    """One allreduce per buffer over a group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def sum(self, buffer: Any) -> Any:
-        paddle.distributed.all_reduce(buffer, group=self._group)
-        return buffer
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        yield Stage(tuple(Collective("all_reduce", self._group, buffer) for buffer in buffers), more)
+        return list(buffers)
 
 
 class CastReducer:
@@ -37,8 +39,9 @@ class CastReducer:
         self.inner = inner
         self._wire_dtype = wire_dtype
 
-    def sum(self, buffer: Any) -> Any:
-        return self.inner.sum(buffer.cast(self._wire_dtype)).cast(buffer.dtype)
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        sums = yield from self.inner.sum([buffer.cast(self._wire_dtype) for buffer in buffers], more)
+        return [total.cast(buffer.dtype) for total, buffer in zip(sums, buffers, strict=True)]
 
 
 class HierarchicalReducer:
@@ -53,19 +56,24 @@ class HierarchicalReducer:
         self._is_leader = is_leader
         self._between = between
 
-    def sum(self, buffer: Any) -> Any:
-        if self._team is not None:
-            paddle.distributed.reduce(buffer, dst=self._leader, group=self._team)
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        yield self._inside("reduce", buffers, more=True)
         if self._is_leader and self._between is not None:
-            buffer = self._between.sum(buffer)
-        if self._team is not None:
-            paddle.distributed.broadcast(buffer, src=self._leader, group=self._team)
-        return buffer
+            buffers = yield from self._between.sum(buffers, more=True)
+        else:
+            yield Stage(more=True)
+        yield self._inside("broadcast", buffers, more)
+        return list(buffers)
 
     def without_cast(self) -> HierarchicalReducer:
         """The same groups, with the buffer's own dtype between the leaders, too."""
         between = self._between.inner if isinstance(self._between, CastReducer) else self._between
         return HierarchicalReducer(self._team, self._leader, self._is_leader, between)
+
+    def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
+        if self._team is None:
+            return Stage(more=more)
+        return Stage(tuple(Collective(kind, self._team, buffer, self._leader) for buffer in buffers), more)
 
 
 def without_cast(reducer: Reducer) -> Reducer:

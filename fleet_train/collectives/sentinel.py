@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import paddle
 
+from fleet_train.collectives.engines.device import Device, HostCopy
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -17,10 +20,53 @@ def digests(tensors: Sequence[Any]) -> list[int]:
     return [zlib.crc32(np.ascontiguousarray(np.asarray(tensor.numpy())).data) for tensor in tensors]
 
 
+def device_digests(tensors: Sequence[Any]) -> Any:
+    """A number for each tensor's bits, int64 [tensors], made on the device: the host reads nothing.
+
+    The sum over elements of bits * (2 * index + 1) modulo 2**64: exact, so the order of adding does not matter, and
+    every change of one element changes it.
+    """
+    return paddle.stack([_weighted_sum(_bits(tensor)) for tensor in tensors])
+
+
+def _bits(tensor: Any) -> Any:
+    """The elements' bits as int64, flat."""
+    if tensor.dtype == paddle.bool:
+        return tensor.reshape([-1]).cast("int64")
+    integers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+    return paddle.view(tensor.reshape([-1]), integers[tensor.element_size()]).cast("int64")
+
+
+def _weighted_sum(bits: Any) -> Any:
+    return (bits * (2 * paddle.arange(bits.shape[0], dtype="int64") + 1)).sum()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank held at a moment, on its way to the host."""
+
+    moment: str
+    names: Sequence[str]
+    digests: HostCopy
+
+
+def look(device: Device, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> Look:
+    """Begin a comparison that ``compare_looks`` ends a step later."""
+    return Look(moment, names, device.to_host(device_digests(tensors)))
+
+
+def compare_looks(job: Job, taken: Look) -> None:
+    """As ``compare``, of what was looked at before; all ranks call it."""
+    _compare(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
+
+
 def compare(job: Job, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
     """Raise ScheduleMismatch naming the first parameter and rank that differ from the majority; all ranks call it."""
-    mine = digests(tensors)
-    whole = zlib.crc32(np.asarray(mine, np.uint32).tobytes())
+    _compare(job, moment, names, digests(tensors))
+
+
+def _compare(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> None:
+    whole = zlib.crc32(np.asarray(mine, np.int64).tobytes())
     everybody = job.gather(f"digest at {moment}", whole)
     if len(set(everybody.values())) == 1:
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import paddle
 
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, token
 from fleet_train.collectives.job import Job
@@ -17,8 +18,9 @@ from fleet_train.plan.plan import ITEM_BYTES
 class RankStatistics:
     """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same moment.
 
-    Its group is not one of the gradients' communicators: those send while the backward pass goes on, in an order
-    that the statistics do not share.
+    Where communicators have threads, its group is not one of the gradients': those send while the backward pass goes
+    on, in an order that the statistics do not share. On streams it is the first of them: the program has one order for
+    all, and a device that runs two communicators' kernels at a time may choose another one than its peer.
     """
 
     def __init__(self, job: Job) -> None:
@@ -30,7 +32,9 @@ class RankStatistics:
 
     def connect(self) -> None:
         """Form the group. Not done while emitting: a plan for a cluster that is not there emits, too."""
-        self._group = new_group(self._job, list(range(self._job.world_size)))
+        job = self._job
+        alone = job.engine.side_by_side
+        self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
 
     def start(self) -> Any:
         """A token behind the meeting of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
@@ -40,9 +44,9 @@ class RankStatistics:
         """``values`` ([n]) of every rank, in rank order, as [world_size, n]; and the next token."""
 
         def run(link: Any, tensor: Any) -> Any:
-            rows: list[Any] = []
-            self._talk(what, lambda: paddle.distributed.all_gather(rows, tensor, group=self._group))
-            return link.clone(), paddle.stack(rows)
+            rows = paddle.empty([self._job.world_size * tensor.shape[0]], tensor.dtype)
+            self._talk(what, Collective("all_gather", self._group, tensor, output=rows))
+            return link.clone(), rows.reshape([self._job.world_size, -1])
 
         self._count("allgather", values)
         shape = [self._job.world_size, *values.shape]
@@ -54,7 +58,7 @@ class RankStatistics:
 
         def run(link: Any, tensor: Any) -> Any:
             summed = tensor.clone()
-            self._talk(what, lambda: paddle.distributed.all_reduce(summed, group=self._group))
+            self._talk(what, Collective("all_reduce", self._group, summed))
             return link.clone(), summed
 
         self._count("allreduce", values)
@@ -65,8 +69,8 @@ class RankStatistics:
         item_bytes = ITEM_BYTES["float32"]
         self.exchanges.append(Sent(kind, int(values.shape[0]) * item_bytes, item_bytes, flat=True))
 
-    def _talk(self, what: str, communicate: Callable[[], Any]) -> None:
-        try:
-            communicate()
-        except Exception as error:
-            raise self._job.blame(self._moment, what, error) from error
+    def _talk(self, what: str, collective: Collective) -> None:
+        def stages() -> Stages[None]:
+            yield Stage((collective,))
+
+        self._job.engine.run_here(stages(), Place(self._moment, what, self._job.timeout_seconds))

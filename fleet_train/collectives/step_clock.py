@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from fleet_train.collectives.engines.device import HostMoment, Moment
 
 
 @dataclass
@@ -19,42 +21,52 @@ class Times:
     sent_bytes: float = 0.0
 
 
+@dataclass
+class _Step:
+    """Moments of one step that may not have passed yet on the device."""
+
+    began: Moment
+    exposed: list[tuple[Moment, Moment]] = field(default_factory=list)
+    ended: Moment | None = None
+
+
 class StepClock:
     """Counts twice: what the script has not read yet, and what the other ranks have not been told yet.
 
     A step ends when its last bucket has been waited for; what is waited for behind that (an averaging, a comparison)
-    and what the script does between steps counts to the next one.
+    and what the script does between steps counts to the next one. ``moment`` gives the point that the calculation
+    stream is at. A step is counted once all its moments have passed: on a GPU, where the host is ahead, a step later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
+        self._moment = moment
         self._unread = Times()
         self._untold = Times()
-        self._step_began: float | None = None
-        self._exposed_in_step = 0.0
+        self._step: _Step | None = None
+        self._ended: deque[_Step] = deque()
 
     def begin_step(self) -> None:
         """Only the first step needs it: every other begins where the one before has ended."""
-        if self._step_began is None:
-            self._step_began = time.perf_counter()
+        if self._step is None:
+            self._step = _Step(self._moment())
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Count the body as time in which the executor stands still."""
-        began = time.perf_counter()
+        """Count the body as time in which the executor, or its stream, stands still."""
+        began = self._moment()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self._exposed_in_step += seconds
-            self._unread.exposed_seconds += seconds
+            if self._step is None:
+                self._step = _Step(began)
+            self._step.exposed.append((began, self._moment()))
 
     def end_step(self) -> None:
-        now = time.perf_counter()
-        began = now if self._step_began is None else self._step_began
-        self._untold.busy_seconds += now - began - self._exposed_in_step
-        self._step_began, self._exposed_in_step = now, 0.0
-        self._unread.steps += 1
-        self._untold.steps += 1
+        now = self._moment()
+        step, self._step = self._step or _Step(now), _Step(now)
+        step.ended = now
+        self._ended.append(step)
+        self._count()
 
     def add_gate(self, seconds: float) -> None:
         for times in (self._unread, self._untold):
@@ -68,12 +80,28 @@ class StepClock:
 
         So a script that reads before it goes on training keeps an evaluation or a save out of its steps' times.
         """
+        self._count()
+        if self._step is not None:
+            self._unread.exposed_seconds += _passed_seconds(self._step)
+            self._step = _Step(self._moment())
         times, self._unread = self._unread, Times()
-        if self._step_began is not None:
-            self._step_began, self._exposed_in_step = time.perf_counter(), 0.0
         return times
 
     def tell(self) -> Times:
         """What the other ranks have not been told yet; starts anew."""
+        self._count()
         times, self._untold = self._untold, Times()
         return times
+
+    def _count(self) -> None:
+        while self._ended and (last := self._ended[0].ended) is not None and last.has_passed():
+            step = self._ended.popleft()
+            exposed = _passed_seconds(step)
+            self._untold.busy_seconds += last.seconds_since(step.began) - exposed
+            self._unread.exposed_seconds += exposed
+            self._unread.steps += 1
+            self._untold.steps += 1
+
+
+def _passed_seconds(step: _Step) -> float:
+    return sum(until.seconds_since(since) for since, until in step.exposed if until.has_passed())

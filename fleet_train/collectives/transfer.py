@@ -8,12 +8,13 @@ for one of another number. Arrays travel in pieces, so that none takes the 30 s 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
 
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -32,9 +33,10 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
     described = job.gather(f"share {job.count('share')}", _describe(arrays) if is_first else None)[0]
     mine, group = _contiguous(arrays) if is_first else _empty(described), job.communicators(1)[0]
 
-    def broadcast(pieces: Sequence[Array]) -> None:
+    def broadcast(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
         wire = _tensor(job, pieces[0])
-        paddle.distributed.broadcast(wire, src=0, group=group)
+        yield Stage((Collective("broadcast", group, wire, 0),))
         if not is_first:
             pieces[0][:] = wire.numpy()
 
@@ -55,9 +57,10 @@ def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     mine, group = _contiguous(arrays), job.communicators(1)[0]
     parts = [mine, *(_empty(described[0]) for _ in range(1, world_size))] if rank == 0 else [mine]
 
-    def gather(pieces: Sequence[Array]) -> None:
+    def gather(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
         wires: list[Any] = []
-        paddle.distributed.gather(_tensor(job, pieces[0]), wires, dst=0, group=group)
+        yield Stage((Collective("gather", group, _tensor(job, pieces[0]), 0, output=wires),))
         for piece, wire in zip(pieces[1:], wires[1:], strict=True):
             piece[:] = wire.numpy()
 
@@ -71,10 +74,11 @@ def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
     described = job.gather(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)[0]
     own = [_contiguous(part) for part in parts] if is_first else [_empty(described)]
 
-    def scatter(pieces: Sequence[Array]) -> None:
+    def scatter(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
         wire = paddle.empty([pieces[0].size], "uint8")
         sent = [_tensor(job, piece) for piece in pieces] if is_first else None
-        paddle.distributed.scatter(wire, sent, src=0, group=group)
+        yield Stage((Collective("scatter", group, wire, 0, parts=sent),))
         if not is_first:
             pieces[0][:] = wire.numpy()
 
@@ -83,16 +87,21 @@ def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
 
 
 def _each_piece(
-    job: Job, what: str, parts: Sequence[Mapping[str, Array]], size: int, action: Callable[[Sequence[Array]], None]
+    job: Job,
+    what: str,
+    parts: Sequence[Mapping[str, Array]],
+    size: int,
+    action: Callable[[Sequence[Array]], Stages[None]],
 ) -> None:
     """``action`` on all memory of arrays of the same names and shapes, as flat uint8 views of ``size`` bytes.
 
-    On the first communicator's thread: an averaging that is still under way uses the same group.
+    Through the engine: an averaging that is still under way uses the same group.
     """
     for name in parts[0]:
-        flat, doing = [_bytes_of(part[name]) for part in parts], f"{what} '{name}'"
+        flat = [_bytes_of(part[name]) for part in parts]
+        place = Place(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
-            job.communicate(doing, doing, partial(action, [one[start : start + size] for one in flat]))
+            job.engine.start(action([one[start : start + size] for one in flat]), place).result()
 
 
 def _bytes_of(array: Array) -> Array:

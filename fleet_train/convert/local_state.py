@@ -55,6 +55,7 @@ def position_of(exchange: GradientExchange) -> Arrays:
     arrays: Arrays = {_STEP: np.array([exchange.step])}
     averager = exchange.averager
     if averager is not None:
+        averager.settle()
         arrays[_NUMBERS] = np.array(averager.schedule.numbers())
         for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
             arrays |= {_of_dtype(name, dtype_name(buffer.dtype)): np.array(buffer.numpy()) for buffer in buffers or ()}

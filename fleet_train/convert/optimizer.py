@@ -19,6 +19,7 @@ from fleet_train.convert.keywords import one_of
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.profile_passes import (
+    fitted_to,
     leaves_one_process_alone,
     pass_settings,
     refuse_beside_another_optimizer,
@@ -59,6 +60,8 @@ class DistributedOptimizer(AmpCalls):
                     "it takes an optimizer of paddle.optimizer"
                 )
         refuse_on_this_device(profile, job.place)
+        profile, fitted = fitted_to(job.engine, profile)
+        say(fitted, job.cluster.rank)
         self._inner, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(pass_settings(profile), job)
         self._profile = profile

@@ -6,6 +6,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.collectives.engines.engine import Engine
 from fleet_train.convert.passes.gradient_merge import GradientMerge
 from fleet_train.convert.passes.loss_scale import LossScaling
 from fleet_train.convert.passes.pipeline import PassSettings
@@ -51,6 +52,18 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
             "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
             "compression: bf16 (the same bytes, float32's range), or NCCL"
         )
+
+
+def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
+    """The profile as ``engine`` carries it out, and what rank 0 says of the difference."""
+    if engine.side_by_side or profile.nccl_comm_num == 1:
+        return profile, []
+    said = (
+        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: kernels of "
+        "several communicators over the same ranks may run in another order on every device, which can stand still "
+        "for ever; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+    )
+    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
 
 
 _FOR_ONE_OPTIMIZER = (

@@ -46,13 +46,15 @@ class LocalSgdSchedule:
         self.local_steps += 1
         return self.local_steps >= self.period
 
-    def begin_period(self, rate: float = 0.0, loss: float = 0.0) -> None:
-        """Start the next period. ``rate`` and the ranks' mean ``loss`` are read by the adaptive schedule only."""
+    def begin_period(self) -> None:
+        """Start the next period; an adaptive schedule is told with ``adapt``, too, before it counts."""
         self.local_steps = 0
         if self.kind == "doubling":
             self.period = min(2 * self.period, self.steps)
-        elif self.kind == "adaptive":
-            self.period = self._adapted(rate, loss)
+
+    def adapt(self, rate: float, loss: float) -> None:
+        """Choose the length of the period that has begun from the learning rate and the ranks' mean loss."""
+        self.period = self._adapted(rate, loss)
 
     def _adapted(self, rate: float, loss: float) -> int:
         if self.first_rate <= 0.0:

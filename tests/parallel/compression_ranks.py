@@ -15,6 +15,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.dgc import DgcMethod
+from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.powersgd import PowerSgdMethod
@@ -73,10 +74,10 @@ def make(kind: str, name: str, bucket: Bucket, job: Job) -> tuple[Any, Any]:
 
 def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]:
     tensors = [paddle.to_tensor(value, place=job.place) for value in local]
-    prepared = method.prepare(tensors)
+    running = job.engine.start(method.average(tensors), Place("a step", "a bucket"))
     for tensor in tensors:
-        tensor.zero_()  # a program reuses its gradients' memory as soon as prepare returns
-    return [np.array(update.numpy()) for update in method.communicate(prepared)]
+        tensor.zero_()  # a program reuses its gradients' memory as soon as a bucket is launched
+    return [np.array(update.numpy()) for update in running.result()]
 
 
 def drive(kind: str, name: str, seed: int, job: Job) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def bfloat16(job: Job, elements: int) -> dict[str, Any]:
         np.random.default_rng([elements, r]).standard_normal(elements).astype("float32") for r in range(job.world_size)
     ]
     reducer = CastReducer(make_reducers(job, 1, 0)[0], "bfloat16")
-    total = reducer.sum(paddle.to_tensor(values[job.cluster.rank], place=job.place)).numpy()
+    mine = paddle.to_tensor(values[job.cluster.rank], place=job.place)
+    total = job.engine.start(reducer.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
     exact = np.sum(values, axis=0, dtype=np.float64)
     bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
     return {

@@ -26,7 +26,8 @@ class Watch:
         self._idle = threading.Event()
         self._idle.set()
         for kind in ("all_reduce", "all_gather", "reduce", "broadcast"):
-            setattr(paddle.distributed, kind, self._collective(kind, getattr(paddle.distributed, kind)))
+            stream = paddle.distributed.stream
+            setattr(stream, kind, self._collective(kind, getattr(stream, kind)))
         GradientExchange.launch = self._launch(GradientExchange.launch)  # type: ignore[method-assign]
         StoreClient.gather = self._gather(StoreClient.gather)  # type: ignore[method-assign]
 

@@ -113,8 +113,8 @@ class CountedAllReduce:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._real = paddle.distributed.all_reduce
-        paddle.distributed.all_reduce = self
+        self._real = paddle.distributed.stream.all_reduce
+        paddle.distributed.stream.all_reduce = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1

@@ -16,7 +16,7 @@ from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms, use_sync_batch_norm_operator
+from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
 from fleet_train.plan.legs import Sent
 
@@ -61,12 +61,8 @@ class ProgramPasses:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
         settings = self._settings
         lower_precision(loss, settings.precision, on_gpu=self._on_gpu)
-        if self._synchronizes and self._on_gpu:
-            channels = use_sync_batch_norm_operator(loss.block.program)
-            # Paddle's kernel sums two numbers per channel and a count, in the forward and in the backward pass.
-            self.exchanges = [Sent("allreduce", 4 * (2 * number + 1), 4, flat=True) for number in 2 * channels]
         pairs = list(derive(self._scaled(loss)))
-        if self._synchronizes and not self._on_gpu:
+        if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             pairs = synchronize_batch_norms(pairs, self._statistics)
             self.exchanges = self._statistics.exchanges

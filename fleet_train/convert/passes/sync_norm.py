@@ -2,7 +2,9 @@
 
 Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
 by local sums, an exchange, and arithmetic. So nothing has to derive the gradient of an exchange, all exchanges stand in
-the main block, and one chain of tokens gives them the same order on every rank.
+the main block, and one chain of tokens gives them the same order on every rank. Paddle's own ``sync_batch_norm_``
+exists on GPUs only, and talks on a communicator of its own from the calculation stream: in what order beside the
+gradients', every device would decide for itself.
 """
 
 from __future__ import annotations
@@ -73,27 +75,6 @@ def synchronize_batch_norms(
         operator.erase()
     paddle.pir.reset_insertion_point_to_end()
     return [(parameter, _current(gradient, replaced)) for parameter, gradient in params_grads]
-
-
-def use_sync_batch_norm_operator(program: Any) -> list[int]:
-    """Before the backward pass, on GPUs: make every training-mode batch norm Paddle's ``sync_batch_norm_``.
-
-    Returns the channels of each. Its kernel exists for GPUs only; it talks over the process group of all ranks.
-    """
-    operators = list(program.global_block().ops)
-    _refuse_hidden(operators)
-    forward = [operator for operator in operators if _is_training(operator)]
-    channels = [int(operator.operand_source(3).shape[0]) for operator in forward]
-    for operator in forward:
-        paddle.pir.set_insertion_point(operator)
-        names = ("is_test", "momentum", "epsilon", "data_format", "use_global_stats", "trainable_statistics")
-        attributes = operator.attrs()
-        results = paddle._C_ops.sync_batch_norm_(*operator.operands_source(), *(attributes[name] for name in names))
-        for old, new in zip(operator.results(), results, strict=True):
-            old.replace_all_uses_with(new)
-        operator.erase()
-    paddle.pir.reset_insertion_point_to_end()
-    return channels
 
 
 def _is_training(operator: Any) -> bool:

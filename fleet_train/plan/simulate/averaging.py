@@ -55,10 +55,9 @@ class SimulatedAveraging:
             values.update(_cut(self._anchor, values, self._trained))
         self._mean(ranks, self._statistics)
         self._treat(optimizers)
-        loss = 0.0
+        self.schedule.begin_period()
         if self.schedule.kind == "adaptive":
-            loss = float(self._wire.mean([np.array([one], np.float32) for one in losses])[0])
-        self.schedule.begin_period(rate, loss)
+            self.schedule.adapt(rate, float(self._wire.mean([np.array([one], np.float32) for one in losses])[0]))
 
     def after_local_step(self, ranks: Sequence[Values]) -> None:
         """Add what an averaging has changed, once its overlap has passed."""

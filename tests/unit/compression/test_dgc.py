@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import paddle
 import pytest
 
 from fleet_train.collectives.dgc import DgcMethod
+from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import (
     DgcSettings,
@@ -24,8 +26,10 @@ from fleet_train.plan.simulate.compression import DgcSimulation
 class Alone:
     """The reducer of a job of one rank."""
 
-    def sum(self, buffer: Any) -> Any:
-        return buffer
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        del more
+        yield HAND_OVER
+        return list(buffers)
 
 
 def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
@@ -38,7 +42,7 @@ def alone(shapes: Bucket, settings: DgcSettings) -> DgcMethod:
 
 def step(method: DgcMethod, *gradients: Any) -> list[np.ndarray]:
     tensors = [paddle.to_tensor(np.asarray(gradient, "float32")) for gradient in gradients]
-    return [np.array(update.numpy()) for update in method.communicate(method.prepare(tensors))]
+    return [np.array(update.numpy()) for update in carry_out(Progress(method.average(tensors)))]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -172,13 +176,13 @@ def test_overflow_of_a_small_gradient_does_not_enter_the_velocity() -> None:
 def test_updates_keep_the_gradients_dtype() -> None:
     method = alone(bucket((12, 20), (3,), dtype="bfloat16"), DgcSettings(min_elements=100))
     tensors = [paddle.ones([12, 20], "bfloat16"), paddle.ones([3], "bfloat16")]
-    assert [update.dtype for update in method.communicate(method.prepare(tensors))] == [paddle.bfloat16] * 2
+    assert [update.dtype for update in carry_out(Progress(method.average(tensors)))] == [paddle.bfloat16] * 2
 
 
 def test_what_was_given_out_is_not_what_is_remembered() -> None:
     method = alone(bucket((20,), (9,)), DgcSettings(momentum=0.5, sparsity=(0.5,), min_elements=10))
     tensors = [paddle.ones([20]), paddle.ones([9])]
-    for update in method.communicate(method.prepare(tensors)):
+    for update in carry_out(Progress(method.average(tensors))):
         update.fill_(100.0)  # a later operator may work in place
     large, small = step(method, np.ones(20), np.ones(9))
     assert float(large.max()) == 2.5  # held back: 1, then 1.5 more

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
+from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
 from fleet_train.collectives.powersgd import PowerSgdMethod
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import (
@@ -29,9 +31,11 @@ class Alone:
     def __init__(self) -> None:
         self.elements: list[int] = []
 
-    def sum(self, buffer: Any) -> Any:
-        self.elements.append(buffer.shape[0])
-        return buffer
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        del more
+        yield HAND_OVER
+        self.elements += [buffer.shape[0] for buffer in buffers]
+        return list(buffers)
 
 
 def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
@@ -40,7 +44,7 @@ def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
 
 def step(method: PowerSgdMethod, *gradients: Any) -> list[np.ndarray]:
     tensors = [paddle.to_tensor(np.asarray(gradient, "float32")) for gradient in gradients]
-    return [np.array(update.numpy()) for update in method.communicate(method.prepare(tensors))]
+    return [np.array(update.numpy()) for update in carry_out(Progress(method.average(tensors)))]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -180,7 +184,7 @@ def test_overflow_is_passed_on_and_forgotten(bad: float, rank: int) -> None:
 def test_half_precision_gradients_keep_their_dtype() -> None:
     method = PowerSgdMethod(bucket((12, 20), (3,), dtype="bfloat16"), Alone(), 1, ALWAYS)
     tensors = [paddle.ones([12, 20], "bfloat16"), paddle.ones([3], "bfloat16")]
-    updates = method.communicate(method.prepare(tensors))
+    updates = carry_out(Progress(method.average(tensors)))
     assert [update.dtype for update in updates] == [paddle.bfloat16, paddle.bfloat16]
     np.testing.assert_array_equal(updates[0].cast("float32").numpy(), 1.0)
 

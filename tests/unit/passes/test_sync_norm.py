@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms, use_sync_batch_norm_operator
+from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
 
@@ -114,21 +114,3 @@ def test_batch_norm_in_a_branch_is_refused() -> None:
 
     with pytest.raises(ConversionError, match=r"sync_batch_norm: .* control-flow block"):
         Trained(momentum, minimize_synchronized(SameBatchOn(2)), hidden)
-
-
-def test_operator_for_gpus_takes_the_place_of_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replacing only. On CPU the operator cannot even be created; batch_norm_ has the same inputs and results."""
-    monkeypatch.setattr(paddle._C_ops, "sync_batch_norm_", paddle._C_ops.batch_norm_)
-
-    def minimize(optimizer: Any, loss: Any) -> Any:
-        channels = use_sync_batch_norm_operator(loss.block.program)
-        optimizer.minimize(loss)
-        return channels
-
-    paddle.seed(0)
-    plain, replaced = Trained(momentum, network=normalised), Trained(momentum, minimize, normalised)
-    replaced.start_from(plain.state())
-    batch = batches(1, 12, seed=0)[0]
-    assert replaced.result == [4, 4, 8, 8]
-    assert replaced.step(batch) == plain.step(batch)
-    assert relative_difference(replaced.state(), plain.state()) == 0

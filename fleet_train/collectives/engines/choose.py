@@ -1,0 +1,23 @@
+"""Which engine a job has: it follows from where it computes and through what it talks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.engines.device import GpuDevice
+from fleet_train.collectives.engines.engine import Engine, Place
+from fleet_train.collectives.engines.stream import StreamEngine
+from fleet_train.collectives.engines.thread import Blame, ThreadEngine
+from fleet_train.collectives.engines.watchdog import Watchdog
+
+
+def make_engine(
+    device_place: Any, blame: Blame, is_somebody_gone: Callable[[], bool], on_stuck: Callable[[Place, float], None]
+) -> Engine:
+    """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
+    if isinstance(device_place, paddle.CPUPlace):
+        return ThreadEngine(device_place, blame)
+    return StreamEngine(GpuDevice(), blame, Watchdog(on_stuck, is_somebody_gone))

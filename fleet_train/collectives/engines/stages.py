@@ -1,0 +1,109 @@
+"""What a method of communication is written in: stages of collectives, yielded by a generator.
+
+A method computes, yields the collectives that it needs, and goes on when they are done: ``yield Stage((...,))``. It
+does not know whether a call blocks the host or a stream, nor which thread runs it. Its generator returns its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import paddle
+
+from fleet_train.collectives.modes import ensured_dynamic_mode
+
+T = TypeVar("T")
+
+REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of Paddle that a rank takes part in, not begun yet. Ranks are those of the job.
+
+    ``tensor`` is overwritten by an all_reduce, a reduce (on ``root`` only) and a broadcast. ``output``: of an
+    all_gather [ranks * n], for a gather a list that is empty before it. ``parts``: what the root of a scatter hands
+    out.
+    """
+
+    kind: str
+    group: Any
+    tensor: Any
+    root: int = -1
+    op: str = "sum"
+    output: Any = None
+    parts: Sequence[Any] | None = None
+
+    def begin(self, sync_op: bool) -> Any:
+        """Call Paddle; with ``sync_op`` what was enqueued later stands behind it. Returns Paddle's task, or None."""
+        with ensured_dynamic_mode():
+            return self._begin(sync_op)
+
+    def _begin(self, sync_op: bool) -> Any:
+        stream, common = paddle.distributed.stream, {"group": self.group, "sync_op": sync_op}
+        match self.kind:
+            case "all_reduce":
+                operation = getattr(paddle.distributed.ReduceOp, REDUCTIONS[self.op])
+                return stream.all_reduce(self.tensor, op=operation, **common)
+            case "reduce":
+                return stream.reduce(self.tensor, dst=self.root, **common)
+            case "broadcast":
+                return stream.broadcast(self.tensor, src=self.root, **common)
+            case "all_gather":
+                return stream.all_gather(self.output, self.tensor, **common)
+            case "gather":
+                return stream.gather(self.tensor, self.output, dst=self.root, **common)
+            case "scatter":
+                return stream.scatter(self.tensor, self.parts, src=self.root, **common)
+        raise AssertionError(f"unknown collective {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Collectives that do not need one another's results; none on a rank that has no part in this stage.
+
+    ``more``: further collectives follow, so that the stage is better ended early than when the result is asked for.
+    Every rank yields the same number of stages, whether it has a part in each or not.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    more: bool = False
+
+
+HAND_OVER = Stage()
+"""Yielded where the computing thread has done its part: what follows may run beside it."""
+
+Stages = Generator[Stage, None, T]
+
+
+class Progress(Generic[T]):
+    """How far a generator of stages is: at ``stage``, or done, with its ``value``."""
+
+    def __init__(self, stages: Stages[T]) -> None:
+        self._stages = stages
+        self.stage: Stage | None = None
+        self.value: T | None = None
+        self.go_on()
+
+    @property
+    def is_done(self) -> bool:
+        return self.stage is None
+
+    def go_on(self) -> None:
+        """The collectives of ``stage`` are complete: compute up to the next one."""
+        try:
+            with ensured_dynamic_mode(), paddle.no_grad():
+                self.stage = next(self._stages)
+        except StopIteration as end:
+            self.stage, self.value = None, end.value
+
+
+def carry_out(progress: Progress[T]) -> T:
+    """Take every stage to its end on this thread, with calls that block; returns the result."""
+    while progress.stage is not None:
+        for collective in progress.stage.collectives:
+            collective.begin(sync_op=True)
+        progress.go_on()
+    return progress.value  # type: ignore[return-value]

@@ -1,0 +1,153 @@
+"""The engine for backends whose calls are put on a device's streams (NCCL).
+
+A call with ``sync_op=False`` enqueues the collective on its group's stream, behind what the calculation stream holds
+at that moment, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle 3.3.1,
+``process_group_nccl.cc``). So everything is enqueued by the computing thread, in the order of the program, which the
+chain of tokens makes the same on every rank, and waits stand where the results are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fleet_train.collectives.engines.device import Device
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Progress, Stages
+from fleet_train.collectives.engines.thread import Blame
+from fleet_train.collectives.engines.watchdog import Watchdog
+from fleet_train.collectives.worker_thread import WorkerThread
+from fleet_train.errors import FleetTrainError
+
+T = TypeVar("T")
+Begin = Callable[[Collective], Any]
+
+
+def begin_asynchronously(collective: Collective) -> Any:
+    """Enqueue a collective; returns Paddle's task, or None on a rank that is not in the group."""
+    return collective.begin(sync_op=False)
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """A collective on its group's stream."""
+
+    group: int
+    ranks: frozenset[int]
+    task: Any
+
+
+class InFlight(Generic[T]):
+    """Stages whose collectives are enqueued, with Paddle's tasks."""
+
+    def __init__(self, engine: StreamEngine, stages: Stages[T], place: Place) -> None:
+        self._engine = engine
+        self.place = place
+        self.progress = Progress(stages)
+        self.tasks: list[Enqueued] = []
+
+    @property
+    def has_more(self) -> bool:
+        return self.progress.stage is not None and self.progress.stage.more
+
+    def result(self) -> T:
+        return self._engine.result_of(self)
+
+
+class StreamEngine:
+    """Enqueues collectives from the computing thread and never reads a device value.
+
+    Stages end at fixed places: those with more behind them at the next ``step_on``, the last one where the result is
+    asked for. Two groups that share two ranks or more are never in flight at a time: a device that runs one
+    communicator's kernel before another's, against its peer's choice, would stand still.
+    """
+
+    reads_values = False
+    side_by_side = False
+
+    def __init__(self, device: Device, blame: Blame, watchdog: Watchdog, begin: Begin = begin_asynchronously) -> None:
+        self.device = device
+        self._blame = blame
+        self._watchdog = watchdog
+        self._begin = begin
+        self._in_flight: list[InFlight[Any]] = []
+        self._beside = WorkerThread("fleet_train gates", None)
+
+    def start(
+        self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
+    ) -> InFlight[T]:
+        """``communicator`` is the stages' own matter here: nothing runs beside the computing thread."""
+        del communicator
+        if gate is not None:
+            gate.result()
+        running = InFlight(self, stages, place)
+        self._in_flight.append(running)
+        with self._blaming(running):
+            self._enqueue(running)
+        return running
+
+    def run_here(self, stages: Stages[T], place: Place) -> T:
+        return self.start(stages, place).result()
+
+    def step_on(self) -> None:
+        for running in list(self._in_flight):
+            if running.has_more:
+                self._end_stage(running)
+
+    def result_of(self, running: InFlight[T]) -> T:
+        """Enqueue what is left of ``running``, and in between what is left of the others: they travel meanwhile."""
+        while not running.progress.is_done:
+            if running.has_more:
+                self.step_on()
+            else:
+                self._end_stage(running)
+        return running.progress.value  # type: ignore[return-value]
+
+    def beside(self, task: Callable[[], T]) -> Future[T]:
+        return self._beside.submit(task)
+
+    def stop(self) -> None:
+        self._beside.stop()
+        self._watchdog.stop()
+
+    def _end_stage(self, running: InFlight[Any]) -> None:
+        with self._blaming(running):
+            for enqueued in running.tasks:
+                enqueued.task.wait()
+            running.tasks = []
+            running.progress.go_on()
+            self._enqueue(running)
+
+    def _enqueue(self, running: InFlight[Any]) -> None:
+        """Begin the collectives of the stage that ``running`` is at. Stages without any are places to end at, too,
+        so that a rank without a part in a stage keeps the order of those that have one."""
+        progress = running.progress
+        while progress.stage is not None and not progress.stage.collectives and not progress.stage.more:
+            progress.go_on()
+        if progress.stage is None:
+            self._in_flight.remove(running)
+            return
+        for collective in progress.stage.collectives:
+            self._begin_one(running, collective)
+
+    def _begin_one(self, running: InFlight[Any], collective: Collective) -> None:
+        group = collective.group
+        for others in (enqueued for other in self._in_flight for enqueued in other.tasks):
+            if others.group != group.id and len(others.ranks.intersection(group.ranks)) > 1:
+                others.task.wait()
+        task = self._begin(collective)
+        if task is not None:
+            running.tasks.append(Enqueued(group.id, frozenset(group.ranks), task))
+            self._watchdog.watch(task, running.place)
+
+    @contextmanager
+    def _blaming(self, running: InFlight[Any]) -> Iterator[None]:
+        try:
+            yield
+        except FleetTrainError:
+            raise
+        except Exception as error:
+            raise self._blame(running.place, error) from error

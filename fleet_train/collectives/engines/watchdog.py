@@ -1,0 +1,66 @@
+"""Notices collectives that do not end, while the computing thread may stand in a wait that no signal reaches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fleet_train.collectives.engines.engine import Place
+
+POLL_SECONDS = 0.1
+# A collective that has waited this long is worth a question to the store: is somebody gone?
+ASK_SECONDS = 3.0
+
+
+class Watchdog:
+    """Polls the tasks that are in flight on a thread of its own; nothing of it touches a device's stream.
+
+    ``on_stuck`` is called, once and on that thread, with the oldest task's place and the seconds without progress:
+    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_somebody_gone``.
+    """
+
+    def __init__(self, on_stuck: Callable[[Place, float], None], is_somebody_gone: Callable[[], bool]) -> None:
+        self._on_stuck = on_stuck
+        self._is_somebody_gone = is_somebody_gone
+        self._lock = threading.Lock()
+        self._watched: list[tuple[Any, Place]] = []
+        self._progressed = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, task: Any, place: Place) -> None:
+        """``task``: of Paddle, with ``is_completed()``."""
+        with self._lock:
+            if not self._watched:
+                self._progressed = time.monotonic()
+            self._watched.append((task, place))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fleet_train watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        asked = time.monotonic()
+        while not self._stopped.wait(POLL_SECONDS):
+            oldest, silence = self._look()
+            if oldest is None:
+                continue
+            is_over = silence >= oldest.timeout_seconds
+            if not is_over and silence >= ASK_SECONDS and time.monotonic() - asked >= ASK_SECONDS:
+                asked, is_over = time.monotonic(), self._is_somebody_gone()
+            if is_over:
+                self._on_stuck(oldest, silence)
+                return
+
+    def _look(self) -> tuple[Place | None, float]:
+        """The place of the oldest task that has not ended, and for how many seconds none has."""
+        with self._lock:
+            going_on = [(task, place) for task, place in self._watched if not task.is_completed()]
+            if len(going_on) < len(self._watched):
+                self._progressed = time.monotonic()
+            self._watched = going_on
+            return (going_on[0][1] if going_on else None), time.monotonic() - self._progressed

@@ -1,0 +1,204 @@
+"""A backend whose collectives end late, on a CPU: what NCCL's streams promise and Gloo hides.
+
+``LateBackend`` begins a collective for the stream engine as a GPU would: the call returns at once, and until
+``wait()`` whoever reads the buffer gets NaN. The collective itself runs on a thread of its group, which stands for the
+group's stream, after a random delay. Whoever writes into what is still being sent or received is told at the wait.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.collectives.engines.device import HostMoment
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective
+from fleet_train.collectives.engines.stream import StreamEngine
+from fleet_train.collectives.engines.watchdog import Watchdog
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.worker_thread import WorkerThread
+
+
+class LateTask:
+    """Paddle's task of a collective that runs on copies; ``wait`` puts the results where they belong."""
+
+    def __init__(self, written: Sequence[Any], read: Sequence[Any], results: Future[Sequence[Any]]) -> None:
+        self._written = written
+        self._read = [(tensor, _bytes(tensor)) for tensor in read]
+        self._results = results
+        self._is_filled = False
+
+    def is_completed(self) -> bool:
+        return self._results.done()
+
+    def wait(self) -> None:
+        results = self._results.result()
+        if self._is_filled:
+            return
+        self._is_filled = True
+        with disarmed():
+            for tensor in self._written:
+                assert _is_poisoned(tensor), "a buffer was written while its collective was in flight"
+            for tensor, before in self._read:
+                assert _bytes(tensor) == before, "what a collective sends was changed while it was in flight"
+            for tensor, value in zip(self._written, results, strict=True):
+                paddle.assign(value, output=tensor)
+
+
+class LateBackend:
+    """``begin`` of a `StreamEngine`. ``never``: of the collectives of this kind, none ends any more."""
+
+    def __init__(self, place: Any, seed: int, most_seconds: float = 0.003) -> None:
+        self._place = place
+        self._random = random.Random(seed)
+        self._most_seconds = most_seconds
+        self._streams: dict[int, WorkerThread] = {}
+        self.begun = 0
+        self.never: str | None = None
+
+    def __call__(self, collective: Collective) -> LateTask | None:
+        group = collective.group
+        if not group.is_member():
+            return None
+        self.begun += 1
+        copied = replace(collective, tensor=collective.tensor.clone())
+        if collective.kind == "all_gather":
+            copied = replace(copied, output=paddle.zeros_like(collective.output))
+        pause, never = self._random.random() * self._most_seconds, collective.kind == self.never
+
+        def run() -> Sequence[Any]:
+            time.sleep(pause)
+            while never:
+                time.sleep(1)
+            copied.begin(sync_op=True)
+            if collective.kind == "gather":
+                collective.output.extend(copied.output)
+                return []
+            return [copied.output if collective.kind == "all_gather" else copied.tensor]
+
+        if group.id not in self._streams:
+            self._streams[group.id] = WorkerThread(f"late group {group.id}", self._place)
+        gathers = collective.kind in ("all_gather", "gather")
+        written = {"all_gather": [collective.output], "gather": []}.get(collective.kind, [collective.tensor])
+        for tensor in written:
+            _poison(tensor)
+        return LateTask(written, [collective.tensor] if gathers else [], self._streams[group.id].submit(run))
+
+
+class LateCopy:
+    """A copy to the host that must not be read in the step in which it was made."""
+
+    def __init__(self, device: LateDevice, tensor: Any) -> None:
+        self._device, self._made_in = device, device.step
+        self._value = tensor.clone()
+
+    def read(self) -> Any:
+        self._device.early_reads += self._device.step == self._made_in
+        with disarmed():
+            return self._value.numpy()
+
+
+class LateDevice:
+    """The CPU as a device that the host does not look into in a step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.early_reads = 0
+
+    def moment(self) -> HostMoment:
+        return HostMoment()
+
+    def to_host(self, tensor: Any) -> LateCopy:
+        return LateCopy(self, tensor)
+
+
+def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDevice]:
+    """A stream engine for a job on CPUs, whose collectives are Gloo's, late."""
+    device, backend = LateDevice(), LateBackend(job.place, seed)
+
+    def on_stuck(place: Place, seconds: float) -> None:
+        job._end_stuck(place, seconds)
+
+    watchdog = Watchdog(on_stuck, job._is_somebody_gone)
+    return StreamEngine(device, job._blame_at, watchdog, backend), backend, device
+
+
+_reads = threading.local()
+_READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__len__")
+
+
+class HostRead(AssertionError):
+    """The host has read a device's value in a step."""
+
+
+def install_tripwire() -> None:
+    """From now on whatever reads a tensor's value while an exchange's operator runs raises HostRead."""
+    for name in _READERS:
+        real = getattr(paddle.Tensor, name, None)
+        if real is not None:
+            setattr(paddle.Tensor, name, _guarded(name, real))
+    for name in ("arrive", "begin", "launch", "wait", "finish"):
+        setattr(GradientExchange, name, _armed(getattr(GradientExchange, name)))
+
+
+def _guarded(name: str, real: Any) -> Any:
+    @wraps(real)
+    def read(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        if getattr(_reads, "is_armed", False):
+            raise HostRead(f"{name} of a tensor {list(tensor.shape)} in a step")
+        return real(tensor, *arguments, **options)
+
+    return read
+
+
+def _armed(operator: Any) -> Any:
+    @wraps(operator)
+    def run(exchange: Any, *arguments: Any, **options: Any) -> Any:
+        _reads.is_armed = not exchange._job.engine.reads_values
+        try:
+            return operator(exchange, *arguments, **options)
+        finally:
+            _reads.is_armed = False
+
+    return run
+
+
+@contextmanager
+def disarmed() -> Iterator[None]:
+    """What stands for the device itself may look."""
+    before = getattr(_reads, "is_armed", False)
+    _reads.is_armed = False
+    try:
+        yield
+    finally:
+        _reads.is_armed = before
+
+
+def _poison(tensor: Any) -> None:
+    with disarmed():
+        tensor.fill_(_poison_of(tensor))
+
+
+def _poison_of(tensor: Any) -> float:
+    return float("nan") if tensor.is_floating_point() else 85
+
+
+def _is_poisoned(tensor: Any) -> bool:
+    values = tensor.cast("float32").numpy() if tensor.dtype == paddle.bfloat16 else tensor.numpy()
+    return bool(np.isnan(values).all() if tensor.is_floating_point() else (values == 85).all())
+
+
+def _bytes(tensor: Any) -> bytes:
+    with disarmed():
+        return np.ascontiguousarray(tensor.numpy()).tobytes()
