@@ -56,6 +56,7 @@ class GradientExchange:
         self._steps_since_check = 0
         self._start_is_checked = False
         self._looks: list[sentinel.Look] = []
+        self._is_settled = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._gate: Future[Passed] | None = None
         rank = job.cluster.rank
@@ -96,6 +97,7 @@ class GradientExchange:
 
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
+        self._settle()
         if self.averager is not None:
             self.averager.before_update(parameters)
         if self.step == 0 and self._checks_start:
@@ -209,6 +211,7 @@ class GradientExchange:
 
     def _next_step(self, updates: bool) -> None:
         self._settle()
+        self._is_settled = False
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()
@@ -277,7 +280,10 @@ class GradientExchange:
             self._looks.append(sentinel.look(engine.device, moment, names, parameters))
 
     def _settle(self) -> None:
-        """Read what the last step has brought to the host."""
+        """Read what the last step has brought to the host; once a step, before anything else is looked at."""
+        if self._is_settled:
+            return
+        self._is_settled = True
         looks, self._looks = self._looks, []
         for taken in looks:
             sentinel.compare_looks(self._job, taken)

@@ -54,6 +54,8 @@ def compare(network: Network, make: Any, settings: dict[str, Any], seed: int) ->
     try:
         _, streams = train(network, make, settings, seed, start, device)
     finally:
+        job.engine.stop()
+        backend.stop()
         job.engine = usual
     differing = [name for name in threads if not np.array_equal(threads[name], streams[name], equal_nan=True)]
     return {
@@ -62,7 +64,6 @@ def compare(network: Network, make: Any, settings: dict[str, Any], seed: int) ->
         "parameters": digest({name: value for name, value in streams.items() if "w_0" in name or "b_0" in name}),
         "begun": backend.begun,
         "early": device.early_reads,
-        "in flight": 0,
     }
 
 
@@ -70,7 +71,10 @@ def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     install_tripwire()
-    results = {name: compare(*CASES[name], seed=number) for number, name in json.loads(sys.argv[1])}
+    results = {}
+    for number, name in json.loads(sys.argv[1]):
+        print(f"case {name}", flush=True)  # in the log of a rank that fails
+        results[name] = compare(*CASES[name], seed=number)
     report(fleet.worker_index(), cases=results)
 
 

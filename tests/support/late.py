@@ -67,6 +67,10 @@ class LateBackend:
         self.begun = 0
         self.never: str | None = None
 
+    def stop(self) -> None:
+        for stream in self._streams.values():
+            stream.stop()
+
     def __call__(self, collective: Collective) -> LateTask | None:
         group = collective.group
         if not group.is_member():
@@ -187,7 +191,7 @@ def disarmed() -> Iterator[None]:
 
 def _poison(tensor: Any) -> None:
     with disarmed():
-        tensor.fill_(_poison_of(tensor))
+        paddle.assign(paddle.full_like(tensor, _poison_of(tensor)), output=tensor)
 
 
 def _poison_of(tensor: Any) -> float:

@@ -42,6 +42,8 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
         asked = time.monotonic()
