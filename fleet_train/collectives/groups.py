@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.paddle_check import backend_name
 from fleet_train.errors import ClusterError
@@ -28,12 +30,33 @@ def new_group(job: Job, ranks: Sequence[int]) -> Any:
     """
     with _own_store(job, ranks), dynamic_mode():
         try:
-            return _kept(paddle.distributed.new_group(list(ranks)))
+            group = _kept(paddle.distributed.new_group(list(ranks)))
         except Exception as error:
             raise ClusterError(
                 f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
                 f"(interface {os.environ.get('GLOO_SOCKET_IFNAME', 'chosen by the backend')})"
             ) from error
+    warm_up(job, group)
+    return group
+
+
+def warm_up(job: Job, group: Any) -> None:
+    """Let a new group's communicator be made now, where calls are enqueued: all ranks, one group after the other.
+
+    NCCL makes it at the group's first collective, and all groups share one connection to Paddle's store without a
+    lock. Whoever is not there is named: the host stands in this call until everybody is.
+    """
+    if job.engine.side_by_side:
+        return
+    if group.is_member():
+        place = Place(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
+        job.engine.run_here(_one_sum(job, group), place)
+    job.gather(f"group {group.id} formed")
+
+
+def _one_sum(job: Job, group: Any) -> Stages[None]:
+    one = paddle.ones([1], "float32").to(job.place)
+    yield Stage((Collective("all_reduce", group, one),))
 
 
 @contextmanager

@@ -70,12 +70,22 @@ def token() -> Any:
 
 
 _LINKS = ("arrive", "begin", "launch", "wait", "finish")
+_LINKS_OF_PASSES = ("meet", "gather", "total")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
 def is_link(operator: Any) -> bool:
     """Whether an operator of a program belongs to the chain of an exchange; its first result is the token."""
-    return operator.name().rpartition("fleet_train_")[2].partition("_")[0] in _LINKS
+    return _kind(operator) in _LINKS
+
+
+def passes_a_token(operator: Any) -> bool:
+    """Whether an operator of a program talks to other ranks; its first operand and its first result are tokens."""
+    return _kind(operator) in (*_LINKS, *_LINKS_OF_PASSES)
+
+
+def _kind(operator: Any) -> str:
+    return str(operator.name().rpartition("fleet_train_")[2].partition("_")[0])
 
 
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import paddle
@@ -15,7 +16,7 @@ from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.network import interface_towards, local_addresses
 from fleet_train.cluster.store_host import StoreHost
 from fleet_train.collectives.allocator import keep_freed_memory
-from fleet_train.collectives.groups import held_port
+from fleet_train.collectives.groups import held_port, warm_up
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.paddle_check import backend_name, installed_version
@@ -46,11 +47,33 @@ def join(cluster: Cluster, timeout_seconds: float) -> Job:
 
 
 def choose_place(cluster: Cluster) -> Any:
-    """The device of this rank: its GPU on a GPU build, the CPU otherwise."""
+    """The device of this rank: its GPU on a GPU build, the CPU otherwise.
+
+    The GPU becomes Paddle's current device, and FLAGS_selected_gpus says the same: ``init_parallel_env`` takes GPU 0
+    where nothing says otherwise.
+    """
     if backend_name() == "gloo":
         return paddle.CPUPlace()
-    selected = os.environ.get("FLAGS_selected_gpus", "").split(",")[0]
-    return paddle.CUDAPlace(int(selected) if selected else cluster.local_rank)
+    gpu = chosen_gpu(os.environ, cluster.local_rank, paddle.device.cuda.device_count())
+    os.environ["FLAGS_selected_gpus"] = str(gpu)
+    paddle.device.set_device(f"gpu:{gpu}")
+    return paddle.CUDAPlace(gpu)
+
+
+def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int:
+    """Which of the ``visible`` GPUs a rank computes on: what its launcher has selected, the only one that its
+    scheduler lets it see, or that of its local rank. Raises ClusterError where there is none."""
+    selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
+    if selected and not selected.isdigit():
+        raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes numbers of GPUs, as 0,1")
+    gpu = int(selected) if selected else 0 if visible == 1 else local_rank
+    if gpu >= visible:
+        why = f"FLAGS_selected_gpus={selected}" if selected else f"local rank {local_rank}"
+        raise ClusterError(
+            f"{why} asks for GPU {gpu}, and this process sees {visible} (CUDA_VISIBLE_DEVICES); start as many "
+            "processes on a node as it has GPUs (--nproc_per_node), or PADDLE_DISTRI_BACKEND=gloo for processors"
+        )
+    return gpu
 
 
 def _refuse_foreign_address(cluster: Cluster) -> None:
@@ -116,7 +139,7 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
     _choose_interface(cluster)
     _open_paddle_store(job, timeout_seconds)
     with dynamic_mode():
-        paddle.distributed.init_parallel_env()
+        warm_up(job, paddle.distributed.init_parallel_env())
     # Everybody is through before anybody uses the group: a rank that failed above is named here.
     job.gather("process group formed", timeout_seconds=timeout_seconds)
 

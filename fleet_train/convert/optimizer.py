@@ -26,7 +26,7 @@ from fleet_train.convert.profile_passes import (
     refuse_on_this_device,
     take_over_momentum,
 )
-from fleet_train.convert.rewrite import held_values, insert_launches, insert_waits
+from fleet_train.convert.rewrite import chain_in_program_order, held_values, insert_launches, insert_waits
 from fleet_train.convert.separable import updates_each_alone
 from fleet_train.convert.start_state import make_start_equal
 from fleet_train.convert.startup import refuse_foreign_startup
@@ -173,6 +173,7 @@ class DistributedOptimizer(AmpCalls):
             averaged, chain = insert_waits(exchange, buckets, ready, chain)
             operators += self._update(merged, averaged)
         self._finish_step(exchange, values, chain)
+        chain_in_program_order(main.global_block().ops)
         make_start_equal(self._job, main, startup, self._startups, paddle.static.global_scope())
         self._on_converted(main, startup, plan, exchange)
         return operators

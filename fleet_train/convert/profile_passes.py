@@ -59,9 +59,9 @@ def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
     if engine.side_by_side or profile.nccl_comm_num == 1:
         return profile, []
     said = (
-        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: kernels of "
-        "several communicators over the same ranks may run in another order on every device, which can stand still "
-        "for ever; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
+        "kernels of several communicators over the same ranks may run in another order on every device, which can "
+        "stand still for ever; one communicator has several channels (NCCL_MIN_NCHANNELS)"
     )
     return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
 

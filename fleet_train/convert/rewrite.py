@@ -16,6 +16,7 @@ from fleet_train.collectives.host_ops import (
     emit_wait,
     is_link,
     is_meeting,
+    passes_a_token,
     token,
 )
 from fleet_train.convert.gradients import ReadyGradient
@@ -79,6 +80,20 @@ def insert_waits(
         chain, results = emit_wait(exchange, bucket, [member.value.dtype for member in members], chain)
         averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
     return averaged, chain
+
+
+def chain_in_program_order(operators: Sequence[Any]) -> None:
+    """Give all operators that talk one chain, in the order in which they stand.
+
+    What a pass has put among the backward pass has a chain of its own, which may run before or behind a bucket's: the
+    executor would choose, on each rank for itself.
+    """
+    behind = None
+    for operator in operators:
+        if passes_a_token(operator):
+            if behind is not None:
+                operator.operand(0).set_source(behind)
+            behind = operator.result(0)
 
 
 def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> HeldValues:

@@ -19,6 +19,7 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
 from fleet_train.collectives.engines.thread import Blame
 from fleet_train.collectives.engines.watchdog import Watchdog
+from fleet_train.collectives.modes import ensured_dynamic_mode
 from fleet_train.collectives.worker_thread import WorkerThread
 from fleet_train.errors import FleetTrainError
 
@@ -138,15 +139,18 @@ class StreamEngine:
         for others in (enqueued for other in self._in_flight for enqueued in other.tasks):
             if others.group != group.id and len(others.ranks.intersection(group.ranks)) > 1:
                 others.task.wait()
-        task = self._begin(collective)
+        with self._watchdog.over_a_call(running.place):
+            task = self._begin(collective)
         if task is not None:
             running.tasks.append(Enqueued(group.id, frozenset(group.ranks), task))
             self._watchdog.watch(task, running.place)
 
     @contextmanager
     def _blaming(self, running: InFlight[Any]) -> Iterator[None]:
+        """Everything eager in the body: calls may come from a script in static mode."""
         try:
-            yield
+            with ensured_dynamic_mode():
+                yield
         except FleetTrainError:
             raise
         except Exception as error:

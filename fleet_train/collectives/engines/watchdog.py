@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fleet_train.collectives.engines.engine import Place
@@ -12,6 +13,16 @@ from fleet_train.collectives.engines.engine import Place
 POLL_SECONDS = 0.1
 # A collective that has waited this long is worth a question to the store: is somebody gone?
 ASK_SECONDS = 3.0
+
+
+class _Call:
+    """A call of the host that may block, as a task."""
+
+    def __init__(self) -> None:
+        self.has_returned = False
+
+    def is_completed(self) -> bool:
+        return self.has_returned
 
 
 class Watchdog:
@@ -39,6 +50,16 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fleet_train watchdog", daemon=True)
             self._thread.start()
+
+    @contextmanager
+    def over_a_call(self, place: Place) -> Iterator[None]:
+        """Watch the body: enqueueing blocks where a communicator is being made, or a stream's queue is full."""
+        call = _Call()
+        self.watch(call, place)
+        try:
+            yield
+        finally:
+            call.has_returned = True
 
     def stop(self) -> None:
         self._stopped.set()

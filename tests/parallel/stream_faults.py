@@ -1,0 +1,57 @@
+"""Run as ranks whose collectives are enqueued: one of them does what the first argument says in step 3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.convert.fleet import _current
+from fleet_train.profile import Profile
+from tests.parallel.small_training import RANK, train
+from tests.support.late import install_late_engine
+
+TIMEOUT_SECONDS = 4
+
+
+def fault(kind: str) -> Any:
+    def before_step(step: int) -> None:
+        if step != 3:
+            return
+        if kind == "never ends":
+            _current().job.engine._begin.never = "all_reduce"  # type: ignore[attr-defined]
+        elif RANK == 1:
+            {"killed": die, "stopped": stop, "skips": skip}[kind]()
+
+    return before_step
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def skip() -> None:
+    """This rank meets the others, and then does not begin its collective."""
+    real = GradientExchange.launch
+
+    def launch(exchange: Any, index: int, gradients: Any, boundary: Any = None) -> None:
+        exchange._job.engine._begin = lambda _: None
+        real(exchange, index, gradients, boundary)
+
+    GradientExchange.launch = launch  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    paddle.enable_static()
+    install_late_engine()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    train(Profile(collective_timeout_seconds=TIMEOUT_SECONDS), before_step=fault(sys.argv[1]))
