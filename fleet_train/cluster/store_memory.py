@@ -24,6 +24,8 @@ class Gather:
     calls: dict[int, str] = field(default_factory=dict)
     """What each has called in its script to get here, where it has said so."""
     waiting: list[asyncio.Future[Json]] = field(default_factory=list)
+    out_of_patience: set[int] = field(default_factory=set)
+    """Came, and went when their own bound was over: not to blame for those that came a moment after them."""
 
     @property
     def missing(self) -> list[int]:
@@ -110,8 +112,9 @@ class ScopeState:
     def time_out(self, group: str, member: int, name: str) -> Json:
         """The answer to a member whose patience ended; it is withdrawn, so that a later round can start clean."""
         gather = self.gathers.get((group, name))
-        missing = gather.missing if gather else []
+        missing = [one for one in gather.missing if one not in gather.out_of_patience] if gather else []
         if gather:
+            gather.out_of_patience.add(member)
             gather.values.pop(member, None)
             gather.waiting = [future for future in gather.waiting if not future.done()]
             if not gather.values:

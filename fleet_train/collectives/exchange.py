@@ -31,7 +31,7 @@ class GradientExchange:
     """The communication of one converted program.
 
     The host operators call ``arrive``, ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank.
-    Each communicator has a thread of its own (``Job.submit``); buckets on one communicator keep their order.
+    The job's engine carries out what they start; buckets on one communicator keep their order.
     """
 
     def __init__(
@@ -227,8 +227,9 @@ class GradientExchange:
 
     def _begin_gate(self, name: str) -> Future[Passed]:
         """Meet all ranks beside the computing; the note says how it was up to now."""
-        note, bound = self._job.notes.own(), self._profile.collective_timeout_seconds
-        return self._job.engine.beside(lambda: self._job.gate(name, bound, note))
+        engine, note = self._job.engine, self._job.notes.own()
+        bound = self._profile.collective_timeout_seconds + engine.gate_margin_seconds
+        return engine.beside(lambda: self._job.gate(name, bound, note))
 
     def _pass(self, gate: Future[Passed]) -> None:
         """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from fleet_train.plan import CommPlan
 
 # After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
 _AUTOPSY_SECONDS = 5.0
+# Set in the store by the first rank whose watchdog gives a collective up.
+_GIVEN_UP = "a collective is given up"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
@@ -62,15 +64,13 @@ class Job:
         self._store = store
         self._gates = gates
         self._watch: StoreClient | None = None
-        self.engine: Engine = make_engine(place, self._blame_at, self._is_somebody_gone, self._end_stuck)
+        self.engine: Engine = make_engine(place, self._blame_at, self._is_hopeless, self._end_stuck)
         self.clock = StepClock(self.engine.device.moment)
         self.notes = GateNotes(cluster, self.clock)
         self._groups: list[Any] = []
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that has made gradients in it."""
-        self.end_process: Callable[[FleetTrainError], None] = _end_process
-        """How this process ends where the computing thread cannot: with a line that says why, and its exit code."""
         self._left = False
         self._has_reported = False
         self._call = ""
@@ -167,18 +167,27 @@ class Job:
     def _blame_at(self, place: Place, error: BaseException) -> WorkerFailed:
         return self.blame(place.moment, place.what, error)
 
-    def _is_somebody_gone(self) -> bool:
-        """Asked by the watchdog, on its thread and over its own connection."""
-        client = self._watchdogs_store()
-        return client.failure() is not None or any(how != "left" for how in client.gone().values())
+    def _is_hopeless(self) -> bool:
+        """Whether a collective that has not ended for seconds never will: a rank is gone, or another's watchdog has
+        given up. Asked by the watchdog, on its thread and over its own connection."""
+        try:
+            client = self._watchdogs_store()
+            is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
+            return is_over or any(how != "left" for how in client.gone().values())
+        except FleetTrainError:
+            return True
 
     def _end_stuck(self, place: Place, seconds: float) -> None:
         """A collective does not end and the computing thread may stand in it for ever: say who is missing, and end."""
         stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
-        client = self._watchdogs_store()
-        self.failure = self._find_culprit(place.moment, place.what, stuck, client)
-        self.report_failure(self.failure, client=client)
-        self.end_process(self.failure)
+        try:
+            client = self._watchdogs_store()
+            client.set(_GIVEN_UP, place.moment)
+            self.failure = self._find_culprit(place.moment, place.what, stuck, client)
+            self.report_failure(self.failure, client=client)
+        except FleetTrainError as error:
+            self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
+        _end_process(self.failure)
 
     def _watchdogs_store(self) -> StoreClient:
         """A connection of its own: the computing thread may wait in the others, which then are occupied."""
@@ -254,6 +263,8 @@ class Job:
 
 
 def _end_process(error: FleetTrainError) -> None:
+    """As an uncaught ``error`` would: the computing thread cannot raise it from where it stands."""
+    sys.stdout.flush()
     print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import paddle
 
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
@@ -73,15 +75,17 @@ def _timed(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> float:
         if sweep.own is None:
             return 0.0
         times = []
+        place = Place(name, f"measuring {sweep.where}", job.timeout_seconds)
         for _ in range(repeats):
             start = time.perf_counter()
-            try:
-                paddle.distributed.all_reduce(buffer, group=sweep.own)
-                buffer[:1].numpy()  # on a GPU the call above only queues the collective
-            except Exception as error:
-                raise job.blame(name, f"measuring {sweep.where}", error) from error
+            job.engine.run_here(_one_sum(sweep.own, buffer), place)
+            job.engine.device.moment().await_passed()
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _one_sum(group: Any, buffer: Any) -> Stages[None]:
+    yield Stage((Collective("all_reduce", group, buffer),))
 
 
 def _slowest(job: Job, sweep: _Sweep, seconds: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -16,7 +17,7 @@ from fleet_train.profile import Profile
 from tests.parallel.small_training import RANK, train
 from tests.support.late import install_late_engine
 
-TIMEOUT_SECONDS = 4
+TIMEOUT_SECONDS = 5
 
 
 def fault(kind: str) -> Any:
@@ -25,6 +26,8 @@ def fault(kind: str) -> Any:
             return
         if kind == "never ends":
             _current().job.engine._begin.never = "all_reduce"  # type: ignore[attr-defined]
+        elif RANK == 1 and kind.endswith("in a collective"):
+            end_in_a_collective({"killed": die, "stopped": stop}[kind.split()[0]])
         elif RANK == 1:
             {"killed": die, "stopped": stop, "skips": skip}[kind]()
 
@@ -37,6 +40,16 @@ def die() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_in_a_collective(end: Callable[[], None]) -> None:
+    """This rank meets the others, begins its collective, and is gone before that has run."""
+    engine = _current().job.engine
+
+    def begin(_: Any) -> None:
+        end()
+
+    engine._begin = begin  # type: ignore[attr-defined]
 
 
 def skip() -> None:

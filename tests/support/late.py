@@ -141,9 +141,9 @@ class LateDevice:
 def install_late_engine(seed: int = 0) -> None:
     """From now on every job of this process has such an engine, from its joining on."""
 
-    def make_engine(place: Any, blame: Any, is_somebody_gone: Any, on_stuck: Any) -> StreamEngine:
+    def make_engine(place: Any, blame: Any, is_hopeless: Any, on_stuck: Any) -> StreamEngine:
         backend = LateBackend(place, seed)
-        return StreamEngine(LateDevice(), blame, Watchdog(on_stuck, is_somebody_gone), backend)
+        return StreamEngine(LateDevice(), blame, Watchdog(on_stuck, is_hopeless), backend)
 
     job_module.make_engine = make_engine  # type: ignore[attr-defined, assignment]
 
@@ -155,7 +155,7 @@ def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDev
     def on_stuck(place: Place, seconds: float) -> None:
         job._end_stuck(place, seconds)
 
-    watchdog = Watchdog(on_stuck, job._is_somebody_gone)
+    watchdog = Watchdog(on_stuck, job._is_hopeless)
     return StreamEngine(device, job._blame_at, watchdog, backend), backend, device
 
 

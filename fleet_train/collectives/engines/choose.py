@@ -15,9 +15,9 @@ from fleet_train.collectives.engines.watchdog import Watchdog
 
 
 def make_engine(
-    device_place: Any, blame: Blame, is_somebody_gone: Callable[[], bool], on_stuck: Callable[[Place, float], None]
+    device_place: Any, blame: Blame, is_hopeless: Callable[[], bool], on_stuck: Callable[[Place, float], None]
 ) -> Engine:
     """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
     if isinstance(device_place, paddle.CPUPlace):
         return ThreadEngine(device_place, blame)
-    return StreamEngine(GpuDevice(), blame, Watchdog(on_stuck, is_somebody_gone))
+    return StreamEngine(GpuDevice(), blame, Watchdog(on_stuck, is_hopeless))

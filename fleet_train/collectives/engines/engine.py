@@ -39,6 +39,9 @@ class Engine(Protocol):
     side_by_side: bool
     """Whether collectives on several communicators over the same ranks run at a time."""
     device: Device
+    gate_margin_seconds: float
+    """How much longer than its bound a gate waits: until those that stand in a collective have found out whom they
+    miss, which may be a rank that has gone on to the gate without it."""
 
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None

@@ -68,6 +68,7 @@ class StreamEngine:
 
     reads_values = False
     side_by_side = False
+    gate_margin_seconds = 8.0
 
     def __init__(self, device: Device, blame: Blame, watchdog: Watchdog, begin: Begin = begin_asynchronously) -> None:
         self.device = device

@@ -25,6 +25,7 @@ class ThreadEngine:
 
     reads_values = True
     side_by_side = True
+    gate_margin_seconds = 0.0
 
     def __init__(self, device_place: Any, blame: Blame) -> None:
         self.device: Device = HostDevice()

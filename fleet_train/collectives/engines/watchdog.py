@@ -11,8 +11,9 @@ from typing import Any
 from fleet_train.collectives.engines.engine import Place
 
 POLL_SECONDS = 0.1
-# A collective that has waited this long is worth a question to the store: is somebody gone?
-ASK_SECONDS = 3.0
+# A collective that has waited this long is worth a question to the store. Less than half of an autopsy: a rank whose
+# own bound is not over yet must hear of one that another rank has begun, and come to it in time.
+ASK_SECONDS = 2.0
 
 
 class _Call:
@@ -29,12 +30,13 @@ class Watchdog:
     """Polls the tasks that are in flight on a thread of its own; nothing of it touches a device's stream.
 
     ``on_stuck`` is called, once and on that thread, with the oldest task's place and the seconds without progress:
-    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_somebody_gone``.
+    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_hopeless``: somebody is gone,
+    or another rank's watchdog has given up.
     """
 
-    def __init__(self, on_stuck: Callable[[Place, float], None], is_somebody_gone: Callable[[], bool]) -> None:
+    def __init__(self, on_stuck: Callable[[Place, float], None], is_hopeless: Callable[[], bool]) -> None:
         self._on_stuck = on_stuck
-        self._is_somebody_gone = is_somebody_gone
+        self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
         self._watched: list[tuple[Any, Place]] = []
         self._progressed = time.monotonic()
@@ -74,7 +76,7 @@ class Watchdog:
                 continue
             is_over = silence >= oldest.timeout_seconds
             if not is_over and silence >= ASK_SECONDS and time.monotonic() - asked >= ASK_SECONDS:
-                asked, is_over = time.monotonic(), self._is_somebody_gone()
+                asked, is_over = time.monotonic(), self._is_hopeless()
             if is_over:
                 self._on_stuck(oldest, silence)
                 return

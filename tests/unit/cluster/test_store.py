@@ -145,6 +145,15 @@ def test_every_failure_report_is_kept_with_its_time_on_one_clock(server: StoreSe
     assert before <= reports[0][1] <= reports[1][1] <= two.clock()
 
 
+def test_whose_patience_ends_first_is_not_missed_by_the_others(server: StoreServer) -> None:
+    one, two = connect(server, 0), connect(server, 1)
+    thread, results = in_thread(lambda: two.gather("step 4", None, 3, 1.0))
+    with pytest.raises(JoinTimeout, match="rank 2 did not come"):
+        one.gather("step 4", None, 3, 0.1)
+    thread.join()
+    assert str(results[0]) == "step 4: rank 2 did not come within 1 s"
+
+
 def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     with pytest.raises(JoinTimeout) as late:
