@@ -111,8 +111,8 @@ class ProgramKnobs(CompressionKnobs):
         False,
         fate="carried out",
         meaning="Batch norm over the batches of all ranks, forward and backward.",
-        reason="On GPUs by Paddle's operator, on CPU composed of operators that exchange sums. Two small exchanges per "
-        "layer and step, which nothing hides.",
+        reason="Composed of operators that exchange sums, on GPUs, too. Two small exchanges per layer and step, which "
+        "nothing hides.",
     )
     recompute_segments: int = knob(
         0,
