@@ -28,7 +28,7 @@ from fleet_train.profile import load_profile
 from tools.benchmarks import contestants, record
 from tools.benchmarks.contestants import Contestant
 from tools.benchmarks.figures import Summary, summarise
-from tools.benchmarks.jobs import JobFailed, Place, run_job
+from tools.benchmarks.jobs import ROOT, JobFailed, Place, run_job
 from tools.benchmarks.loop import Assignment
 from tools.benchmarks.prediction import measure_links, predicted_step_ms
 from tools.benchmarks.report import table
@@ -54,6 +54,7 @@ class Benchmark:
     timeout_seconds: float
     start_iteration: int
     measure_seconds: float
+    before: Path
     network: Network | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Benchmark:
             for turn, (number, contestant) in enumerate(turns):
                 if any(failure["contestant"] == contestant.name for failure in self.failures):
                     continue
-                place = Place(lab, self.ranks_per_node, _FIRST_PORT + _PORTS_PER_JOB * turn)
+                place = Place(lab, self.ranks_per_node, _FIRST_PORT + _PORTS_PER_JOB * turn, self.before)
                 self._take_turn(contestant, number, place, Path(folder) / f"turn{turn}")
 
     def _take_turn(self, contestant: Contestant, number: int, place: Place, folder: Path) -> None:
@@ -138,7 +139,9 @@ class Benchmark:
         return {"latency_us": between.latency_seconds * 1e6, "bandwidth_mbps": between.bytes_per_second * 8 / 1e6}
 
 
-def chosen_contestants(ours: Sequence[str], rivals: str, explicit: Sequence[str]) -> list[Contestant]:
+def chosen_contestants(
+    ours: Sequence[str], rivals: str, explicit: Sequence[str], has_before: bool = False
+) -> list[Contestant]:
     """What the flags name, with compute-only runs in front; click's error for a name that nobody knows."""
     words = list(explicit)
     if not words:
@@ -149,6 +152,8 @@ def chosen_contestants(ours: Sequence[str], rivals: str, explicit: Sequence[str]
             words += [each.name for each in defaults if each.kind != contestants.OURS]
         elif rivals != "none":
             words += rivals.split(",")
+    if has_before:
+        words = contestants.beside_before(words)
     try:
         chosen = [contestants.parse(word) for word in words]
         for each in chosen:
@@ -179,6 +184,11 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
 @click.option("--ours", multiple=True, help="A profile of strategies/ or a YAML file; again for more.")
 @click.option("--rivals", default="default", help="default, none, or words such as torch:ddp,torch:powersgd_2.")
 @click.option("--contestant", "explicit", multiple=True, help="Exactly these, such as ours:multi_node, torch:ddp.")
+@click.option(
+    "--before",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+    help="Another checkout of this project: each of ours also takes its turn with the package that is there.",
+)
 @click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="digits_3m", help="What is trained.")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--ranks_per_node", default=1, help="Processes on each.")
@@ -194,7 +204,7 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
 @click.option("--output", default="docs/benchmarks/strategies", help="The record, without its ending.")
 def main(
     ours: tuple[str, ...], rivals: str, explicit: tuple[str, ...], task_name: str, steps: int | None, quick: bool,
-    evaluate_every: int | None, output: str, **options: Any,
+    evaluate_every: int | None, output: str, before: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Train the same network with every contestant in turn, and write down what it cost."""
     changes: dict[str, Any] = (_QUICK if quick else {}) | ({"steps": steps} if steps else {})
@@ -203,10 +213,10 @@ def main(
     if task.steps <= task.warmup_steps:
         raise click.UsageError(f"--steps {task.steps}: the first {task.warmup_steps} are not timed; give more")
     options["repeats"] = 1 if quick else options["repeats"]
-    chosen = chosen_contestants(ours, rivals, explicit)
+    chosen = chosen_contestants(ours, rivals, explicit, has_before=before is not None)
     _require("matplotlib", *("torch" for each in chosen if each.framework == contestants.TORCH))
     at = record.circumstances()
-    benchmark = Benchmark(task, chosen, timeout_seconds=options.pop("timeout"), **options)
+    benchmark = Benchmark(task, chosen, timeout_seconds=options.pop("timeout"), before=before or ROOT, **options)
     click.echo(f"{task.describe()}\n{len(chosen)} contestants, {benchmark.repeats} rounds\n")
     benchmark.run()
     summaries = benchmark.summaries()

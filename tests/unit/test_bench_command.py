@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -49,6 +50,16 @@ def test_flags_win_over_a_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_profile_is_refused_before_anything_runs() -> None:
     with pytest.raises(click.UsageError, match="no_such_profile"):
         chosen_contestants(["no_such_profile"], "none", [])
+
+
+def test_another_checkout_runs_its_own_package_and_workers() -> None:
+    place = dataclasses.replace(PLACE, before=Path("/old"))
+    command, added = commands_of(parse("before:unfused"), Path("/f"), place)[0]
+    assert "/old/tools/benchmarks/worker_ours.py" in command
+    assert added == {"PYTHONPATH": "/old"}
+    ours, added = commands_of(parse("ours:unfused"), Path("/f"), place)[0]
+    assert str(ROOT / "tools/benchmarks/worker_ours.py") in ours
+    assert added == {}
 
 
 def test_ours_starts_one_launcher_per_node() -> None:

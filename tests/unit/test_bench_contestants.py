@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.benchmarks.contestants import DEFAULT, Contestant, number_in, parse, with_baselines
+from tools.benchmarks.contestants import DEFAULT, Contestant, beside_before, number_in, parse, with_baselines
 from tools.benchmarks.link import Sent, limiter_bytes
 from tools.benchmarks.task import TASKS, Batches, Task, start_weights
 from tools.benchmarks.task import test_accuracy as accuracy_on_test_images
@@ -38,6 +38,11 @@ def test_compute_only_runs_come_first_and_once() -> None:
     chosen = [parse(word) for word in ("ours:a", "torch:ddp", "ours:b", "ours:a")]
     names = [each.name for each in with_baselines(chosen)]
     assert names == ["alone:ours", "alone:torch", "ours:a", "torch:ddp", "ours:b"]
+
+
+def test_each_of_ours_runs_beside_the_other_checkouts() -> None:
+    assert beside_before(["ours:a", "torch:ddp"]) == ["ours:a", "before:a", "torch:ddp"]
+    assert (parse("before:a").framework, parse("before:a").baseline) == ("ours", "alone:ours")
 
 
 def test_number_of_a_variant_is_its_last() -> None:

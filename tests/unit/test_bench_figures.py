@@ -109,6 +109,11 @@ def test_table_has_ratios_beside_times() -> None:
     assert (row.ratio, row.efficiency) == (pytest.approx(0.5), pytest.approx(0.2))
     assert (row.exposed_ms, row.wire_ms) == (pytest.approx(80.0), pytest.approx(8.4))
     assert row.sent_over_predicted == pytest.approx(1.0)
+    assert row.over_before is None
+    assert "step / before" not in table(summaries, "1gbit")
+    twins = {"ours:x": summaries["ours:x"], "before:x": summaries["ours:x"]}
+    assert row_of("ours:x", twins, "1gbit").over_before == 1.0
+    assert "step / before" in table(twins, "1gbit")
     assert row_of("torch:ddp", summaries, "1gbit").exposed_ms is None, "its compute-only run did not take part"
     assert table(summaries, "1gbit", {"ours:x": 90.0}).splitlines()[3] == (
         "| ours:x | 100.0 (100.0 to 100.0) | 90.0 | 0.50 | 0.20 | 80.0 | 9.52 | 1,000.0 | 1.000 | 0.2500 | 0.9700 "

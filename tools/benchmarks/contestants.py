@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OURS, TORCH, PADDLE, ALONE = "ours", "torch", "paddle", "alone"
+OURS, BEFORE, TORCH, PADDLE, ALONE = "ours", "before", "torch", "paddle", "alone"
 
 _TORCH_VARIANTS = {
     r"ddp": "DistributedDataParallel as it comes (Gloo, buckets of 25 MiB after a first one of 1 MiB)",
@@ -25,7 +25,8 @@ REFERENCE = "torch:ddp"
 
 @dataclass(frozen=True)
 class Contestant:
-    """``kind`` is who trains; ``variant`` is a profile for ours, a hook for PyTorch, a framework for ``alone``."""
+    """``kind`` is who trains; ``variant`` is a profile for ours and for ``before`` (ours in another checkout), a hook
+    for PyTorch, a framework for ``alone``."""
 
     kind: str
     variant: str
@@ -36,7 +37,7 @@ class Contestant:
 
     @property
     def framework(self) -> str:
-        return self.variant if self.kind == ALONE else self.kind
+        return self.variant if self.kind == ALONE else OURS if self.kind == BEFORE else self.kind
 
     @property
     def baseline(self) -> str:
@@ -49,8 +50,8 @@ def parse(text: str) -> Contestant:
     kind, separator, variant = text.partition(":")
     if not separator or not variant:
         raise ValueError(f"contestant {text!r} is not kind:variant, such as ours:multi_node or torch:ddp")
-    if kind not in (OURS, TORCH, PADDLE, ALONE):
-        raise ValueError(f"contestant {text!r}: unknown kind {kind!r}; known: ours, torch, paddle, alone")
+    if kind not in (OURS, BEFORE, TORCH, PADDLE, ALONE):
+        raise ValueError(f"contestant {text!r}: unknown kind {kind!r}; known: ours, before, torch, paddle, alone")
     if kind == TORCH and not any(re.fullmatch(pattern, variant) for pattern in _TORCH_VARIANTS):
         raise ValueError(f"contestant {text!r}: PyTorch takes part as ddp, ddp_4mb, bf16, powersgd_1, post_local_sgd_8")
     if kind == PADDLE and variant != "data_parallel":
@@ -64,6 +65,12 @@ def with_baselines(chosen: Sequence[Contestant]) -> list[Contestant]:
     """The chosen in their order, without repetition, after the compute-only runs that they are compared with."""
     names = dict.fromkeys([*(each.baseline for each in chosen), *(each.name for each in chosen)])
     return [parse(name) for name in names]
+
+
+def beside_before(words: Sequence[str]) -> list[str]:
+    """Each of ours followed by the same profile in the other checkout."""
+    pairs = ((word, word.replace(f"{OURS}:", f"{BEFORE}:", 1)) for word in words)
+    return [name for word, twin in pairs for name in dict.fromkeys((word, twin))]
 
 
 def number_in(variant: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.contestants import ALONE, OURS, PADDLE, TORCH, Contestant
+from tools.benchmarks.contestants import ALONE, BEFORE, OURS, PADDLE, TORCH, Contestant
 from tools.benchmarks.link import INTERFACE
 from tools.benchmarks.loop import Assignment
 from tools.lab import Lab
@@ -32,11 +32,15 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job's ranks run. Every job of a lab gets ports of its own: the last one's may still be closing."""
+    """Where a job's ranks run. Every job of a lab gets ports of its own: the last one's may still be closing.
+
+    ``before``: another checkout of the project, whose package and workers the contestants of that name run.
+    """
 
     lab: Lab
     ranks_per_node: int
     port: int
+    before: Path = ROOT
 
     @property
     def addresses(self) -> list[str]:
@@ -67,8 +71,9 @@ def run_commands(name: str, commands: Sequence[Command], folder: Path, lab: Lab,
 
 def commands_of(contestant: Contestant, folder: Path, place: Place) -> list[Command]:
     """Command and added environment of every process to start, with the node's prefix in front."""
-    worker = str(ROOT / "tools" / "benchmarks" / f"worker_{contestant.framework}.py")
-    if contestant.kind == OURS:
+    checkout = place.before if contestant.kind == BEFORE else ROOT
+    worker = str(checkout / "tools" / "benchmarks" / f"worker_{contestant.framework}.py")
+    if contestant.kind in (OURS, BEFORE):
         return [_launcher(contestant, worker, folder, place, node) for node in range(len(place.lab.nodes))]
     ranks = [divmod(rank, place.ranks_per_node) for rank in range(place.world_size)]
     return [
@@ -91,7 +96,8 @@ def _launcher(contestant: Contestant, worker: str, folder: Path, place: Place, n
         "join_timeout": 120,
     }
     command = [sys.executable, "-m", "fleet_train", "launch", *(f"--{name}={value}" for name, value in flags.items())]
-    return [*place.lab.nodes[node].prefix, *command, worker, str(folder / "assignment.json")], {}
+    added = {"PYTHONPATH": str(place.before)} if contestant.kind == BEFORE else {}
+    return [*place.lab.nodes[node].prefix, *command, worker, str(folder / "assignment.json")], added
 
 
 def _from_anywhere(profile: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.benchmarks.contestants import ALONE, REFERENCE, parse
+from tools.benchmarks.contestants import ALONE, BEFORE, OURS, REFERENCE, parse
 from tools.benchmarks.figures import Summary, paired_difference, paired_ratio, wire_ms
 
 _HEADINGS = {
@@ -13,6 +13,7 @@ _HEADINGS = {
     "step": "step ms (p10 to p90)",
     "predicted_step": "predicted step ms",
     "ratio": f"step / {REFERENCE}",
+    "before": "step / before",
     "efficiency": "scaling efficiency",
     "exposed": "exposed ms",
     "exposed_over_wire": "exposed / wire time",
@@ -33,6 +34,7 @@ class Row:
 
     contestant: str
     ratio: float | None
+    over_before: float | None
     efficiency: float | None
     exposed_ms: float | None
     wire_ms: float | None
@@ -55,12 +57,14 @@ def row_of(
     is_alone = contestant.kind == ALONE
     baseline = None if is_alone else summaries.get(contestant.baseline)
     reference = None if is_alone else summaries.get(REFERENCE)
+    before = summaries.get(f"{BEFORE}:{contestant.variant}") if contestant.kind == OURS else None
     exposed = paired_difference(summary.round_step_ms, baseline.round_step_ms) if baseline else None
     synchronous = None if is_alone else next((each for each in summaries.values() if each.synchronous), None)
     on_wire = None if is_alone else wire_ms(summary.wire_bytes or summary.interface_bytes, rate)
     return Row(
         contestant=name,
         ratio=paired_ratio(summary.round_step_ms, reference.round_step_ms) if reference else None,
+        over_before=paired_ratio(summary.round_step_ms, before.round_step_ms) if before else None,
         efficiency=paired_ratio(baseline.round_step_ms, summary.round_step_ms) if baseline else None,
         exposed_ms=exposed,
         wire_ms=on_wire,
@@ -81,10 +85,12 @@ def _target_ratio(summary: Summary, reference: Summary | None) -> float | None:
 
 def table(summaries: Mapping[str, Summary], rate: str, predictions: Mapping[str, float] | None = None) -> str:
     """The markdown table, in the order of ``summaries``."""
-    lines = ["| " + " | ".join(_HEADINGS.values()) + " |", "|" + " --- |" * len(_HEADINGS)]
+    has_before = any(parse(name).kind == BEFORE for name in summaries)
+    headings = {key: text for key, text in _HEADINGS.items() if has_before or key != "before"}
+    lines = ["| " + " | ".join(headings.values()) + " |", "|" + " --- |" * len(headings)]
     for name, summary in summaries.items():
         cells = _cells(summary, row_of(name, summaries, rate, predictions))
-        lines.append("| " + " | ".join(cells[key] for key in _HEADINGS) + " |")
+        lines.append("| " + " | ".join(cells[key] for key in headings) + " |")
     return "\n".join(lines)
 
 
@@ -95,6 +101,7 @@ def _cells(summary: Summary, row: Row) -> dict[str, str]:
         "step": f"{summary.step_ms:.1f} ({summary.step_ms_p10:.1f} to {summary.step_ms_p90:.1f})",
         "predicted_step": _number(row.predicted_step_ms, 1),
         "ratio": _number(row.ratio, 2),
+        "before": _number(row.over_before, 2),
         "efficiency": _number(row.efficiency, 2),
         "exposed": _number(row.exposed_ms, 1),
         "exposed_over_wire": _number(row.exposed_over_wire, 2),
