@@ -1,0 +1,41 @@
+"""What the watchdog rests on: while Paddle's executor runs a program, Python's other threads go on."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import paddle
+
+
+def test_other_threads_run_while_the_executor_does() -> None:
+    paddle.enable_static()
+    ticks = 0
+    is_over = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(0.001):
+            ticks += 1
+
+    main = paddle.static.Program()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        values = paddle.static.data("x", [1500, 1500], "float32")
+        result = values
+        for _ in range(8):
+            result = paddle.matmul(result, values) * 1e-3
+        total = result.sum()
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    feed = {"x": np.ones((1500, 1500), np.float32)}
+    exe.run(main, feed=feed, fetch_list=[total])  # compiled
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        exe.run(main, feed=feed, fetch_list=[total])
+        during = ticks - before
+    finally:
+        is_over.set()
+        thread.join()
+    # A thread that held the lock for as long as the program runs would leave one tick at most.
+    assert during > 10
