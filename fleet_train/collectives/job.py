@@ -170,12 +170,9 @@ class Job:
     def _is_hopeless(self) -> bool:
         """Whether a collective that has not ended for seconds never will: a rank is gone, or another's watchdog has
         given up. Asked by the watchdog, on its thread and over its own connection."""
-        try:
-            client = self._watchdogs_store()
-            is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
-            return is_over or any(how != "left" for how in client.gone().values())
-        except FleetTrainError:
-            return True
+        client = self._watchdogs_store()
+        is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
+        return is_over or any(how != "left" for how in client.gone().values())
 
     def _end_stuck(self, place: Place, seconds: float) -> None:
         """A collective does not end and the computing thread may stand in it for ever: say who is missing, and end."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleet_train.collectives.engines.engine import Place
+from fleet_train.errors import FleetTrainError
 
 POLL_SECONDS = 0.1
 # A collective that has waited this long is worth a question to the store. Less than half of an autopsy: a rank whose
@@ -76,10 +77,17 @@ class Watchdog:
                 continue
             is_over = silence >= oldest.timeout_seconds
             if not is_over and silence >= ASK_SECONDS and time.monotonic() - asked >= ASK_SECONDS:
-                asked, is_over = time.monotonic(), self._is_hopeless()
+                asked, is_over = time.monotonic(), self._ask()
             if is_over:
                 self._on_stuck(oldest, silence)
                 return
+
+    def _ask(self) -> bool:
+        """A store that does not answer is gone, and so is whoever hosts it."""
+        try:
+            return self._is_hopeless()
+        except FleetTrainError:
+            return True
 
     def _look(self) -> tuple[Place | None, float]:
         """The place of the oldest task that has not ended, and for how many seconds none has."""
