@@ -1,0 +1,317 @@
+"""The stream engine on collectives that are written down: what it begins and waits for, when, and in which order."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import paddle
+import pytest
+
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.engines.stream import InFlight, StreamEngine
+from fleet_train.errors import ScheduleMismatch, WorkerFailed
+from tests.unit.collectives.recorded import (
+    PLACE,
+    Blamed,
+    Group,
+    Recorder,
+    collective,
+    one,
+    stages,
+    stream_engine,
+)
+
+Make = Callable[[Recorder], StreamEngine]
+ALL = Group(0)
+
+
+@pytest.fixture
+def blamed() -> Blamed:
+    return Blamed()
+
+
+@pytest.fixture
+def engine_of(blamed: Blamed) -> Iterator[Make]:
+    """An engine that is stopped when the test is over."""
+    made: list[StreamEngine] = []
+
+    def make(recorder: Recorder) -> StreamEngine:
+        made.append(stream_engine(recorder, blamed))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+def test_collectives_begin_in_the_order_of_the_calls_and_are_waited_for_at_the_result(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    first = engine.start(stages(one("a", ALL), result="A"), PLACE)
+    second = engine.start(stages(Stage((collective("b", ALL), collective("c", ALL))), result="B"), PLACE)
+    assert recorder.events == ["begin a", "begin b", "begin c"]
+    assert (first.result(), recorder.events[3:]) == ("A", ["wait a"])
+    assert (second.result(), recorder.events[4:]) == ("B", ["wait b", "wait c"])
+
+
+def test_results_may_be_asked_for_in_any_order_and_twice(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    first, second = (engine.start(stages(one(name, ALL), result=name), PLACE) for name in "ab")
+    assert [running.result() for running in (second, first, second, first)] == ["b", "a", "b", "a"]
+    assert recorder.events == ["begin a", "begin b", "wait b", "wait a"]
+
+
+def test_stage_with_more_behind_it_ends_at_the_next_step_on_and_the_last_one_does_not(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    running = engine.start(stages(one("left", ALL, more=True), one("right", ALL)), PLACE)
+    assert recorder.events == ["begin left"]
+    engine.step_on()
+    assert recorder.events == ["begin left", "wait left", "begin right"]
+    engine.step_on()
+    assert recorder.events[3:] == []
+    running.result()
+    assert recorder.events[3:] == ["wait right"]
+
+
+def test_result_lets_the_others_go_on_to_their_next_stage_where_it_has_more_itself(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    first = engine.start(stages(one("a1", ALL, more=True), one("a2", ALL)), PLACE)
+    second = engine.start(stages(one("b1", ALL, more=True), one("b2", ALL)), PLACE)
+    first.result()
+    assert recorder.begun == ["a1", "b1", "a2", "b2"]
+    assert "wait b2" not in recorder.events
+    second.result()
+    assert recorder.events[-1] == "wait b2"
+
+
+def test_stages_without_collectives_are_passed_at_once_unless_others_may_have_some(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    at_once = engine.start(stages(HAND_OVER, Stage(), result="done"), PLACE)
+    assert at_once.progress.is_done
+    placed = engine.start(stages(HAND_OVER, Stage(more=True), one("last", ALL), result="later"), PLACE)
+    assert recorder.events == []
+    engine.step_on()
+    assert recorder.events == ["begin last"]
+    assert (at_once.result(), placed.result()) == ("done", "later")
+
+
+def test_stages_without_any_collective_give_their_result(engine_of: Make) -> None:
+    assert engine_of(Recorder()).start(stages(result=3), PLACE).result() == 3
+
+
+def test_rank_outside_a_group_goes_through_the_same_stages(engine_of: Make) -> None:
+    recorder = Recorder(rank=2)
+    running = engine_of(recorder).start(stages(one("theirs", ALL), result=1), PLACE)
+    assert (running.result(), recorder.events) == (1, [])
+
+
+def test_what_runs_here_is_over_when_the_call_returns(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    assert engine.run_here(stages(one("a", ALL, more=True), one("b", ALL), result="sum"), PLACE) == "sum"
+    assert recorder.events == ["begin a", "wait a", "begin b", "wait b"]
+
+
+def test_first_part_of_stages_runs_in_the_call_that_starts_them(engine_of: Make) -> None:
+    seen = []
+
+    def method() -> Stages[None]:
+        seen.append(threading.current_thread())
+        yield HAND_OVER
+        seen.append(threading.current_thread())
+        yield one("a", ALL)
+
+    engine_of(Recorder()).start(method(), PLACE)
+    assert seen == [threading.current_thread()] * 2
+
+
+def test_nothing_is_computed_or_begun_before_the_gate_is_passed(engine_of: Make) -> None:
+    recorder, gate = Recorder(), Future[None]()
+    engine = engine_of(recorder)
+    computed, started = [], []
+
+    def method() -> Stages[None]:
+        computed.append(True)
+        yield one("a", ALL)
+
+    thread = threading.Thread(target=lambda: started.append(engine.start(method(), PLACE, gate=gate)))
+    thread.start()
+    thread.join(timeout=0.3)
+    assert (thread.is_alive(), computed, recorder.events, started) == (True, [], [], [])
+    gate.set_result(None)
+    thread.join(timeout=60)
+    assert (computed, recorder.events, len(started)) == ([True], ["begin a"], 1)
+
+
+def test_gate_that_fails_is_raised_as_it_is_and_nothing_is_begun(engine_of: Make, blamed: Blamed) -> None:
+    recorder, gate = Recorder(), Future[None]()
+    gate.set_exception(ScheduleMismatch("another step"))
+    with pytest.raises(ScheduleMismatch, match="another step"):
+        engine_of(recorder).start(stages(one("a", ALL)), PLACE, gate=gate)
+    assert (recorder.events, blamed.places) == ([], [])
+
+
+def test_collective_that_cannot_be_begun_is_blamed_once_with_its_place(engine_of: Make, blamed: Blamed) -> None:
+    with pytest.raises(WorkerFailed, match="bucket 0: a cannot be begun") as raised:
+        engine_of(Recorder(refused="a")).start(stages(one("a", ALL)), PLACE)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert blamed.places == [PLACE]
+
+
+def test_others_stage_that_fails_under_a_result_is_blamed_on_the_others(engine_of: Make, blamed: Blamed) -> None:
+    engine = engine_of(Recorder(broken="theirs"))
+    others = Place("step 1", "step 1, bucket 7")
+    engine.start(stages(one("theirs", ALL, more=True), one("never", ALL)), others)
+    asked = engine.start(stages(one("ours", ALL, more=True), one("last", ALL)), PLACE)
+    with pytest.raises(WorkerFailed, match="bucket 7: theirs was lost"):
+        asked.result()
+    assert blamed.places == [others]
+
+
+def test_what_a_method_itself_raises_behind_a_stage_is_not_blamed_on_peers_if_it_has_a_name(
+    engine_of: Make, blamed: Blamed
+) -> None:
+    def method() -> Stages[None]:
+        yield one("a", ALL)
+        raise ScheduleMismatch("ours")
+
+    running = engine_of(Recorder()).start(method(), PLACE)
+    with pytest.raises(ScheduleMismatch, match="ours"):
+        running.result()
+    assert blamed.places == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waits"), [((0, 1, 2), True), ((0, 2), False), ((2, 3), False)], ids=["two", "one", "none"]
+)
+def test_groups_that_share_two_ranks_are_never_in_flight_together(
+    engine_of: Make, ranks: tuple[int, ...], waits: bool
+) -> None:
+    recorder = Recorder(rank=ranks[0])
+    engine = engine_of(recorder)
+    own = Group(5, (0, 1) if 0 in ranks else (2, 4))
+    engine.start(stages(one("first", own)), PLACE)
+    engine.start(stages(one("second", Group(6, ranks))), PLACE)
+    assert recorder.events == ["begin first", *(["wait first"] if waits else []), "begin second"]
+
+
+def test_collectives_of_one_group_are_in_flight_together(engine_of: Make) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    for name in "abc":
+        engine.start(stages(one(name, ALL)), PLACE)
+    assert recorder.events == ["begin a", "begin b", "begin c"]
+
+
+def test_other_stages_of_the_same_start_keep_apart_too(engine_of: Make) -> None:
+    recorder = Recorder()
+    both = Stage((collective("a", ALL), collective("b", Group(1, (0, 1)))))
+    engine_of(recorder).start(stages(both), PLACE)
+    assert recorder.events == ["begin a", "wait a", "begin b"]
+
+
+def test_calls_from_a_script_in_static_mode_are_eager(engine_of: Make) -> None:
+    modes = []
+
+    def begin(_: Collective) -> None:
+        modes.append(paddle.in_dynamic_mode())
+
+    def method() -> Stages[None]:
+        modes.append(paddle.in_dynamic_mode())
+        yield one("a", ALL, more=True)
+        modes.append(paddle.in_dynamic_mode())
+        yield one("b", ALL)
+
+    engine = engine_of(Recorder())
+    engine._begin = begin
+    paddle.enable_static()
+    try:
+        engine.start(method(), PLACE).result()
+        assert not paddle.in_dynamic_mode()
+    finally:
+        paddle.disable_static()
+    assert modes == [True] * 4
+
+
+def test_what_runs_beside_is_on_one_other_thread_in_order(engine_of: Make) -> None:
+    engine = engine_of(Recorder())
+    released = threading.Event()
+    first = engine.beside(lambda: (released.wait(60), threading.current_thread())[1])
+    second = engine.beside(threading.current_thread)
+    assert not second.done()
+    released.set()
+    assert first.result(60) is second.result(60) is not threading.current_thread()
+
+
+# Two teams and their leaders, a group over everybody, and one over another pair: what hierarchies and odd groups give.
+GROUPS = [Group(0, (0, 1, 2, 3)), Group(1, (0, 1)), Group(2, (2, 3)), Group(3, (0, 2)), Group(4, (1, 2, 3))]
+
+
+class Rank:
+    """Plays one script of starts, steps and results on one rank, and checks what is in flight at every begin."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.recorder = Recorder(rank)
+        self._random = random.Random(seed)
+        self._engine = stream_engine(self._begin)
+        self._running: list[InFlight[int]] = []
+        self._rank = rank
+
+    def play(self, length: int) -> None:
+        for number in range(length):
+            action = self._random.choice(["start", "start", "step on", "result"])
+            if action == "start":
+                self._running.append(self._engine.start(self._stages(number), PLACE))
+            elif action == "step on":
+                self._engine.step_on()
+            elif self._running:
+                chosen = self._running.pop(self._random.randrange(len(self._running)))
+                chosen.result()
+        assert [running.result() for running in self._running] == [running.progress.value for running in self._running]
+        assert not self.recorder.in_flight()
+        self._engine.stop()
+
+    def _begin(self, collective: Collective) -> object:
+        beside = [other.group for other in self.recorder.in_flight() if other.group.id != collective.group.id]
+        assert all(len({*group.ranks} & {*collective.group.ranks}) < 2 for group in beside)
+        return self.recorder(collective)
+
+    def _stages(self, number: int) -> Stages[int]:
+        """The same on every rank, but for groups that it is not in; drawn before, as ranks draw at other moments."""
+        drawn = [
+            [self._random.choice(GROUPS) for _ in range(self._random.randrange(3))]
+            for _ in range(self._random.randrange(1, 4))
+        ]
+
+        def method() -> Stages[int]:
+            for place, groups in enumerate(drawn):
+                named = [collective(f"{number}.{place}.{i} of {group.id}", group) for i, group in enumerate(groups)]
+                mine = tuple(each for each in named if self._rank in each.group.ranks)
+                yield Stage(mine, more=place < len(drawn) - 1)
+            return number
+
+        return method()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_two_ranks_begin_what_they_share_in_the_same_order(seed: int) -> None:
+    """Whatever methods, hierarchies and empty stages there are: a rank that chose another order would stand still."""
+    ranks = [Rank(rank, seed) for rank in range(4)]
+    for rank in ranks:
+        rank.play(40)
+    shared = 0
+    for one_rank in ranks:
+        for other in ranks:
+            theirs = set(other.recorder.begun)
+            both = [name for name in one_rank.recorder.begun if name in theirs]
+            assert both == [name for name in other.recorder.begun if name in set(one_rank.recorder.begun)]
+            shared += len(both)
+    assert shared > 50

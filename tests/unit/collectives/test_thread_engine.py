@@ -1,0 +1,144 @@
+"""The thread engine on collectives that only take time: what runs on which thread, in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import paddle
+import pytest
+
+from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.engines.thread import ThreadEngine
+from fleet_train.errors import ScheduleMismatch, WorkerFailed
+from tests.unit.collectives.recorded import PLACE, Blamed, Group, stages
+
+SECONDS = 60
+GROUP = Group(0)
+
+
+class Blocking(Collective):
+    """A collective that calls its ``tensor`` and blocks for as long as that takes."""
+
+    def begin(self, sync_op: bool) -> None:
+        assert sync_op, "the thread engine's calls block"
+        self.tensor()
+
+
+def calling(action: Callable[[], object], more: bool = False) -> Stage:
+    return Stage((Blocking("all_reduce", GROUP, action),), more)
+
+
+@pytest.fixture
+def blamed() -> Blamed:
+    return Blamed()
+
+
+@pytest.fixture
+def engine(blamed: Blamed) -> Iterator[ThreadEngine]:
+    made = ThreadEngine(paddle.CPUPlace(), blamed)
+    yield made
+    made.stop()
+
+
+def test_one_communicator_keeps_the_order_of_the_calls(engine: ThreadEngine) -> None:
+    released, order = threading.Event(), list[str]()
+
+    def first() -> None:
+        released.wait(SECONDS)
+        order.append("first")
+
+    running = [engine.start(stages(calling(first), result=1), PLACE)]
+    running.append(engine.start(stages(calling(lambda: order.append("second")), result=2), PLACE))
+    assert order == []
+    released.set()
+    assert [one.result(SECONDS) for one in running] == [1, 2]
+    assert order == ["first", "second"]
+
+
+def test_another_communicator_goes_on_meanwhile(engine: ThreadEngine) -> None:
+    released = threading.Event()
+    held = engine.start(stages(calling(lambda: released.wait(SECONDS))), PLACE, communicator=0)
+    assert engine.start(stages(calling(lambda: None), result=2), PLACE, communicator=2).result(SECONDS) == 2
+    assert not held.done()
+    released.set()
+    held.result(SECONDS)
+
+
+def test_all_stages_of_a_start_are_carried_out_before_the_next_one_of_its_communicator(engine: ThreadEngine) -> None:
+    order = list[str]()
+    two = stages(calling(lambda: order.append("a1"), more=True), Stage(more=True), calling(lambda: order.append("a2")))
+    running = [engine.start(two, PLACE), engine.start(stages(calling(lambda: order.append("b"))), PLACE)]
+    for one in running:
+        one.result(SECONDS)
+    assert order == ["a1", "a2", "b"]
+    engine.step_on()
+    assert order == ["a1", "a2", "b"]
+
+
+def test_first_part_runs_where_it_is_started_and_the_rest_on_the_thread(engine: ThreadEngine) -> None:
+    threads = list[threading.Thread]()
+
+    def method() -> Stages[bool]:
+        threads.append(threading.current_thread())
+        yield HAND_OVER
+        threads.append(threading.current_thread())
+        yield calling(lambda: threads.append(threading.current_thread()))
+        return paddle.in_dynamic_mode()
+
+    assert engine.start(method(), PLACE).result(SECONDS)
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [True, False, False]
+    assert threads[1] is threads[2]
+
+
+def test_start_returns_before_the_gate_is_passed_and_the_first_collective_waits_for_it(engine: ThreadEngine) -> None:
+    gate, begun = Future[None](), threading.Event()
+    running = engine.start(stages(calling(begun.set), result="done"), PLACE, gate=gate)
+    assert not begun.wait(0.3)
+    gate.set_result(None)
+    assert running.result(SECONDS) == "done"
+    assert begun.is_set()
+
+
+def test_gate_that_fails_is_raised_by_the_result_and_nothing_is_begun(engine: ThreadEngine, blamed: Blamed) -> None:
+    gate, begun = Future[None](), list[int]()
+    gate.set_exception(ScheduleMismatch("another step"))
+    running = engine.start(stages(calling(lambda: begun.append(1))), PLACE, gate=gate)
+    with pytest.raises(ScheduleMismatch, match="another step"):
+        running.result(SECONDS)
+    assert (begun, blamed.places) == ([], [])
+
+
+def lose() -> None:
+    raise RuntimeError("connection reset")
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["on a thread", "here"])
+def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
+    engine: ThreadEngine, blamed: Blamed, here: bool
+) -> None:
+    with pytest.raises(WorkerFailed, match="bucket 0: connection reset"):
+        if here:
+            engine.run_here(stages(calling(lose)), PLACE)
+        else:
+            engine.start(stages(calling(lose)), PLACE).result(SECONDS)
+    assert blamed.places == [PLACE]
+    assert engine.start(stages(calling(lambda: None), result=1), PLACE).result(SECONDS) == 1
+
+
+def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
+    threads = list[threading.Thread]()
+    assert engine.run_here(stages(calling(lambda: threads.append(threading.current_thread())), result=4), PLACE) == 4
+    assert threads == [threading.current_thread()]
+
+
+def test_what_runs_beside_stands_in_the_line_of_the_first_communicator(engine: ThreadEngine) -> None:
+    released = threading.Event()
+    gate = engine.beside(lambda: released.wait(SECONDS))
+    behind = engine.start(stages(calling(lambda: None), result=1), PLACE, communicator=0)
+    assert not behind.done()
+    released.set()
+    assert gate.result(SECONDS)
+    assert behind.result(SECONDS) == 1
