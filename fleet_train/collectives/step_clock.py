@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,12 +21,15 @@ class Times:
     sent_bytes: float = 0.0
 
 
+_Span = tuple[Moment, Moment]
+
+
 @dataclass
 class _Step:
     """Moments of one step that may not have passed yet on the device."""
 
     began: Moment
-    exposed: list[tuple[Moment, Moment]] = field(default_factory=list)
+    exposed: list[_Span] = field(default_factory=list)
     ended: Moment | None = None
 
 
@@ -44,6 +47,8 @@ class StepClock:
         self._untold = Times()
         self._step: _Step | None = None
         self._ended: deque[_Step] = deque()
+        self._left: list[_Span] = []
+        """What was exposed in a step that was read in its middle, and had not passed then."""
 
     def begin_step(self) -> None:
         """Only the first step needs it: every other begins where the one before has ended."""
@@ -80,10 +85,10 @@ class StepClock:
 
         So a script that reads before it goes on training keeps an evaluation or a save out of its steps' times.
         """
-        self._count()
         if self._step is not None:
-            self._unread.exposed_seconds += _passed_seconds(self._step)
+            self._left += self._step.exposed
             self._step = _Step(self._moment())
+        self._count()
         times, self._unread = self._unread, Times()
         return times
 
@@ -96,12 +101,15 @@ class StepClock:
     def _count(self) -> None:
         while self._ended and (last := self._ended[0].ended) is not None and last.has_passed():
             step = self._ended.popleft()
-            exposed = _passed_seconds(step)
+            exposed = _seconds(step.exposed)
             self._untold.busy_seconds += last.seconds_since(step.began) - exposed
             self._unread.exposed_seconds += exposed
             self._unread.steps += 1
             self._untold.steps += 1
+        passed = [span for span in self._left if span[1].has_passed()]
+        self._left = self._left[len(passed) :]
+        self._unread.exposed_seconds += _seconds(passed)
 
 
-def _passed_seconds(step: _Step) -> float:
-    return sum(until.seconds_since(since) for since, until in step.exposed if until.has_passed())
+def _seconds(spans: Iterable[_Span]) -> float:
+    return sum(until.seconds_since(since) for since, until in spans)
