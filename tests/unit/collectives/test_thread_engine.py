@@ -119,11 +119,14 @@ def lose() -> None:
 def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
     engine: ThreadEngine, blamed: Blamed, here: bool
 ) -> None:
-    with pytest.raises(WorkerFailed, match="bucket 0: connection reset"):
+    def carry_out() -> None:
         if here:
             engine.run_here(stages(calling(lose)), PLACE)
         else:
             engine.start(stages(calling(lose)), PLACE).result(SECONDS)
+
+    with pytest.raises(WorkerFailed, match="bucket 0: connection reset"):
+        carry_out()
     assert blamed.places == [PLACE]
     assert engine.start(stages(calling(lambda: None), result=1), PLACE).result(SECONDS) == 1
 
