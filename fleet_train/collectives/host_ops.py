@@ -70,7 +70,7 @@ def token() -> Any:
 
 
 _LINKS = ("arrive", "begin", "launch", "wait", "finish")
-_LINKS_OF_PASSES = ("meet", "gather", "total")
+_OTHER_LINKS = ("meet", "gather", "total", "broadcast")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
@@ -81,7 +81,7 @@ def is_link(operator: Any) -> bool:
 
 def passes_a_token(operator: Any) -> bool:
     """Whether an operator of a program talks to other ranks; its first operand and its first result are tokens."""
-    return _kind(operator) in (*_LINKS, *_LINKS_OF_PASSES)
+    return _kind(operator) in (*_LINKS, *_OTHER_LINKS)
 
 
 def _kind(operator: Any) -> str:

@@ -12,6 +12,7 @@ from fleet_train.collectives.host_ops import emit_broadcast, emit_meeting, token
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import share
 from fleet_train.convert.agreement import agree
+from fleet_train.convert.rewrite import chain_in_program_order
 
 _STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
@@ -43,6 +44,7 @@ def broadcast_start_state(job: Job, startup: Any) -> None:
     if stores:
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)
+        chain_in_program_order(startup.global_block().ops)  # with those of an earlier call: one order for all ranks
 
 
 def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
