@@ -1,80 +1,303 @@
 """Run as several ranks: strategies through the stream engine, whose collectives end late, and the thread engine.
 
-Both start from the same values; reported per case: digests of all that the program holds at the end, for each engine.
+Both start from the same values; reported per case: what differs of all that the program holds at the end, and of what
+the calls of the facade gave that a case makes between two steps.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
+from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
+from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.profile import Profile
+from fleet_train.train.finite import SkipNotFinite
 from tests.parallel import local_sgd, strategies
+from tests.parallel.local_sgd import BATCH_NORM, LOCAL, MLP, adam, momentum
 from tests.parallel.simulated import share
+from tests.parallel.strategies import LARGE, SPARSE, sgd, without_decay
 from tests.parity.compare import SAMPLES_PER_RANK, Trained
-from tests.parity.networks import Network, batches
+from tests.parity.networks import CLASSES, FEATURES, NETWORKS, Network, batches
 from tests.support.late import install_tripwire, late_engine
-from tests.support.worker import digest, report
+from tests.support.worker import report
 
 STEPS = 12
-CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
-    **strategies.CASES,
-    **{f"local SGD: {name}": (*case[:2], local_sgd.LOCAL | case[2]) for name, case in local_sgd.CASES.items()},
+Arrays = dict[str, np.ndarray]
+Between = Callable[[Trained, int], Arrays]
+Wrap = Callable[[Any, Profile], Any]
+
+
+def nothing(_: Trained, __: int) -> Arrays:
+    return {}
+
+
+def distributed(inner: Any, profile: Profile) -> Any:
+    return fleet.distributed_optimizer(inner, profile)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``between`` is called behind every step (from 1) and may return arrays to compare; ``wrap`` makes the optimizer;
+    in step ``overflow`` rank 1 is fed an infinity. ``loads``: how often other state is loaded."""
+
+    network: Network
+    make: Callable[[], Any]
+    settings: dict[str, Any]
+    between: Between = nothing
+    wrap: Wrap = distributed
+    overflow: int = 0
+    loads: int = 0
+
+
+def saved_after(step: int, loaded_after: int = 0) -> Between:
+    """Save behind one step, and perhaps take it back behind a later one."""
+
+    def between(trained: Trained, now: int) -> Arrays:
+        with paddle.static.scope_guard(trained.scope):
+            if now == step:
+                fleet.save_persistables(trained.exe, "saved", trained.main)
+            if now == loaded_after:
+                fleet.load_persistables(trained.exe, "saved", trained.main)
+        return trained.state() if now in (step, loaded_after) else {}
+
+    return between
+
+
+def synchronised_after(step: int) -> Between:
+    def between(trained: Trained, now: int) -> Arrays:
+        if now != step:
+            return {}
+        with paddle.static.scope_guard(trained.scope):
+            fleet.synchronize_parameters(trained.main)
+        return trained.state()
+
+    return between
+
+
+def reduced_after(*steps: int) -> Between:
+    """A script's own collectives: they have the communicator of the averaging that is under way."""
+
+    def between(trained: Trained, now: int) -> Arrays:
+        if now not in steps:
+            return {}
+        mine = np.full([3], now + 0.5 * fleet.worker_index(), "float32")
+        parameters = {f"mean of {n}": fleet.all_reduce(v, op="mean") for n, v in trained.parameters().items()}
+        return {"sum": fleet.all_reduce(mine), "largest": fleet.all_reduce(mine, op="max"), **parameters}
+
+    return between
+
+
+def skipping(inner: Any, profile: Profile) -> Any:
+    """Updates that are not finite are skipped, decided on what all ranks hold alike."""
+    optimizer = fleet.distributed_optimizer(inner, profile)
+    optimizer.around_update(SkipNotFinite().guard)
+    return optimizer
+
+
+class ScaledLoss:
+    """A dynamic loss scale, as mixed precision in float16 has it on GPUs; here in float32."""
+
+    def __init__(self, inner: Any, profile: Profile) -> None:
+        self._inner, self._profile = inner, profile
+        self._learning_rate = inner._learning_rate
+
+    def minimize(self, loss: Any, _: Any) -> None:
+        scaler = LossScaler(LossScaling(incr_every_n_steps=4, decr_every_n_nan_or_inf=1, decr_ratio=0.5))
+        inner = Scaled(self._inner, lambda pairs: scaler.apply(pairs, self._inner.apply_gradients))
+        optimizer = fleet.distributed_optimizer(inner, self._profile)
+        optimizer.apply_gradients(optimizer.backward(scaler.scaled(loss)))
+
+
+class Scaled:
+    """A Paddle optimizer whose update is made by ``apply``."""
+
+    def __init__(self, inner: Any, apply: Callable[[Any], Any]) -> None:
+        self._inner, self.apply_gradients = inner, apply
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class TwoOptimizers:
+    """One optimizer for the first half of the parameters and one for the rest, with losses of their own."""
+
+    def __init__(self, inner: Any, profile: Profile) -> None:
+        self._profile = profile
+        self._learning_rate = inner._learning_rate
+
+    def minimize(self, loss: Any, startup: Any) -> None:
+        parameters = paddle.static.default_main_program().global_block().all_parameters()
+        half = len(parameters) // 2
+        for part, rate, target in ((parameters[:half], 0.1, loss), (parameters[half:], 0.01, loss * loss)):
+            inner = paddle.optimizer.Adam(rate, epsilon=1e-3, parameters=part)
+            fleet.distributed_optimizer(inner, self._profile).minimize(target, startup)
+
+
+def odd_shapes(features: Any) -> Any:
+    """Buffers that no number of ranks divides, one of them a single element, and a gradient without any axis."""
+    hidden = paddle.tanh(nn.Linear(FEATURES, 7, bias_attr=False)(features))
+    hidden = hidden * paddle.static.create_parameter([], "float32", name="gain")
+    hidden = paddle.tanh(nn.Linear(7, 13)(hidden)) + paddle.static.create_parameter([1], "float32", name="shift")
+    return nn.Linear(13, CLASSES)(hidden)
+
+
+def two_norms(features: Any) -> Any:
+    """Two branches that talk: the data alone does not say which of them talks first."""
+    left, right = (nn.BatchNorm1D(9)(nn.Linear(FEATURES, 9, bias_attr=False)(features)) for _ in range(2))
+    return nn.Linear(9, CLASSES)(paddle.tanh(left) + paddle.tanh(right))
+
+
+ODD, NORMS = Network("odd_shapes", odd_shapes), Network("two_norms", two_norms)
+# Warm-up 3, period 4: an averaging begins behind step 7 and is taken in behind step 10.
+OVERLAP = LOCAL | {"local_sgd_overlap_steps": 3}
+DILOCO = {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9}
+BUCKETS: dict[str, Any] = {"fuse_parameter_groups_size": 2, "last_comm_group_size_MB": 0.0001}
+NORM = {"sync_batch_norm": True}
+THREADS = {"num_threads": 4}
+
+CASES: dict[str, Case] = {
+    **{name: Case(*case) for name, case in strategies.CASES.items()},
+    **{f"local SGD, {name}": Case(*case[:2], LOCAL | case[2]) for name, case in local_sgd.CASES.items()},
+    **{f"network {network.name}": Case(network, momentum, BUCKETS) for network in NETWORKS},
+    "odd shapes": Case(ODD, adam, {"fuse_all_reduce_ops": False}),
+    "odd shapes, merge, bf16": Case(ODD, momentum, BUCKETS | {"accumulate_steps": 2, "compression": "bf16"}),
+    "odd shapes, powersgd": Case(ODD, sgd, BUCKETS | {"compression": "powersgd", "powersgd_min_compression": 1.0}),
+    "small buckets by size": Case(LARGE, momentum, {"fuse_grad_size_in_MB": 0.01}),
+    "executor's threads": Case(LARGE, momentum, THREADS | {"fuse_all_reduce_ops": False}),
+    "two optimizers": Case(MLP, adam, {}, wrap=TwoOptimizers),
+    "two optimizers, executor's threads": Case(LARGE, adam, THREADS | BUCKETS, wrap=TwoOptimizers),
+    "loss scale": Case(MLP, momentum, BUCKETS, wrap=ScaledLoss, overflow=5),
+    "loss scale, powersgd": Case(LARGE, sgd, {"compression": "powersgd"}, wrap=ScaledLoss, overflow=5),
+    "amp O1, overflow": Case(MLP, momentum, {"amp_level": "O1"}, wrap=skipping, overflow=5),
+    "overflow": Case(MLP, adam, BUCKETS, wrap=skipping, overflow=5),
+    "overflow, merge": Case(MLP, adam, {"accumulate_steps": 3}, wrap=skipping, overflow=5),
+    "overflow, powersgd": Case(
+        LARGE, sgd, {"compression": "powersgd", "powersgd_rank": 2, **BUCKETS}, wrap=skipping, overflow=5
+    ),
+    "overflow, dgc": Case(
+        SPARSE, without_decay, {"compression": "dgc", "dgc_sparsity": 0.9}, wrap=skipping, overflow=5
+    ),
+    "overflow, dgc before it selects": Case(
+        SPARSE, without_decay, {"compression": "dgc", "dgc_rampup_begin_step": 8}, wrap=skipping, overflow=5
+    ),
+    "overflow, dgc of small gradients": Case(
+        MLP, without_decay, {"compression": "dgc", "dgc_min_elements": 200}, wrap=skipping, overflow=5
+    ),
+    "powersgd, cold and forgetful": Case(
+        LARGE, sgd, {"compression": "powersgd", "powersgd_warm_start": False, "powersgd_error_feedback": False}
+    ),
+    "powersgd, merge": Case(LARGE, sgd, {"compression": "powersgd", "accumulate_steps": 2}),
+    "powersgd, loaded": Case(LARGE, sgd, {"compression": "powersgd"}, saved_after(4, 7), loads=1),
+    "dgc, clipped, unmasked": Case(
+        SPARSE, sgd, {"compression": "dgc", "dgc_local_grad_clip_norm": 0.5, "dgc_momentum_factor_masking": False}
+    ),
+    "dgc, small buckets, loaded": Case(
+        SPARSE, without_decay, {"compression": "dgc", "dgc_min_elements": 100, **BUCKETS}, saved_after(4, 7), loads=1
+    ),
+    "sync batch norm, two branches": Case(NORMS, momentum, NORM | THREADS | {"fuse_all_reduce_ops": False}),
+    "sync batch norm, all passes": Case(
+        NORMS, momentum, NORM | {"accumulate_steps": 2, "recompute_segments": 2, "amp_level": "O1"}
+    ),
+    "sync batch norm, powersgd": Case(NORMS, sgd, NORM | {"compression": "powersgd"}),
+    "sync batch norm, saved": Case(NORMS, adam, NORM | {"divergence_check_steps": 1}, saved_after(5)),
+    "merge, loaded in the middle of an update": Case(
+        MLP, adam, {"accumulate_steps": 3}, saved_after(4, loaded_after=6), loads=1
+    ),
+    "merge, synchronised and reduced": Case(MLP, adam, {"accumulate_steps": 3}, reduced_after(2, 3, 5)),
+    "checked in every step": Case(ODD, adam, {"divergence_check_steps": 1} | BUCKETS),
+    "checked in every step, merge": Case(MLP, adam, {"divergence_check_steps": 1, "accumulate_steps": 3}),
+    "checked from the start, local SGD": Case(
+        MLP, adam, LOCAL | {"local_sgd_is_warm_steps": 0, "divergence_check_steps": 1}
+    ),
+    "checked in every step, overlap, diloco": Case(MLP, adam, OVERLAP | DILOCO | {"divergence_check_steps": 1}),
+    "checked in every step, powersgd": Case(LARGE, sgd, {"compression": "powersgd", "divergence_check_steps": 1}),
+    "overlap, synchronised in the middle": Case(MLP, momentum, OVERLAP, synchronised_after(8)),
+    "overlap, saved in the middle": Case(BATCH_NORM, adam, OVERLAP, saved_after(8)),
+    "overlap, loaded in the middle": Case(MLP, adam, OVERLAP | DILOCO, saved_after(5, loaded_after=9), loads=1),
+    "overlap, reduced beside it": Case(MLP, momentum, OVERLAP, reduced_after(7, 8, 9)),
+    "overlap, bfloat16 differences": Case(BATCH_NORM, adam, OVERLAP | {"local_sgd_dtype": "bfloat16"}),
+    "local SGD, bf16 warm-up": Case(MLP, momentum, LOCAL | {"compression": "bf16"}),
+    "local SGD, adaptive, saved": Case(
+        MLP, local_sgd.decaying, LOCAL | {"local_sgd_schedule": "adaptive"}, saved_after(7, loaded_after=8), loads=1
+    ),
+    "hierarchical, sync batch norm": Case(NORMS, momentum, NORM | {"use_hierarchical_allreduce": True} | BUCKETS),
+    "hierarchical, overlap, reduced beside it": Case(
+        MLP, adam, OVERLAP | {"use_hierarchical_allreduce": True}, reduced_after(8)
+    ),
+    "hierarchical, two optimizers": Case(
+        LARGE, adam, {"use_hierarchical_allreduce": True} | BUCKETS, wrap=TwoOptimizers
+    ),
+    "hierarchical, overflow, powersgd": Case(
+        LARGE,
+        sgd,
+        {"use_hierarchical_allreduce": True, "compression": "powersgd", "sync_nccl_allreduce": True} | BUCKETS,
+        wrap=skipping,
+        overflow=5,
+    ),
+    "hierarchical, one team": Case(
+        MLP, momentum, {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 4} | BUCKETS
+    ),
 }
 
 
-def train(
-    network: Network, make: Any, settings: dict[str, Any], seed: int, start: dict[str, np.ndarray] | None, device: Any
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(start, end): everything that the program holds."""
-    rank, profile = fleet.worker_index(), Profile(**settings)
+def train(case: Case, seed: int, start: Arrays | None, device: Any) -> tuple[Arrays, Arrays]:
+    """(start, end): everything that the program holds, and at the end what was found between the steps."""
+    rank, profile = fleet.worker_index(), Profile(**case.settings)
     paddle.seed(seed * 10 + rank)
-    trained = Trained(network, lambda inner: fleet.distributed_optimizer(inner, profile), make)
+    trained = Trained(case.network, lambda inner: case.wrap(inner, profile), case.make)
     if start is not None:
         trained.start_from(start)
-    start = trained.state()
-    for features, labels in batches(STEPS, SAMPLES_PER_RANK * fleet.worker_num(), seed):
-        trained.step(features[share(rank)], labels[share(rank)])
+    start, found = trained.state(), Arrays()
+    for step, (features, labels) in enumerate(batches(STEPS, SAMPLES_PER_RANK * fleet.worker_num(), seed), 1):
+        mine = features[share(rank)]
+        if step == case.overflow and rank == 1:
+            mine[0, 0] = np.inf
+        trained.step(mine, labels[share(rank)])
         if device is not None:
             device.step += 1
-    return start, trained.state()
+        found |= {f"{name} after step {step}": value for name, value in case.between(trained, step).items()}
+    return start, trained.state() | found
 
 
-def compare(network: Network, make: Any, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+def compare(case: Case, seed: int) -> dict[str, Any]:
     job = _current().job
-    start, threads = train(network, make, settings, seed, None, None)
+    start, threads = train(case, seed, None, None)
     usual = job.engine
     job.engine, backend, device = late_engine(job, seed * 100 + job.cluster.rank)
     try:
-        _, streams = train(network, make, settings, seed, start, device)
+        _, streams = train(case, seed, start, device)
     finally:
         job.engine.stop()
         backend.stop()
         job.engine = usual
-    differing = [name for name in threads if not np.array_equal(threads[name], streams[name], equal_nan=True)]
+    same = [name for name in threads if np.array_equal(threads[name], streams.get(name), equal_nan=True)]
     return {
-        "differing": differing,
-        "names": sorted(threads) == sorted(streams),
-        "parameters": digest({name: value for name, value in streams.items() if "w_0" in name or "b_0" in name}),
+        "differing": sorted(threads.keys() - same) + sorted(streams.keys() - threads.keys()),
+        "moved": any(not np.array_equal(value, threads[name]) for name, value in start.items()),
+        "finite": all(bool(np.isfinite(value).all()) for value in streams.values()),
         "begun": backend.begun,
         "early": device.early_reads,
     }
 
 
 def main() -> None:
+    """Compare the cases that the first argument names, as JSON."""
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     install_tripwire()
     results = {}
-    for number, name in json.loads(sys.argv[1]):
+    for name in json.loads(sys.argv[1]):
         print(f"case {name}", flush=True)  # in the log of a rank that fails
-        results[name] = compare(*CASES[name], seed=number)
+        results[name] = compare(CASES[name], seed=list(CASES).index(name))
     report(fleet.worker_index(), cases=results)
 
 

@@ -81,6 +81,8 @@ class LateBackend:
         copied = replace(collective, tensor=collective.tensor.clone())
         if collective.kind == "all_gather":
             copied = replace(copied, output=paddle.zeros_like(collective.output))
+        elif collective.kind == "gather":
+            copied = replace(copied, output=[])
         pause, never = self._random.random() * self._most_seconds, collective.kind == self.never
 
         def run() -> Sequence[Any]:
@@ -92,17 +94,27 @@ class LateBackend:
                 traceback.print_exc()
                 _never_end()
             if collective.kind == "gather":
-                collective.output.extend(copied.output)
-                return []
+                return list(copied.output)
             return [copied.output if collective.kind == "all_gather" else copied.tensor]
 
         if group.id not in self._streams:
             self._streams[group.id] = WorkerThread(f"late group {group.id}", self._place)
-        gathers = collective.kind in ("all_gather", "gather")
-        written = {"all_gather": [collective.output], "gather": []}.get(collective.kind, [collective.tensor])
+        written, read = _buffers(collective)
         for tensor in written:
             _poison(tensor)
-        return LateTask(written, [collective.tensor] if gathers else [], self._streams[group.id].submit(run))
+        return LateTask(written, read, self._streams[group.id].submit(run))
+
+
+def _buffers(collective: Collective) -> tuple[list[Any], list[Any]]:
+    """What a collective writes, and what it only reads."""
+    group, tensor = collective.group, collective.tensor
+    if collective.kind == "all_gather":
+        return [collective.output], [tensor]
+    if collective.kind == "gather":
+        if group.ranks[group.rank] == collective.root:  # Paddle fills an empty list at once, and its tensors later
+            collective.output.extend(paddle.empty_like(tensor) for _ in group.ranks)
+        return list(collective.output), [tensor]
+    return [tensor], list(collective.parts or ())
 
 
 def _never_end() -> None:
