@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ports import free_ports
-from tests.support.processes import RESULTS_VARIABLE, Ended, Job, clean_environ, python, write_script
+from tests.support.processes import RESULTS_VARIABLE, ROOT, Ended, Job, clean_environ, python, write_script
 from tests.support.results import read_results
+
+_UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,26 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     patience_after_failure_seconds: float | None = 20.0,
     check: bool = True,
+    late_streams: bool = False,
 ) -> RanksResult:
     """Run ``script`` (text or path) as ``world_size`` processes and wait for all of them.
 
     ``folder`` (a test's tmp_path) is the working directory and receives logs and reports. world_size 1 with
     ``nodes=0`` starts one process with no launcher's environment at all. With ``check``, an exit code other than 0
-    fails the test with everybody's output. Starting Paddle costs a second or two per rank: let one script run many
-    cases.
+    fails the test with everybody's output. ``late_streams``: the ranks' collectives are enqueued and end late, as on
+    GPUs, and whatever reads a value in a step raises (``tests.support.late``). Starting Paddle costs a second or two
+    per rank: let one script run many cases.
     """
     sizes = node_sizes(world_size, nodes) if nodes != 0 else []
     environs = stock_environs(sizes) if sizes else [{}]
     reports = folder / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     path = write_script(script, folder)
+    command = python(*([str(_UNDER_STREAMS)] if late_streams else []), str(path), *args)
     with Job(folder) as job:
         for rank, environ in enumerate(environs):
             own = {RESULTS_VARIABLE: str(reports), **environ, **(env or {}), **(env_of_rank or {}).get(rank, {})}
-            job.start(f"rank{rank}", python(str(path), *args), clean_environ(own))
+            job.start(f"rank{rank}", command, clean_environ(own))
         ended = job.wait(timeout_seconds, patience_after_failure_seconds)
     result = RanksResult(ended, read_results(reports), folder)
     if check:
