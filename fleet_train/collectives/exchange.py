@@ -97,7 +97,7 @@ class GradientExchange:
 
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
-        self._settle()
+        self.settle()
         if self.averager is not None:
             self.averager.before_update(parameters)
         if self.step == 0 and self._checks_start:
@@ -192,6 +192,18 @@ class GradientExchange:
             self._pass(self._underway.gate)
             self._underway = None
 
+    def settle(self) -> None:
+        """Read what the last step has brought to the host: before the next one looks at anything else, and before state
+        is saved. All ranks call it; raises ScheduleMismatch for replicas that had drifted apart."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        looks, self._looks = self._looks, []
+        for taken in looks:
+            sentinel.compare_looks(self._job, taken)
+        if self.averager is not None:
+            self.averager.settle()
+
     def communication(self) -> Communication:
         """What this job's communication has cost since the last call."""
         if self.averager is None or self._is_synchronous(max(self.step, 1)):
@@ -210,7 +222,7 @@ class GradientExchange:
         return self.averager is None or self.averager.schedule.is_synchronous(step)
 
     def _next_step(self, updates: bool) -> None:
-        self._settle()
+        self.settle()
         self._is_settled = False
         self._updates = updates
         self.step += updates
@@ -279,17 +291,6 @@ class GradientExchange:
                 sentinel.compare(self._job, moment, names, parameters)
         else:
             self._looks.append(sentinel.look(engine.device, moment, names, parameters))
-
-    def _settle(self) -> None:
-        """Read what the last step has brought to the host; once a step, before anything else is looked at."""
-        if self._is_settled:
-            return
-        self._is_settled = True
-        looks, self._looks = self._looks, []
-        for taken in looks:
-            sentinel.compare_looks(self._job, taken)
-        if self.averager is not None:
-            self.averager.settle()
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

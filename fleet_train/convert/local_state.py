@@ -28,6 +28,7 @@ def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_o
     That is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with
     ``with_optimizer`` the optimizer's state: so that one rank's file speaks for all of them.
     """
+    exchange.settle()
     averager = exchange.averager
     if averager is None or averager.schedule.is_synchronous(exchange.step):
         _average_statistics(job, state)

@@ -1,4 +1,7 @@
-"""Run as three ranks: rank 2 changes one parameter behind fleet's back."""
+"""Run as three ranks: rank 2 changes one parameter behind fleet's back.
+
+argv: how often the ranks compare, and the run (from 0) before which it does that.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.support.worker import report
 
 
 def disturb(step: int) -> None:
-    if RANK == 2 and step == 3:
+    if RANK == 2 and step == int(sys.argv[2]):
         variable = paddle.static.global_scope().find_var("fc_1.w_0").get_tensor()
         variable.set(np.array(variable) * np.float32(1.0001), fleet.place())
 
@@ -22,4 +25,5 @@ def disturb(step: int) -> None:
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 train(Profile(divergence_check_steps=int(sys.argv[1])), before_step=disturb)
+fleet.save_persistables(None, "saved")
 report(RANK, trained=True)
