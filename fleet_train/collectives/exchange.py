@@ -187,6 +187,8 @@ class GradientExchange:
     def drop_averaging(self) -> None:
         """Forget an averaging that is under way, on all ranks: other state is loaded."""
         self._boundaries.forget()
+        if self.averager is not None:
+            self.averager.settle()  # now, for the schedule of before
         if self._underway is not None:
             self._underway.correction.result()
             self._pass(self._underway.gate)
