@@ -118,6 +118,9 @@ class GradientExchange:
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
         assert self._gate is not None
+        if not self._job.engine.reads_values:
+            with self._job.clock.exposed():  # the computing thread stands at the gate itself
+                self._gate.result()
         bucket = self._plan.buckets[index]
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients), self._place(bucket.describe()), bucket.communicator, self._gate
@@ -264,7 +267,8 @@ class GradientExchange:
         moment = f"{what} after {self._moment}"
         gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
         place = Place(moment, moment, self._profile.collective_timeout_seconds)
-        return gate, self._job.engine.start(stages, place, gate=gate)
+        with self._job.clock.exposed():  # where the computing thread stands at the gate itself
+            return gate, self._job.engine.start(stages, place, gate=gate)
 
     def _run(self, what: str, stages: Stages[Any]) -> None:
         gate, running = self._start(what, stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stages
 from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Passed
 from fleet_train.collectives.methods import DenseMethod
 from fleet_train.errors import WorkerFailed
 from tests.support import late
@@ -209,3 +211,21 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
     averager.schedule.take([3.0, 0.0, 0.5, 1e-6])
     step_of(job, exchange, gradients(9))
     assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
+
+
+def test_time_at_a_gate_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computing thread stands there itself: a rank that waits for a slow one must not look slow."""
+    real, seconds = job.gate, 0.2
+
+    def gate(name: str, timeout_seconds: float, note: Any = None) -> Passed:
+        time.sleep(seconds)
+        return real(name, timeout_seconds, note)
+
+    monkeypatch.setattr(job, "gate", gate)
+    exchange = exchange_of(job, SHAPES, use_local_sgd=True, local_sgd_is_warm_steps=2, local_sgd_steps=1)
+    for step in range(4):
+        local = gradients(step)
+        step_of(job, exchange, local)
+        exchange.finish(Held(gradients(step), [], []), ["p0", "p1"], None)
+    # Gates at 2 synchronous steps, and behind 2 local ones.
+    assert job.clock.read().exposed_seconds > 4 * 0.9 * seconds
