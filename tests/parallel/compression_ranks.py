@@ -65,10 +65,10 @@ def make(kind: str, name: str, bucket: Bucket, job: Job) -> tuple[Any, Any]:
     reducer = make_reducers(job, 1, 0)[0]
     if kind == "powersgd":
         settings = POWERSGD[name]
-        method = PowerSgdMethod(bucket, reducer, job.world_size, settings)
+        method = PowerSgdMethod(bucket, reducer, job.world_size, settings, job.engine.reads_values)
         return method, PowerSgdSimulation(bucket, job.world_size, settings)
     group = job.communicators(1)[0]
-    method = DgcMethod(bucket, group, reducer, job.world_size, DGC[name])
+    method = DgcMethod(bucket, group, reducer, job.world_size, DGC[name], job.engine.reads_values)
     return method, DgcSimulation(bucket, job.world_size, DGC[name])
 
 

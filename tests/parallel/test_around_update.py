@@ -13,9 +13,10 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> Ranks:
     folder = tmp_path_factory.mktemp("around_update")
-    result = run_ranks(ROOT / "tests/parallel/around_update.py", 2, folder=folder, nodes=2, timeout_seconds=150)
+    script = ROOT / "tests/parallel/around_update.py"
+    result = run_ranks(script, 2, folder=folder, nodes=2, timeout_seconds=150, late_streams=late_streams)
     cases: Ranks = result.of_all("cases")
     return cases
 

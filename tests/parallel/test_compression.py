@@ -21,15 +21,16 @@ CASES = [
 RELATIVE_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2, streams"])
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
-    world_size = request.param
+    world_size, late_streams = request.param
     return run_ranks(
         ROOT / "tests/parallel/compression_ranks.py",
         world_size,
         folder=tmp_path_factory.mktemp("compression"),
         nodes=world_size,
         args=[json.dumps(CASES)],
+        late_streams=late_streams,
     )
 
 

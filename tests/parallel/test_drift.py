@@ -1,4 +1,4 @@
-"""The divergence sentinel."""
+"""The divergence sentinel. Where collectives end late, the ranks compare a step later, and before they save."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 SCRIPT = ROOT / "tests/parallel/drift.py"
-
-
-@pytest.fixture(params=[False, True], ids=["threads", "streams"])
-def late_streams(request: pytest.FixtureRequest) -> bool:
-    """Where collectives end late, the ranks compare a step later, and before they save."""
-    return bool(request.param)
 
 
 @pytest.mark.parametrize(("every", "before", "told_at"), [(2, 3, 5), (1, 5, 6)], ids=["in a run", "before a save"])

@@ -14,10 +14,16 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("facade")
     result = run_ranks(
-        ROOT / "tests/parallel/facade.py", 2, folder=folder, nodes=2, args=[str(folder / "saved")], timeout_seconds=150
+        ROOT / "tests/parallel/facade.py",
+        2,
+        folder=folder,
+        nodes=2,
+        args=[str(folder / "saved")],
+        timeout_seconds=150,
+        late_streams=late_streams,
     )
     return [result.values[0], result.values[1]]
 

@@ -22,11 +22,13 @@ KNOWN_AFTER = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2, streams"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    size, late_streams = request.param
     folder = tmp_path_factory.mktemp("gate_notes")
-    result = run_ranks(ROOT / "tests/parallel/gate_notes.py", request.param, folder=folder, nodes=request.param)
-    return [result.values[rank] for rank in range(request.param)]
+    script = ROOT / "tests/parallel/gate_notes.py"
+    result = run_ranks(script, size, folder=folder, nodes=size, late_streams=late_streams)
+    return [result.values[rank] for rank in range(size)]
 
 
 @pytest.mark.parametrize("case", CASES)

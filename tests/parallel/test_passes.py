@@ -18,10 +18,11 @@ def cases_of_ranks(tmp_path: Path, world_size: int, case: str, **options: Any) -
     return result.of_all("cases")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_synchronized_batch_norm_equals_the_joint_batch(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "late_streams"), [(2, False), (3, False), (2, True)])
+def test_synchronized_batch_norm_equals_the_joint_batch(tmp_path: Path, world_size: int, late_streams: bool) -> None:
     """On the executor's own threads: only the chain of tokens keeps the exchanges of the two branches in order."""
-    ranks = cases_of_ranks(tmp_path, world_size, "synchronized", env={"FLAGS_new_executor_serial_run": "0"})
+    env = {"FLAGS_new_executor_serial_run": "0"}
+    ranks = cases_of_ranks(tmp_path, world_size, "synchronized", env=env, late_streams=late_streams)
     for case, first in ranks[0].items():
         assert first["moved"] > 1e-2, case
         assert first["difference"] < RELATIVE_TOLERANCE, case
@@ -43,8 +44,8 @@ def test_merged_micro_batches_of_all_ranks_equal_the_joint_batch(tmp_path: Path,
         assert [rank[case]["state"] for rank in ranks] == [first["state"]] * world_size, f"{case}: replicas differ"
 
 
-def test_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path) -> None:
-    ranks = cases_of_ranks(tmp_path, 2, "overflow")
+def test_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path, late_streams: bool) -> None:
+    ranks = cases_of_ranks(tmp_path, 2, "overflow", late_streams=late_streams)
     for rank in ranks:
         assert rank["scales"] == [32768, 32768, 16384, 16384, 16384]
         assert rank["changed"][1] == ["loss_scaling_0", "loss_scaling_good_steps_0"]

@@ -18,8 +18,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
-    return run_ranks(SCRIPT, 2, folder=tmp_path_factory.mktemp("two"))
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> RanksResult:
+    return run_ranks(SCRIPT, 2, folder=tmp_path_factory.mktemp("two"), late_streams=late_streams)
 
 
 def test_names_programs_mode_device_and_flags_are_those_of_one_process(

@@ -15,10 +15,13 @@ SCRIPT = ROOT / "tests/parallel/resume.py"
 Cases = list[dict[str, dict[str, Any]]]
 
 
-def run(what: str, saved: Path, world_size: int) -> Cases:
-    folder = saved.parent / f"{what}{world_size}"
+def run(what: str, saved: Path, world_size: int, late_streams: bool = False) -> Cases:
+    folder = saved.parent / f"{what}{world_size}{late_streams}"
     nodes = 0 if world_size == 1 else world_size
-    return run_ranks(SCRIPT, world_size, folder=folder, nodes=nodes, args=[what, str(saved)]).of_all("cases")
+    args = [what, str(saved)]
+    return run_ranks(SCRIPT, world_size, folder=folder, nodes=nodes, args=args, late_streams=late_streams).of_all(
+        "cases"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +43,17 @@ def test_rank_0_speaks_for_all_of_what_a_single_card_needs(straight: Cases) -> N
         assert first["at_save"] == straight[1][name]["at_save"], name
 
 
-def test_resumed_run_is_the_one_that_went_on_bit_by_bit(straight: Cases, saved: Path) -> None:
-    resumed = run("resumed", saved, 2)
+def test_resumed_run_is_the_one_that_went_on_bit_by_bit(straight: Cases, saved: Path, late_streams: bool) -> None:
+    """Where collectives end late, from what was saved where they block: the same bits."""
+    resumed = run("resumed", saved, 2, late_streams)
     different = [
         (rank, n) for rank in (0, 1) for n in straight[rank] if resumed[rank][n]["end"] != straight[rank][n]["end"]
     ]
     assert different == []
+
+
+def test_run_on_late_streams_with_a_save_on_the_way_has_the_same_bits(straight: Cases, tmp_path: Path) -> None:
+    assert run("straight", tmp_path / "saved", 2, late_streams=True) == straight
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -21,8 +21,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Cases]:
-    return run_ranks(SCRIPT, 2, folder=tmp_path_factory.mktemp("two")).of_all("cases")
+def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> list[Cases]:
+    result = run_ranks(SCRIPT, 2, folder=tmp_path_factory.mktemp("two"), late_streams=late_streams)
+    return result.of_all("cases")
 
 
 def test_what_talks_is_one_chain_through_both(ranks: list[Cases]) -> None:

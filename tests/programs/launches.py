@@ -62,14 +62,14 @@ def run_alone(cases: Sequence[tuple[str, int]], folder: Path) -> Found:
     return Found([read_records(folder / "alone.jsonl")], [])
 
 
-def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int) -> Found:
+def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int, late_streams: bool = False) -> Found:
     """Cases on ranks, a node each (or in one process without a launcher): each launch goes on behind the last case
     that the one before has begun."""
     found, left = Found([{} for _ in range(world_size)], []), list(cases)
     for number in range(MOST_LAUNCHES):
         own = folder / f"launch{number}"
         own.mkdir()
-        result = _launch(left, own, alone, world_size)
+        result = _launch(left, own, alone, world_size, late_streams)
         records = [read_records(own / f"rank{rank}.jsonl") for rank in range(world_size)]
         for kept, new in zip(found.ranks, records, strict=True):
             kept.update(new)
@@ -81,7 +81,7 @@ def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int)
     return found
 
 
-def _launch(cases: Sequence[Case], folder: Path, alone: Path, world_size: int) -> RanksResult:
+def _launch(cases: Sequence[Case], folder: Path, alone: Path, world_size: int, late_streams: bool) -> RanksResult:
     return run_ranks(
         FOLDER / "on_ranks.py",
         world_size,
@@ -91,4 +91,5 @@ def _launch(cases: Sequence[Case], folder: Path, alone: Path, world_size: int) -
         env={"FLEET_TRAIN_JOIN_TIMEOUT": "60"},
         timeout_seconds=240,
         check=False,
+        late_streams=late_streams,
     )

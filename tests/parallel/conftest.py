@@ -1,0 +1,11 @@
+"""What several tests of this folder run their ranks with."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["threads", "streams"])
+def late_streams(request: pytest.FixtureRequest) -> bool:
+    """Once as it is on a CPU, and once where collectives are enqueued and end late, as on GPUs."""
+    return bool(request.param)
