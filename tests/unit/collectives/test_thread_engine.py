@@ -145,3 +145,15 @@ def test_what_runs_beside_stands_in_the_line_of_the_first_communicator(engine: T
     released.set()
     assert gate.result(SECONDS)
     assert behind.result(SECONDS) == 1
+
+
+def disagree() -> None:
+    raise ScheduleMismatch("ours")
+
+
+def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Blamed) -> None:
+    with pytest.raises(ScheduleMismatch, match="ours"):
+        engine.start(stages(calling(disagree)), PLACE).result(SECONDS)
+    with pytest.raises(ScheduleMismatch, match="ours"):
+        engine.run_here(stages(calling(disagree)), PLACE)
+    assert blamed.places == []
