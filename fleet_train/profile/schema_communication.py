@@ -37,8 +37,8 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=16,
         meaning="How many communicators send buckets side by side. Fleet's advice: 1 on one node, 2 on several.",
-        reason="That many process groups of Gloo, each with a thread of its own, take the buckets in turn. On NCCL more "
-        "than 1 is mapped to 1, and said: kernels of two communicators could wait for each other for ever.",
+        reason="That many process groups of Gloo, each with a thread of its own, take the buckets in turn. On NCCL "
+        "more than 1 is mapped to 1, and said: kernels of two communicators could wait for each other for ever.",
     )
     num_threads: int = knob(
         1,

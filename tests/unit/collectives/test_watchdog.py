@@ -38,9 +38,9 @@ class Scene:
         self.asked = 0
         self.gone: bool | Exception = False
         self.stuck: list[tuple[Place, float]] = []
-        self.watchdog = Watchdog(lambda place, seconds: self.stuck.append((place, seconds)), self._is_somebody_gone)
+        self.watchdog = Watchdog(lambda place, seconds: self.stuck.append((place, seconds)), self._is_hopeless)
 
-    def _is_somebody_gone(self) -> bool:
+    def _is_hopeless(self) -> bool:
         self.asked += 1
         if isinstance(self.gone, Exception):
             raise self.gone

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import paddle
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def static_mode() -> Iterator[None]:
+    paddle.enable_static()
+    yield
+    paddle.disable_static()
 
 
 def test_other_threads_run_while_the_executor_does() -> None:
-    paddle.enable_static()
     ticks = 0
     is_over = threading.Event()
 
