@@ -1,0 +1,104 @@
+"""The subject of one job as a child of its supervisor: its environment, its log, its reports, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.environment import rank_variables
+from fleet_train.launch.prepare import import_path_for_ranks
+from fleet_train.launch.worker import die_with_parent
+
+_LAST_LINES = 8
+_TAIL_BYTES = 16 * 1024
+# What the selftest's own launch has said and is not the subject's: it takes its profiles from the checks.
+_NOT_PASSED_ON = ("FLEET_TRAIN_STRATEGY", "FLEET_TRAIN_ATTEMPT", "PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that nobody listens on now; it names a subject, whose rank may open it or not."""
+    with socket.socket() as holder:
+        holder.bind((host, 0))
+        return int(holder.getsockname()[1])
+
+
+def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this rank's subject: that of its supervisor, with the subjects' cluster in it."""
+    kept = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    kept |= rank_variables(cluster) | {
+        "PADDLE_NNODES": str(cluster.node_num),
+        "FLEET_TRAIN_STORE": cluster.store_endpoint,
+        "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    home = import_path_for_ranks()
+    if home is not None:
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH", ""), str(home)]))
+    return kept
+
+
+class Child:
+    """A running subject. It ends with its supervisor, however that ends: the kernel sees to it, also while the subject
+    is stopped."""
+
+    def __init__(self, job: str, arguments: list[str], environ: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self._reports = log.with_suffix(".reports")
+        self._read = 0
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._reports.write_text("")
+        us = os.getpid()
+
+        def in_child() -> None:
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != us:
+                os._exit(1)
+
+        command = [sys.executable, "-m", "fleet_train.selftest.subject", job, str(self._reports), *arguments]
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                preexec_fn=in_child,
+            )
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Negative: the signal that has ended it."""
+        return self.process.wait()
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """What the subject has reported since the last call."""
+        with self._reports.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # the rest is being written
+                self._read += len(line)
+                yield json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def last_lines(self) -> list[str]:
+        """The end of what it has printed, for whoever asks why it has failed."""
+        with self.log.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-_LAST_LINES:]

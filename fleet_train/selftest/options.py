@@ -1,0 +1,50 @@
+"""What a selftest was asked for; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train.errors import ClusterError
+
+GROUPS = {
+    "devices": "one device per rank, backend, versions",
+    "collectives": "every collective and dtype against exact integers",
+    "profiles": "every profile trained beside the simulator",
+    "overlap": "how much of the communication hides behind computing",
+    "faults": "a rank that skips a collective, is stopped, is killed",
+}
+"""What ``--only`` and ``--skip`` take, in the order in which it is done."""
+DEFAULT_FOLDER = Path("runs/selftest")
+
+
+@dataclass(frozen=True)
+class Options:
+    """``groups``: what is done. Times in seconds."""
+
+    groups: tuple[str, ...] = tuple(GROUPS)
+    steps: int = 50
+    rounds: int = 9
+    fault_timeout_seconds: int = 4
+    """What a rank may keep the others waiting, in the checks of faults (collective_timeout_seconds)."""
+    join_timeout_seconds: float = 120.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Options:
+        return cls(**data | {"groups": tuple(data["groups"])})
+
+
+QUICK = {"steps": 20, "rounds": 3}
+
+
+def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    """The groups that are left. Raises ClusterError where nothing is."""
+    left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
+    if not left:
+        raise ClusterError(f"--only and --skip leave nothing to check; there are {', '.join(GROUPS)}")
+    return left

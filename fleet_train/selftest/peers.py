@@ -1,0 +1,81 @@
+"""How supervisors meet: over the project's own store, in a scope of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.store_client import StoreClient
+from fleet_train.cluster.store_host import StoreHost
+from fleet_train.errors import WorkerFailed
+
+_GROUP = "supervisor"
+
+
+class Peers:
+    """This rank's supervisor among the others. Every wait is bounded and names who is missing."""
+
+    def __init__(self, cluster: Cluster, timeout_seconds: float) -> None:
+        self.cluster = cluster
+        self._timeout_seconds = timeout_seconds
+        self._host: StoreHost | None = None
+        if not cluster.store_endpoint and cluster.rank == 0:
+            self._host = StoreHost(cluster.ranks[0].host, cluster.ranks[0].port)
+        endpoint = cluster.store_endpoint or cluster.ranks[0].endpoint
+        self._address, _, scope = endpoint.partition("/")
+        self._scope = f"{scope or 'job'}.selftest"
+        try:
+            self._client = StoreClient.connect(
+                f"{self._address}/{self._scope}",
+                cluster.rank,
+                group=_GROUP,
+                timeout_seconds=timeout_seconds,
+                describe=cluster.describe,
+            )
+        except BaseException:
+            self.close_host()
+            raise
+
+    def gather(self, name: str, value: Any = None) -> dict[int, Any]:
+        """Meet all supervisors: a barrier that exchanges a JSON value each."""
+        return self._client.gather(name, value, self.cluster.world_size, self._timeout_seconds)
+
+    def subjects(self, job: str, port: int) -> Cluster:
+        """The cluster of a job's subjects: the same places with other ports, and a scope of their own in the store."""
+        ports = self.gather(f"ports of {job}", port)
+        ranks = tuple(replace(rank, port=int(ports[rank.index])) for rank in self.cluster.ranks)
+        endpoint = f"{self._address}/{self._scope}.{job}"
+        return Cluster(ranks, self.cluster.rank, endpoint, formed_by="the selftest")
+
+    def look(self) -> None:
+        """Raise WorkerFailed when another supervisor is gone."""
+        gone = self._client.gone()
+        if gone:
+            member, how = next(iter(gone.items()))
+            raise WorkerFailed(f"the supervisor of {self.cluster.describe(member)} is gone ({how})")
+
+    def note(self, key: str) -> None:
+        """Write down, for all supervisors, when ``key`` has happened."""
+        self._client.set(key, self.clock())
+
+    def noted(self, key: str) -> float | None:
+        """When ``key`` has happened, in the seconds of ``clock``; None while it has not."""
+        seconds: float | None = self._client.get(key)
+        return seconds
+
+    def clock(self) -> float:
+        """One clock for all machines, in seconds."""
+        return self._client.clock()
+
+    def leave(self) -> None:
+        self._client.leave()
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+        self.close_host()
+
+    def close_host(self) -> None:
+        if self._host is not None:
+            self._host.release()

@@ -1,0 +1,56 @@
+"""What a check has found, as a line for people and as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+OK, WARN, SKIP, FAIL = "ok", "warn", "skip", "FAIL"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report. ``group``: the name that ``--only`` and ``--skip`` take."""
+
+    group: str
+    name: str
+    status: str
+    words: str
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        return f"{self.status:<5} {self.name}: {self.words}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Result:
+        return cls(**data)
+
+
+def failed(results: Iterable[Result]) -> list[str]:
+    """The names of the checks that have failed, each once, in their order."""
+    return list(dict.fromkeys(result.name for result in results if result.status == FAIL))
+
+
+def verdict(results: Iterable[Result], seconds: float) -> str:
+    """The last line of the report."""
+    results = list(results)
+    numbers = {status: sum(result.status == status for result in results) for status in (OK, WARN, SKIP)}
+    others = "".join(f", {number} {status}" for status, number in numbers.items() if number and status != OK)
+    wrong = failed(results)
+    if not wrong and not numbers[OK]:
+        return f"NOTHING was checked{others}, in {seconds:.0f} s"
+    if not wrong:
+        return f"PASSED: {numbers[OK]} ok{others}, in {seconds:.0f} s"
+    return f"FAILED: {', '.join(wrong)}; {numbers[OK]} ok{others}, in {seconds:.0f} s"
+
+
+def exit_code(results: Iterable[Result]) -> int:
+    """0: at least one check has passed and none has failed."""
+    results = list(results)
+    return 0 if any(result.status == OK for result in results) and not failed(results) else 1

@@ -1,0 +1,67 @@
+"""A rank under examination: ``python -m fleet_train.selftest.subject JOB REPORTS OPTIONS``, started by a supervisor.
+
+It joins the subjects' cluster through the facade, as any training script does, and reports one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fleet_train import fleet, role_maker
+from fleet_train.collectives.job import Job
+from fleet_train.convert.session import current
+from fleet_train.selftest.options import Options
+from fleet_train.selftest.results import Result
+
+Check = Callable[[Job, Options], Iterator[Result]]
+TOGETHER = "together"
+"""The job of all checks that one process can do one after the other."""
+
+
+class Reports:
+    """Where the supervisor reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, **report: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(report) + "\n")
+
+
+def checks() -> dict[str, Check]:
+    from fleet_train.selftest import collectives, devices
+
+    return {"devices": devices.check, "collectives": collectives.check}
+
+
+def examine(job: Job, options: Options, reports: Reports) -> None:
+    """Every check that was asked for, on all ranks; rank 0 writes what they have found."""
+    for group, check in checks().items():
+        if group not in options.groups:
+            continue
+        reports.write(begins=group)
+        for result in check(job, options):
+            if job.cluster.rank == 0:
+                reports.write(result=result.to_json())
+    reports.write(begins="")
+
+
+def main(name: str, reports_path: str, options_text: str) -> None:
+    options, reports = Options.from_json(json.loads(options_text)), Reports(Path(reports_path))
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    job = current().job
+    if name == TOGETHER:
+        examine(job, options, reports)
+    fleet.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
