@@ -36,9 +36,9 @@ class Reports:
 
 
 def checks() -> dict[str, Check]:
-    from fleet_train.selftest import collectives, devices
+    from fleet_train.selftest import collectives, devices, profiles
 
-    return {"devices": devices.check, "collectives": collectives.check}
+    return {"devices": devices.check, "collectives": collectives.check, "profiles": profiles.check}
 
 
 def examine(job: Job, options: Options, reports: Reports) -> None:

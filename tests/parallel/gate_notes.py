@@ -10,9 +10,9 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
+from fleet_train.selftest.networks import SAMPLES_PER_RANK, batches
+from fleet_train.selftest.training import Trained
 from tests.parallel.local_sgd import MLP, momentum
-from tests.parity.compare import SAMPLES_PER_RANK, Trained
-from tests.parity.networks import batches
 from tests.support.worker import report
 
 STEPS, SLEEP_SECONDS = 8, 0.1

@@ -10,9 +10,11 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from tests.parallel.simulated import Twin, share
-from tests.parity.compare import SAMPLES_PER_RANK, Trained, relative_difference
-from tests.parity.networks import FEATURES, NETWORKS, Network, batches
+from fleet_train.selftest.comparing import relative_difference
+from fleet_train.selftest.networks import BATCH_NORM, FEATURES, SAMPLES_PER_RANK, Network, batches, share
+from fleet_train.selftest.simulated import Twin
+from fleet_train.selftest.training import Trained
+from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 
 STEPS = 17
@@ -37,19 +39,13 @@ def decaying() -> Any:
     return paddle.optimizer.Momentum(paddle.optimizer.lr.ExponentialDecay(0.05, 0.9), 0.9)
 
 
-def with_batch_norm(features: Any) -> Any:
-    # no bias: batch norm would take it out again, and its gradient is rounding noise
-    hidden = paddle.nn.BatchNorm1D(12)(paddle.nn.Linear(FEATURES, 12, bias_attr=False)(features))
-    return paddle.nn.Linear(12, 5)(paddle.tanh(hidden))
-
-
 def two_dtypes(features: Any) -> Any:
     wide = paddle.static.create_parameter([FEATURES, 12], "float64", name="wide")
     hidden = paddle.tanh(paddle.matmul(features.cast("float64"), wide)).cast("float32")
     return paddle.nn.Linear(12, 5)(hidden)
 
 
-MLP, BATCH_NORM = NETWORKS[0], Network("with_batch_norm", with_batch_norm)
+MLP = NETWORKS[0]
 TWO_DTYPES = Network("two_dtypes", two_dtypes)
 CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     "constant, keep": (MLP, momentum, {}),

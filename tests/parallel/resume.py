@@ -18,11 +18,11 @@ from fleet_train.collectives import method_state
 from fleet_train.convert import persistables
 from fleet_train.convert.rank_state import mean_of_ranks
 from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.selftest.networks import SAMPLES_PER_RANK, Network, batches
+from fleet_train.selftest.training import Trained
 from tests.parallel import local_sgd
 from tests.parallel.local_sgd import BATCH_NORM, LOCAL, MLP, adam
 from tests.parallel.strategies import LARGE, SPARSE, sgd, without_decay
-from tests.parity.compare import SAMPLES_PER_RANK, Trained
-from tests.parity.networks import Network, batches
 from tests.support.worker import digest, report
 
 # Warm-up 3, averagings after 7 and 11: two local steps into a period, one micro-batch into an update of 4.

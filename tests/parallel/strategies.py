@@ -14,10 +14,12 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.profile import Profile
-from tests.parallel.local_sgd import BATCH_NORM, CountedAllReduce, adam, momentum
-from tests.parallel.simulated import Twin, share
-from tests.parity.compare import SAMPLES_PER_RANK, Trained, relative_difference
-from tests.parity.networks import CLASSES, FEATURES, NETWORKS, Network, batches
+from fleet_train.selftest.comparing import relative_difference
+from fleet_train.selftest.networks import BATCH_NORM, SAMPLES_PER_RANK, SPARSE, Network, batches, share
+from fleet_train.selftest.simulated import Twin
+from fleet_train.selftest.training import Trained
+from tests.parallel.local_sgd import CountedAllReduce, adam, momentum
+from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 
 STEPS = 12
@@ -33,13 +35,6 @@ def without_decay() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
 
-def past_dgc_bound(features: Any) -> Any:
-    """One weight of 130 x 130, which DGC selects from. Few enough elements that rounding does not change the choice."""
-    hidden = paddle.tanh(paddle.nn.Linear(130, 130)(paddle.tanh(paddle.nn.Linear(FEATURES, 130)(features))))
-    return paddle.nn.Linear(130, CLASSES)(hidden)
-
-
-SPARSE = Network("past_dgc_bound", past_dgc_bound)
 CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     "fused": (NETWORKS[0], adam, {}),
     "unfused": (NETWORKS[0], momentum, {"fuse_all_reduce_ops": False}),

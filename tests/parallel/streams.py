@@ -20,13 +20,22 @@ from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.profile import Profile
+from fleet_train.selftest.networks import (
+    BATCH_NORM,
+    CLASSES,
+    FEATURES,
+    SAMPLES_PER_RANK,
+    SPARSE,
+    Network,
+    batches,
+    share,
+)
+from fleet_train.selftest.training import Trained
 from fleet_train.train.finite import SkipNotFinite
 from tests.parallel import local_sgd, strategies
-from tests.parallel.local_sgd import BATCH_NORM, LOCAL, MLP, adam, momentum
-from tests.parallel.simulated import share
-from tests.parallel.strategies import LARGE, SPARSE, sgd, without_decay
-from tests.parity.compare import SAMPLES_PER_RANK, Trained
-from tests.parity.networks import CLASSES, FEATURES, NETWORKS, Network, batches
+from tests.parallel.local_sgd import LOCAL, MLP, adam, momentum
+from tests.parallel.strategies import LARGE, sgd, without_decay
+from tests.parity.networks import NETWORKS
 from tests.support.late import install_tripwire, late_engine
 from tests.support.worker import report
 

@@ -10,17 +10,18 @@ import json
 import sys
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from tests.parity.networks import FEATURES, NETWORKS, Network, batches
+from fleet_train.selftest.comparing import relative_difference
+from fleet_train.selftest.networks import SAMPLES_PER_RANK, Network, batches
+from fleet_train.selftest.training import Trained
+from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 
 STEPS = 20
-SAMPLES_PER_RANK = 6
 
 PROFILES = {
     "unfused": Profile(fuse_all_reduce_ops=False),
@@ -42,46 +43,6 @@ def optimizers() -> dict[str, Any]:
             0.01, epsilon=1e-3, weight_decay=0.05, grad_clip=nn.ClipGradByGlobalNorm(0.1)
         ),
     }
-
-
-class Trained:
-    """A network with its optimizer in programs and a scope of its own."""
-
-    def __init__(self, network: Network, wrap: Any, make_optimizer: Any) -> None:
-        self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
-        self.exe = paddle.static.Executor(fleet.place())
-        self.optimizer = wrap(make_optimizer())
-        with paddle.static.program_guard(self.main, self.startup), paddle.utils.unique_name.guard():
-            features = paddle.static.data("features", [None, FEATURES], "float32")
-            labels = paddle.static.data("labels", [None, 1], "int64")
-            self.loss = nn.functional.cross_entropy(network.build(features), labels)
-            self.optimizer.minimize(self.loss, self.startup)
-        with paddle.static.scope_guard(self.scope):
-            self.exe.run(self.startup)
-
-    def step(self, features: np.ndarray, labels: np.ndarray) -> float:
-        with paddle.static.scope_guard(self.scope):
-            (loss,) = self.exe.run(self.main, feed={"features": features, "labels": labels}, fetch_list=[self.loss])
-        rate = self.optimizer._learning_rate
-        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
-            rate.step()
-        return float(loss.item())
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {name: np.array(value) for name, value in self.main.state_dict("all", self.scope).items()}
-
-    def start_from(self, state: dict[str, np.ndarray]) -> None:
-        for name, value in self.main.state_dict("all", self.scope).items():
-            value.set(state[name], fleet.place())
-
-    def parameters(self) -> dict[str, np.ndarray]:
-        names = [parameter.name for parameter in self.main.global_block().all_parameters()]
-        return {name: value for name, value in self.state().items() if name in names}
-
-
-def relative_difference(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    assert ours.keys() == expected.keys()
-    return max(float(np.abs(ours[n] - expected[n]).max() / max(np.abs(expected[n]).max(), 1e-6)) for n in ours)
 
 
 def compare(network: Network, optimizer: str, profile: Profile, seed: int) -> dict[str, Any]:

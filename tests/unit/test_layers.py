@@ -133,7 +133,12 @@ def test_table_is_the_one_in_the_design() -> None:
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if line.startswith("| `") and len(cells) == 3:
             table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
-    table["cli"] = {"train", "launch", "port", "selftest"}  # the design says "all": these reach everything that commands use
+    table["cli"] = {
+        "train",
+        "launch",
+        "port",
+        "selftest",
+    }  # the design says "all": these reach everything that commands use
     assert table == {room: MAY_IMPORT[room] for room in MAY_IMPORT if not room.startswith("__")}
 
 

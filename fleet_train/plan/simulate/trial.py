@@ -76,16 +76,17 @@ def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -
             f"and one process takes {MOST_VALUES:,}: simulate up to {fit} ranks (--nodes, --ranks_per_node), or a "
             "smaller model"
         )
-    shortened = {
-        knob: steps
-        for knob, steps in _SHORT.items()
-        if not updates and profile.heeds(knob) and getattr(profile, knob) > steps
-    }
+    shortened = {} if updates else short_warm_ups(profile)
     short = profile.with_settings("the trial", **shortened) if shortened else profile
     trial = _Run(plan, short, seed)
     for _ in range(updates or _updates_to_see(plan, short)):
         trial.update()
     return trial.result(shortened)
+
+
+def short_warm_ups(profile: Profile) -> dict[str, int]:
+    """The knobs whose warm-up is longer than a trial needs, with what is enough."""
+    return {knob: steps for knob, steps in _SHORT.items() if profile.heeds(knob) and getattr(profile, knob) > steps}
 
 
 def _updates_to_see(plan: CommPlan, profile: Profile) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from fleet_train import fleet
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob, Step
-from tests.parity.compare import SAMPLES_PER_RANK
-from tests.parity.networks import FEATURES, Network
+from fleet_train.selftest.networks import FEATURES, Array, Network, share
 
-Values = Mapping[str, np.ndarray]
+Values = Mapping[str, Array]
 
 
 class Gradients:
@@ -30,13 +29,13 @@ class Gradients:
             labels = paddle.static.data("labels", [None, 1], "int64")
             self._loss = nn.functional.cross_entropy(network.build(features), labels)
             if precision is not None:
-                lower_precision(self._loss, precision, on_gpu=False)
+                lower_precision(self._loss, precision, on_gpu=not isinstance(fleet.place(), paddle.CPUPlace))
             self._pairs = [pair for pair in paddle.static.append_backward(self._loss) if pair[1] is not None]
         with paddle.static.scope_guard(self.scope):
             self._exe.run(startup)
         self._held = self.main.state_dict("all", self.scope)
 
-    def __call__(self, values: Values, features: np.ndarray, labels: np.ndarray) -> Local:
+    def __call__(self, values: Values, features: Array, labels: Array) -> Local:
         for name, held in self._state().items():
             held.set(values[name], fleet.place())
         with paddle.static.scope_guard(self.scope):
@@ -49,7 +48,7 @@ class Gradients:
         others = {name: np.array(value) for name, value in self._state().items() if name not in gradients}
         return Local(gradients, float(loss.item()), others)
 
-    def start(self, state: Values) -> dict[str, np.ndarray]:
+    def start(self, state: Values) -> dict[str, Array]:
         """What of a real program's state this one has."""
         return {name: state[name] for name in self._state()}
 
@@ -74,22 +73,19 @@ def numpy_twin(optimizer: Any) -> NumpyOptimizer:
 class Twin:
     """A simulated job beside a real one that was converted last, with the same data."""
 
-    def __init__(self, network: Network, make: Any, start: Values, precision: MixedPrecision | None = None) -> None:
+    def __init__(
+        self, network: Network, make: Callable[[], Any], start: Values, precision: MixedPrecision | None = None
+    ) -> None:
         plan = fleet.plan()
         assert plan is not None
         self.gradients = Gradients(network, precision)
         self.optimizer = make()
         self.job = SimulatedJob(plan, fleet.profile(), self.gradients.start(start), lambda: numpy_twin(self.optimizer))
 
-    def step(self, features: np.ndarray, labels: np.ndarray) -> Step:
+    def step(self, features: Array, labels: Array) -> Step:
         """One step on the joint batch, of which each rank takes its share."""
         self.job.rate = float(self.optimizer.get_lr())
         done = self.job.step(lambda rank, values: self.gradients(values, features[share(rank)], labels[share(rank)]))
         if isinstance(self.optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):
             self.optimizer._learning_rate.step()
         return done
-
-
-def share(rank: int) -> slice:
-    """A rank's part of the joint batch."""
-    return slice(rank * SAMPLES_PER_RANK, (rank + 1) * SAMPLES_PER_RANK)
