@@ -16,6 +16,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
+from fleet_train.selftest import failing
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.results import Result
 
@@ -60,6 +61,8 @@ def main(name: str, reports_path: str, options_text: str) -> None:
     job = current().job
     if name == TOGETHER:
         examine(job, options, reports)
+    else:
+        failing.train_and_fail(name, job, options, lambda: reports.write(fault=name))
     fleet.shutdown()
 
 

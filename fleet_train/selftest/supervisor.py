@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.errors import FleetTrainError
+from fleet_train.selftest import faults
 from fleet_train.selftest.child import Child, environ_of, free_port
+from fleet_train.selftest.faults import describe_code
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.peers import Peers
-from fleet_train.selftest.results import FAIL, Result
+from fleet_train.selftest.results import FAIL, SKIP, Result
 
 _TICK_SECONDS = 0.05
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+TOGETHER = "together"
 TOGETHER_SECONDS = 900.0
 """How long the checks that share a job may take: nothing in them waits for longer than its own timeout."""
-_TOGETHER = ("devices", "collectives", "profiles", "overlap")
+_TOGETHER_GROUPS = ("devices", "collectives", "profiles", "overlap")
+FAULT_COMES_WITHIN_SECONDS = 180.0
+"""Of the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
+_KILLED_LATER_SECONDS = 5.0
+"""Subjects that have not ended so long after the bound will not."""
 
 Say = Callable[[Result], None]
 
@@ -57,54 +63,94 @@ class Supervisor:
 
     def run(self) -> list[Result]:
         """Every job; all ranks return the same results."""
-        if set(self.options.groups) & set(_TOGETHER):
-            self._run_together()
+        if set(self.options.groups) & set(_TOGETHER_GROUPS):
+            ends, _ = self.run_job(TOGETHER, TOGETHER_SECONDS)
+            self.found(judge_ends(self.cluster, ends))
+        if "faults" in self.options.groups:
+            self._run_faults()
         shared = self.peers.gather("results", [result.to_json() for result in self.results])[0]
         self.peers.leave()
         return [Result.from_json(one) for one in shared]
 
     def found(self, results: Iterable[Result]) -> None:
-        """On rank 0: results that are final."""
+        """Results that are final; rank 0's count."""
         for result in results:
             self.results.append(result)
-            self._say(result)
+            if self.cluster.rank == 0:
+                self._say(result)
 
-    def _run_together(self) -> None:
-        ends = self.run_job("together", TOGETHER_SECONDS)
-        if self.cluster.rank == 0:
-            self.found(judge_ends(self.cluster, ends))
+    def _run_faults(self) -> None:
+        if self.cluster.world_size == 1:
+            self.found([Result("faults", "faults", SKIP, "one rank has nobody to fail for")])
+            return
+        for kind in faults.KINDS:
+            began = time.monotonic()
+            ends, subjects = self.run_job(kind, FAULT_COMES_WITHIN_SECONDS)
+            fault_at = self.peers.noted(f"fault of {kind}")
+            others = {rank: end for rank, end in ends.items() if rank != self._at_fault}
+            if fault_at is None:
+                self.found([_no_fault(subjects, kind, others)])
+                continue
+            ended = {
+                rank: faults.Ended(end.ended_at - fault_at, end.exit_code, end.was_killed, end.last_lines)
+                for rank, end in others.items()
+            }
+            self.found([faults.judge(subjects, kind, self.options, ended, time.monotonic() - began)])
 
-    def run_job(self, job: str, limit_seconds: float) -> dict[int, End]:
-        """Start this rank's subject, stay until it has ended; how those of all ranks have ended."""
+    @property
+    def _at_fault(self) -> int:
+        return self.cluster.world_size - 1
+
+    def run_job(self, job: str, limit_seconds: float) -> tuple[dict[int, End], Cluster]:
+        """Start this rank's subject and stay until it has ended; how those of all ranks have ended, and who they were.
+
+        ``limit_seconds``: when it is killed, unless a fault has been noted: then soon after the bound for that.
+        """
         subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
         environ = environ_of(subjects, self.options.join_timeout_seconds, os.environ)
-        log = self.folder / "log" / f"{job}.{self.cluster.rank}.log"
+        log = self.folder / "log" / f"{job.replace(' ', '_')}.{self.cluster.rank}.log"
         child = Child(job, [json.dumps(self.options.to_json())], environ, log)
         try:
-            end = self._attend(child, limit_seconds)
+            end = self._attend(job, child, limit_seconds)
+            self.peers.note(f"end of {job} {self.cluster.rank}")
         finally:
             child.kill()
         ends = self.peers.gather(f"ends of {job}", asdict(end))
-        return {rank: End.from_json(one) for rank, one in ends.items()}
+        return {rank: End.from_json(one) for rank, one in ends.items()}, subjects
 
-    def _attend(self, child: Child, limit_seconds: float) -> End:
-        deadline = time.monotonic() + limit_seconds
-        look_at, began, was_killed = 0.0, "start", False
+    def _attend(self, job: str, child: Child, limit_seconds: float) -> End:
+        deadline, look_at = time.monotonic() + limit_seconds, 0.0
+        began, was_killed = "start", False
         while True:
             has_ended = child.has_ended()
             for report in child.reports():
                 began = report.get("begins", began)
                 if "result" in report:
                     self.found([Result.from_json(report["result"])])
+                if "fault" in report:
+                    self.peers.note(f"fault of {job}")
             if has_ended:
                 return End(child.exit_code, self.peers.clock(), was_killed, began, tuple(child.last_lines()))
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + _LOOK_SECONDS
                 self.peers.look()
-            if time.monotonic() > deadline:
-                was_killed = True
-                child.kill()
+                if time.monotonic() > deadline or self._is_over(job):
+                    was_killed = True
+                    child.kill()
             time.sleep(_TICK_SECONDS)
+
+    def _is_over(self, job: str) -> bool:
+        """Whether this rank's subject need not run on: all others have ended, or its time after a fault is up."""
+        fault_at = self.peers.noted(f"fault of {job}")
+        if fault_at is None:
+            return False
+        bound = self.options.fault_timeout_seconds + faults.GRACE_SECONDS + _KILLED_LATER_SECONDS
+        if self.peers.clock() > fault_at + bound:
+            return True
+        others = (rank for rank in range(self.cluster.world_size) if rank != self._at_fault)
+        return self.cluster.rank == self._at_fault and all(
+            self.peers.noted(f"end of {job} {rank}") is not None for rank in others
+        )
 
 
 def judge_ends(cluster: Cluster, ends: dict[int, End]) -> list[Result]:
@@ -119,9 +165,8 @@ def judge_ends(cluster: Cluster, ends: dict[int, End]) -> list[Result]:
     return [Result(end.began, end.began, FAIL, words)]
 
 
-def describe_code(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def refuse_errors(error: FleetTrainError) -> Result:
-    return Result("selftest", "selftest", FAIL, str(error))
+def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
+    """The ranks did not come as far as the fault."""
+    found = judge_ends(cluster, others)
+    why = found[0].words if found else "no rank says why"
+    return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not come as far as that: {why}")

@@ -1,0 +1,67 @@
+"""Check 4, seen by the supervisors: how soon the others end when one rank fails, and whether they name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.errors import WorkerFailed
+from fleet_train.selftest.options import Options
+from fleet_train.selftest.results import FAIL, OK, Result
+
+KINDS = ("skips a collective", "is stopped", "is killed")
+GRACE_SECONDS = 10.0
+"""Beyond the profile's collective_timeout_seconds: what noticing, asking around and ending may take."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank's subject after the fault: ``seconds`` from the fault to its end, the end of what it has printed."""
+
+    seconds: float
+    exit_code: int
+    was_killed: bool
+    last_lines: tuple[str, ...]
+
+
+def judge(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ended], seconds: float) -> Result:
+    """``cluster``: the subjects', whose last rank has failed; ``ends``: those of all others."""
+    bound = options.fault_timeout_seconds + GRACE_SECONDS
+    culprit = cluster.describe(cluster.world_size - 1)
+    label = f"a rank {kind}"
+    slowest = max(end.seconds for end in ends.values())
+    figures = {
+        "seconds": {str(rank): round(end.seconds, 2) for rank, end in ends.items()},
+        "exit_codes": {str(rank): end.exit_code for rank, end in ends.items()},
+        "bound_seconds": bound,
+    }
+    for rank, end in ends.items():
+        wrong = _wrong(end, culprit, bound)
+        if wrong:
+            words = f"{cluster.describe(rank)} {wrong}; {culprit} {kind.replace('is ', 'was ')}"
+            return Result("faults", label, FAIL, words, seconds, figures)
+    words = f"{len(ends)} other rank(s) ended within {slowest:.1f} s ({bound:g} s allowed) and named {culprit}"
+    return Result("faults", label, OK, words, seconds, figures)
+
+
+def _wrong(end: Ended, culprit: str, bound: float) -> str:
+    if end.was_killed:
+        return f"had not ended {end.seconds:.1f} s after the fault and was killed"
+    if end.exit_code != WorkerFailed.exit_code:
+        return f"ended with {describe_code(end.exit_code)}, expected is {WorkerFailed.exit_code}: {last_line(end)}"
+    if culprit not in last_line(end):
+        return f"does not name {culprit}: {last_line(end)}"
+    if end.seconds > bound:
+        return f"ended after {end.seconds:.1f} s, {bound:g} s are allowed"
+    return ""
+
+
+def last_line(end: Ended) -> str:
+    """What the rank says of its end: its last line of ours, or its last one."""
+    ours = [line for line in end.last_lines if line.startswith("fleet_train:")]
+    return (ours or list(end.last_lines) or ["it has printed nothing"])[-1]
+
+
+def describe_code(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
