@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from fleet_train.selftest.training import Trained
 
 FAULT_STEP = 4
 _DIFFERENT_BATCHES = 8
+_LONGEST_SECONDS = 120.0
 
 T = TypeVar("T")
 
@@ -51,14 +54,30 @@ def stop(job: Job) -> None:
 
 
 def skip(job: Job) -> None:
-    """This rank meets the others, and then does not take part in the next collective."""
+    """Take part in no collective any more.
+
+    Where calls are enqueued, this rank meets the others, and then does not begin its part. Gloo would wait for that
+    for 30 s and name nobody, so there it does not come to the meeting either: it computes on, without the others.
+    """
+    if job.engine.side_by_side:
+        compute_on()
     real: Callable[..., Any] = job.engine.start
 
     def start(stages: Stages[T], *args: Any, **options: Any) -> Any:
-        job.engine.start = real  # type: ignore[method-assign]
         return real(_without_collectives(stages), *args, **options)
 
     job.engine.start = start  # type: ignore[method-assign]
+
+
+def compute_on() -> None:
+    """Until the supervisor ends this process, or for ``_LONGEST_SECONDS``."""
+    alone = Trained(SEVERAL_BUCKETS, lambda inner: inner, lambda: paddle.optimizer.SGD(0.01))
+    (batch,) = batches(1, SAMPLES_PER_RANK, seed=0)
+    until = time.monotonic() + _LONGEST_SECONDS
+    while time.monotonic() < until:
+        alone.step(*batch)
+        time.sleep(0.01)
+    sys.exit("nobody has ended this rank, which has computed on without the others")
 
 
 def _without_collectives(stages: Stages[T]) -> Stages[T]:

@@ -41,16 +41,15 @@ def verdict(results: Iterable[Result], seconds: float) -> str:
     """The last line of the report."""
     results = list(results)
     numbers = {status: sum(result.status == status for result in results) for status in (OK, WARN, SKIP)}
-    others = "".join(f", {number} {status}" for status, number in numbers.items() if number and status != OK)
+    counted = ", ".join(f"{number} {status}" for status, number in numbers.items() if number)
     wrong = failed(results)
-    if not wrong and not numbers[OK]:
-        return f"NOTHING was checked{others}, in {seconds:.0f} s"
-    if not wrong:
-        return f"PASSED: {numbers[OK]} ok{others}, in {seconds:.0f} s"
-    return f"FAILED: {', '.join(wrong)}; {numbers[OK]} ok{others}, in {seconds:.0f} s"
+    if wrong:
+        return f"FAILED: {', '.join(wrong)}{'; ' if counted else ''}{counted}, in {seconds:.0f} s"
+    word = "PASSED" if exit_code(results) == 0 else "NOTHING was checked"
+    return f"{word}: {counted or 'no check'}, in {seconds:.0f} s"
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """0: at least one check has passed and none has failed."""
+    """0: none has failed, and not all were left out."""
     results = list(results)
-    return 0 if any(result.status == OK for result in results) and not failed(results) else 1
+    return 0 if any(result.status in (OK, WARN) for result in results) and not failed(results) else 1

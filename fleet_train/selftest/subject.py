@@ -16,7 +16,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
-from fleet_train.selftest import failing
+from fleet_train.selftest import collectives, devices, failing, overlap, profiles
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.results import Result
 
@@ -36,15 +36,17 @@ class Reports:
             file.write(json.dumps(report) + "\n")
 
 
-def checks() -> dict[str, Check]:
-    from fleet_train.selftest import collectives, devices, profiles
-
-    return {"devices": devices.check, "collectives": collectives.check, "profiles": profiles.check}
+CHECKS: dict[str, Check] = {
+    "devices": devices.check,
+    "collectives": collectives.check,
+    "profiles": profiles.check,
+    "overlap": overlap.check,
+}
 
 
 def examine(job: Job, options: Options, reports: Reports) -> None:
     """Every check that was asked for, on all ranks; rank 0 writes what they have found."""
-    for group, check in checks().items():
+    for group, check in CHECKS.items():
         if group not in options.groups:
             continue
         reports.write(begins=group)
