@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, QUICK, Options, chosen
+from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
-_EPILOG = """\b
+_SCRIPT = Path(__file__).resolve().parents[1] / "selftest" / "__main__.py"
+_WHAT = "\n".join(f"  {name:<12}{what}" for name, what in GROUPS.items())
+_EPILOG = f"""\b
+Checks, in this order:
+{_WHAT}
+
+\b
 Examples:
-  python -m fleet_train selftest                          this machine: every GPU, or 2 processes on a CPU build
-  python -m fleet_train selftest --nproc 4
-  python -m fleet_train selftest --ips 10.0.0.1,10.0.0.2  the same line on both machines
+  python -m fleet_train selftest
+  python -m fleet_train selftest --nproc 4 --skip overlap
+  python -m fleet_train selftest --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
   python -m fleet_train selftest --only faults --json
 
 \b
-Under another launcher, one process per rank:
-  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train selftest
+As the program of a launcher, one process per rank:
+  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 --nproc_per_node 8 -m fleet_train selftest
+  python -m paddle.distributed.launch --master 10.0.0.1:6070 --nnodes 2 --nproc_per_node 8 \\
+      {_SCRIPT}
+
+\b
+Exit codes:
+  0        nothing has failed
+  1        a check has failed, or all were left out; the last line says which
+  2 to 6   flags, Paddle, addresses or ports, a machine that did not come
+  8, 11    machines were started differently; a machine or a supervisor was lost
 """
 
 
@@ -28,18 +44,22 @@ Under another launcher, one process per rank:
 )
 @click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
 @click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
-@click.option("--started_port", type=int, metavar="PORT", help="First port, as of launch.")
+@click.option("--started_port", "--start_port", type=int, metavar="PORT", help="First port, as of launch.")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Do these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
-@click.option("--quick", is_flag=True, help="Fewer steps and repeats.")
+@click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
 @click.option("--record", type=Path, default=DEFAULT_FOLDER, show_default=True, metavar="DIR", help="Record and logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record on stdout, and the lines on stderr.")
-@click.option("--outcome", type=Path, hidden=True, help="Where a rank that was started by us writes how it went.")
-def command(only: tuple[str, ...], skip: tuple[str, ...], quick: bool, **flags: Any) -> None:
-    """Check a cluster: devices, collectives, every profile, overlap, faults. About two minutes."""
-    import sys
+@click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
+def command(
+    only: tuple[str, ...], skip: tuple[str, ...], quick: bool, record: Path, as_json: bool, outcome: Path | None,
+    **where: Any,
+) -> None:  # fmt: skip
+    """Check a cluster before it trains: one line per check, a verdict, a record. About two minutes.
 
-    options = Options(chosen(only, skip), **(QUICK if quick else {}))
-    from fleet_train.selftest.start import start
+    Each rank is a supervisor that starts the processes which are examined, so that one of them can be stopped or
+    killed. Rank 0 prints. The record has no addresses, names or paths in it: it is made to be sent in.
+    """
+    from fleet_train.selftest.start import Where, start
 
-    sys.exit(start(options, **flags))
+    sys.exit(start(chosen(only, skip, quick), Where(**where), record, as_json, outcome))

@@ -63,7 +63,7 @@ def _check_kind(job: Job, name: str) -> Result:
     if told:
         words = f"{told[0]}{f' (and {len(told) - 1} more)' if len(told) > 1 else ''}; do not train on this cluster"
         return Result("collectives", name, FAIL, words, seconds, figures)
-    left_out = f"; {backend_name()} does not carry {', '.join(unsupported)}" if unsupported else ""
+    left_out = f"; left out: {', '.join(unsupported)}, which {backend_name()} adds wrongly" if unsupported else ""
     return Result("collectives", name, OK, f"{', '.join(dtypes)}: exact{left_out}", seconds, figures)
 
 

@@ -31,6 +31,10 @@ class Options:
     """What a rank may keep the others waiting, in the checks of faults (collective_timeout_seconds)."""
     join_timeout_seconds: float = 120.0
 
+    @property
+    def is_quick(self) -> bool:
+        return self.steps != Options.steps
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -39,12 +43,12 @@ class Options:
         return cls(**data | {"groups": tuple(data["groups"])})
 
 
-QUICK = {"steps": 20, "rounds": 3}
+_QUICK = {"steps": 20, "rounds": 3}
 
 
-def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """The groups that are left. Raises ClusterError where nothing is."""
+def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False) -> Options:
+    """The options that the flags make. Raises ClusterError where nothing is left to do."""
     left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
     if not left:
         raise ClusterError(f"--only and --skip leave nothing to check; there are {', '.join(GROUPS)}")
-    return left
+    return Options(left, **(_QUICK if quick else {}))

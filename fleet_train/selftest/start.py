@@ -1,16 +1,20 @@
-"""From the command to ranks: started by us through our launcher, or by a launcher that has started this process."""
+"""From the command to ranks: started by us through our launcher, or this process is one, started by any launcher."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import DEFAULT_STARTED_PORT, cluster_from_environ
 from fleet_train.cluster.hosts import parse_hosts
@@ -19,86 +23,108 @@ from fleet_train.launch.machine import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.run import run
-from fleet_train.selftest.options import Options
-from fleet_train.selftest.results import Result, exit_code, verdict
+from fleet_train.selftest import record
+from fleet_train.selftest.options import GROUPS, Options
+from fleet_train.selftest.results import Result, verdict
+from fleet_train.selftest.supervisor import Supervisor
 
-_DEFAULT_PROCESSES = 2
-
-
-def start(
-    options: Options,
-    *,
-    nproc: int | None,
-    ips: str | None,
-    node_ip: str | None,
-    started_port: int | None,
-    record: Path,
-    as_json: bool,
-    outcome: Path | None,
-) -> int:
-    """Carry the selftest out; returns the exit code."""
-    if "PADDLE_TRAINER_ENDPOINTS" in os.environ or outcome is not None:
-        if nproc is not None or ips is not None:
-            raise ClusterError("--nproc and --ips start ranks, and this process was started as one by a launcher")
-        return supervise(options, record, as_json, outcome)
-    return launch(options, nproc, ips, node_ip, started_port, record, as_json)
+_PROCESSES_WITHOUT_GPUS = 2
 
 
-def launch(
-    options: Options,
-    nproc: int | None,
-    ips: str | None,
-    node_ip: str | None,
-    started_port: int | None,
-    record: Path,
-    as_json: bool,
-) -> int:
-    with tempfile.TemporaryDirectory(prefix="fleet_train-selftest-") as private:
-        told = Path(private) / "outcome.json"
-        program = ["fleet_train", "selftest", "--outcome", str(told), "--record", str(record.absolute())]
-        program += [word for group in options.groups for word in ("--only", group)]
-        if options.steps != Options.steps:
-            program.append("--quick")
-        if nproc is None and not look_around(os.environ).gpus:
-            nproc = _DEFAULT_PROCESSES
-        request = LaunchRequest(
-            command=tuple(program),
-            is_module=True,
-            hosts=parse_hosts(ips) if ips else None,
-            node_host=node_ip,
-            started_port=started_port or DEFAULT_STARTED_PORT,
-            processes_per_node=nproc,
-            log_dir=record / "log",
+@dataclass(frozen=True)
+class Where:
+    """Which ranks are to be started; None: not said."""
+
+    nproc: int | None = None
+    ips: str | None = None
+    node_ip: str | None = None
+    started_port: int | None = None
+
+    @property
+    def is_said(self) -> bool:
+        return any(value is not None for value in (self.nproc, self.ips, self.node_ip, self.started_port))
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of its ranks. PaddleCloud tells a pod of others, too."""
+    if "PADDLE_LOCAL_RANK" in environ or "PADDLE_RANK_IN_NODE" in environ:
+        return True
+    return "PADDLE_TRAINER_ENDPOINTS" in environ and "PADDLE_TRAINERS" not in environ
+
+
+def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None) -> int:
+    """Carry the selftest out; returns the exit code. ``outcome``: given to ranks that were started from here."""
+    if not is_rank(os.environ):
+        return launch_ranks(options, where, folder, as_json)
+    if where.is_said:
+        raise ClusterError(
+            "--nproc, --ips, --node_ip and --started_port start ranks, and a launcher has started this process as one: "
+            "give them to the launcher"
         )
-        code = run(prepare(request, os.environ), os.environ)
-        if not told.exists():
+    return supervise(options, folder, as_json, outcome)
+
+
+def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
+    """This machine's share of the ranks, through our launcher; how it went, they write into a file."""
+    with tempfile.TemporaryDirectory(prefix="fleet_train-selftest-") as private:
+        outcome = Path(private) / "outcome.json"
+        launch = prepare(request_of(options, where, folder, outcome), os.environ)
+        # The launcher shows what rank 0 prints.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            code = run(launch, os.environ)
+        if code or not outcome.exists():
             return code or 1
-        result = json.loads(told.read_text())
-        if as_json:
-            print(json.dumps(result, indent=1))
-        return int(result["exit_code"])
+        made: dict[str, Any] = json.loads(outcome.read_text())
+    if as_json:
+        click.echo(json.dumps(made, indent=1))
+    return int(made["exit_code"])
+
+
+def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> LaunchRequest:
+    command = ["fleet_train", "selftest", "--outcome", str(outcome), "--record", str(folder.absolute())]
+    command += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
+    command += ["--quick"] if options.is_quick else []
+    nproc = where.nproc
+    if nproc is None and not look_around(os.environ).gpus:
+        nproc = _PROCESSES_WITHOUT_GPUS
+    return LaunchRequest(
+        command=tuple(command),
+        is_module=True,
+        hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
+        node_host=where.node_ip,
+        started_port=DEFAULT_STARTED_PORT if where.started_port is None else where.started_port,
+        processes_per_node=nproc,
+        log_dir=folder / "log",
+        join_timeout_seconds=options.join_timeout_seconds,
+    )
 
 
 def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | None) -> int:
-    import time
-
-    from fleet_train.selftest.supervisor import Supervisor
-
-    cluster: Cluster = cluster_from_environ(launch_environment(), parent_command())
+    """As one rank: every check; rank 0 prints, and writes the record."""
     began = time.monotonic()
+    cluster = cluster_from_environ(launch_environment(), parent_command())
+    is_first = cluster.rank == 0
 
-    def say(result: Result) -> None:
-        click.echo(result.line, err=as_json)
+    def say(text: str) -> None:
+        if is_first:
+            click.echo(text, err=as_json)
 
-    results = Supervisor(cluster, options, folder, say).run()
-    code = exit_code(results)
-    if cluster.rank == 0:
-        click.echo(verdict(results, time.monotonic() - began), err=as_json)
-    if outcome is not None and cluster.local_rank == 0:
-        outcome.write_text(json.dumps({"exit_code": code, "results": [r.to_json() for r in results]}))
-        return 0
-    return code if outcome is None else 0
+    def found(result: Result) -> None:
+        say(result.line)
 
-
-if __name__ == "__main__":
-    sys.exit(0)
+    supervisor = Supervisor(cluster, options, folder, found)
+    with supervisor.meeting():
+        results, machines = supervisor.run()
+        seconds = time.monotonic() - began
+        made = supervisor.shared(record.make(cluster, options, machines, results, seconds) if is_first else None)
+        if is_first:
+            path = record.write(folder, made)
+            say(verdict(results, seconds))
+            say(f"record: {path} (and .md); logs: {folder / 'log'}")
+    if outcome is not None:
+        if cluster.local_rank == 0:
+            outcome.write_text(json.dumps(made))
+        return 0  # the selftest was carried out: what it has found is the matter of the process that has started us
+    if as_json and is_first:
+        click.echo(json.dumps(made, indent=1))
+    return int(made["exit_code"])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.selftest import faults
+from fleet_train.selftest import faults, record
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.faults import describe_code
 from fleet_train.selftest.options import Options
@@ -60,17 +61,33 @@ class Supervisor:
         self.peers = Peers(cluster, options.join_timeout_seconds)
         self.results: list[Result] = []
         self._say = say
+        self._shared = 0
 
-    def run(self) -> list[Result]:
-        """Every job; all ranks return the same results."""
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """All supervisors leave together; one that fails is lost for the others."""
+        try:
+            yield
+            self.peers.leave()
+        finally:
+            self.peers.close()
+
+    def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
+        """Every job. The results, and the facts of each node; all ranks return the same."""
+        facts = self.peers.gather("facts", record.facts())
         if set(self.options.groups) & set(_TOGETHER_GROUPS):
-            ends, _ = self.run_job(TOGETHER, TOGETHER_SECONDS)
-            self.found(judge_ends(self.cluster, ends))
+            ends, subjects = self.run_job(TOGETHER, TOGETHER_SECONDS)
+            self.found(judge_ends(subjects, ends))
         if "faults" in self.options.groups:
             self._run_faults()
-        shared = self.peers.gather("results", [result.to_json() for result in self.results])[0]
-        self.peers.leave()
-        return [Result.from_json(one) for one in shared]
+        shared = self.shared([result.to_json() for result in self.results])
+        firsts = [self.cluster.ranks_on_node(node)[0] for node in range(self.cluster.node_num)]
+        return [Result.from_json(one) for one in shared], [facts[rank] for rank in firsts]
+
+    def shared(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks; they have all come here."""
+        self._shared += 1
+        return self.peers.gather(f"shared {self._shared}", value)[0]
 
     def found(self, results: Iterable[Result]) -> None:
         """Results that are final; rank 0's count."""

@@ -1,0 +1,175 @@
+"""The record of a selftest: JSON and a page, made to be sent in. No host name, address, path or variable is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import fleet_train
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.launch.machine import installed_paddle, usable_processors
+from fleet_train.selftest.options import GROUPS, Options
+from fleet_train.selftest.results import Result, exit_code, failed, verdict
+
+_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+
+
+def facts() -> dict[str, Any]:
+    """Of this machine: what figures depend on."""
+    return {
+        "processor": _processor(),
+        "processors": usable_processors(),
+        "kernel": platform.release().split("-")[0],
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def backend_of(environ: Mapping[str, str]) -> str:
+    """What Paddle's build, or the environment, makes the ranks talk through; Paddle is not imported for it."""
+    asked = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
+    return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and asked != "gloo" else "gloo"
+
+
+def make(
+    cluster: Cluster,
+    options: Options,
+    machines: Sequence[Mapping[str, Any]],
+    results: Sequence[Result],
+    seconds: float,
+) -> dict[str, Any]:
+    """``machines``: the facts of each node."""
+    return {
+        "circumstances": {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": command_of(options),
+            **_commit(),
+            "versions": _versions(),
+            "machines": list(machines),
+        },
+        "backend": backend_of(os.environ),
+        "nodes": cluster.node_num,
+        "ranks": [len(cluster.ranks_on_node(node)) for node in range(cluster.node_num)],
+        "options": options.to_json(),
+        "seconds": round(seconds, 1),
+        "verdict": verdict(results, seconds),
+        "failures": failed(results),
+        "checks": [_cleaned(result.to_json(), cluster) for result in results],
+        "exit_code": exit_code(results),
+    }
+
+
+def command_of(options: Options) -> str:
+    """The command without what it says of this cluster."""
+    only = [f"--only {group}" for group in options.groups] if options.groups != tuple(GROUPS) else []
+    return " ".join(["python -m fleet_train selftest", *only, *(["--quick"] if options.is_quick else [])])
+
+
+def _versions() -> dict[str, str]:
+    distribution, version = installed_paddle()
+    return {
+        "python": platform.python_version(),
+        distribution or "paddle": version,
+        "numpy": metadata.version("numpy"),
+        "fleet_train": fleet_train.__version__,
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """Of the checkout that this package lies in; nothing where it is installed."""
+    root = Path(fleet_train.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return {}
+    return {
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git(root, "status", "--porcelain", "--", "fleet_train", "strategies")),
+    }
+
+
+def _git(root: Path, *arguments: str) -> str:
+    try:
+        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+def _cleaned(value: Any, cluster: Cluster) -> Any:
+    if isinstance(value, dict):
+        return {name: _cleaned(one, cluster) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(one, cluster) for one in value]
+    return without_names(value, cluster) if isinstance(value, str) else value
+
+
+def without_names(text: str, cluster: Cluster) -> str:
+    """A text without the addresses of the cluster, this machine's name and its folders."""
+    for node in range(cluster.node_num):
+        host = cluster.ranks[cluster.ranks_on_node(node)[0]].host
+        text = re.sub(rf"(?<![\w.]){re.escape(host)}(:\d+)?(?![\w.]*\w)", f"node {node}", text)
+    text = _ADDRESS.sub("<address>", text)
+    folders: Iterable[tuple[str, str]] = ((str(Path.cwd()), "."), (str(Path.home()), "~"))
+    for known, name in (*folders, (socket.gethostname(), "<host>")):
+        if len(known) > 1:
+            text = text.replace(known, name)
+    return text
+
+
+def write(folder: Path, record: Mapping[str, Any]) -> Path:
+    """``<date>-selftest-<backend>-<nodes>x<ranks>.json``, and a page of the same name; returns the first one's path."""
+    ranks = "x".join(map(str, (record["nodes"], max(record["ranks"]))))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['circumstances']['date'][:10]}-selftest-{record['backend']}-{ranks}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    return path
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The record for people."""
+    at = record["circumstances"]
+    machines = "; ".join(
+        f"{one['processor']}, {one['processors']} processors, Linux {one['kernel']}, load average "
+        f"{one['load_average_before']} before the start"
+        for one in at["machines"]
+    )
+    commit = f"; commit {at['commit'][:10]}{' with uncommitted changes' * at['uncommitted_changes']}"
+    lines = [
+        f"# Selftest, {at['date'][:10]}: {record['nodes']} node(s), {sum(record['ranks'])} ranks, {record['backend']}",
+        "",
+        f"- Result: {record['verdict']}",
+        f"- Machines: {machines}.",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in at['versions'].items())}"
+        f"{commit if at.get('commit') else ''}.",
+        f"- Command: `{at['command']}`",
+        "",
+        "| check | result | seconds | what was found |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {one['name']} | {one['status']} | {one['seconds']:.1f} | {_cell(one['words'])} |"
+            for one in record["checks"]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
