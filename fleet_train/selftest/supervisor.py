@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.errors import WorkerFailed
 from fleet_train.selftest import faults, record
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.faults import describe_code
@@ -77,7 +78,8 @@ class Supervisor:
         facts = self.peers.gather("facts", record.facts())
         if set(self.options.groups) & set(_TOGETHER_GROUPS):
             ends, subjects = self.run_job(TOGETHER, TOGETHER_SECONDS)
-            self.found(judge_ends(subjects, ends))
+            for result in judge_ends(subjects, ends):
+                self.found([result, *not_done(self.options.groups, result.group)])
         if "faults" in self.options.groups:
             self._run_faults()
         shared = self.shared([result.to_json() for result in self.results])
@@ -170,16 +172,24 @@ class Supervisor:
         )
 
 
-def judge_ends(cluster: Cluster, ends: dict[int, End]) -> list[Result]:
-    """What is wrong with subjects that should have ended with 0: the one that ended first is to blame."""
+def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
+    """What is wrong with subjects that should have ended with 0: named is who ended first without having lost another.
+
+    ``began`` of that one's end is the group that is blamed.
+    """
     wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
     if not wrong:
         return []
-    rank, end = min(wrong.items(), key=lambda one: one[1].ended_at)
+    rank, end = min(wrong.items(), key=lambda one: (one[1].exit_code == WorkerFailed.exit_code, one[1].ended_at))
     how = "did not end and was killed" if end.was_killed else f"ended with {describe_code(end.exit_code)}"
     last = end.last_lines[-1] if end.last_lines else "it has printed nothing"
-    words = f"{cluster.describe(rank)} {how} during '{end.began}': {last}"
-    return [Result(end.began, end.began, FAIL, words)]
+    return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {last}")]
+
+
+def not_done(groups: Sequence[str], failed: str) -> list[Result]:
+    """The checks of the same job that come behind the one in which it has ended; ``start`` comes before all."""
+    behind = _TOGETHER_GROUPS[_TOGETHER_GROUPS.index(failed) + 1 :] if failed in _TOGETHER_GROUPS else _TOGETHER_GROUPS
+    return [Result(one, one, SKIP, f"not done: the ranks had ended in '{failed}'") for one in behind if one in groups]
 
 
 def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:

@@ -1,0 +1,211 @@
+"""``python -m fleet_train selftest`` as an owner of a cluster runs it: what it says, writes, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.profile import profile_names
+from tests.support.ports import free_ports
+from tests.support.processes import ROOT, Ended, Job, clean_environ, python
+from tests.support.ranks import stock_environs
+
+KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
+FAULTS = ("a rank skips a collective", "a rank is stopped", "a rank is killed")
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def selftest(*arguments: str) -> list[str]:
+    return python("-m", "fleet_train", "selftest", "--started_port", str(free_ports(3)), *arguments)
+
+
+def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> Ended:
+    """One command to its end; nobody of it may be left."""
+    with Job(folder) as job:
+        job.start("selftest", selftest(*arguments), clean_environ(environ))
+        (ended,) = job.wait(timeout_seconds=170)
+        assert job.orphans() == []
+    return ended
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A whole selftest of two ranks: its folder, what it printed as JSON, and its lines."""
+    folder = tmp_path_factory.mktemp("selftest")
+    # stdout and stderr apart, as a script that reads the JSON has them
+    script = folder / "run.sh"
+    script.write_text('"$@" > printed.json\n')
+    with Job(folder) as job:
+        job.start("selftest", ["sh", str(script), *selftest("--quick", "--json")], clean_environ())
+        (ended,) = job.wait(timeout_seconds=175)
+        assert ended.exit_code == 0, ended.output
+        assert job.orphans() == []
+    return folder, json.loads((folder / "printed.json").read_text()), ended.output
+
+
+def test_every_check_is_there_and_nothing_has_failed(whole: tuple[Path, dict[str, Any], str]) -> None:
+    _, record, _ = whole
+    names = [check["name"] for check in record["checks"]]
+    profiles = [f"profile {name}" for name in profile_names()]
+    assert names == ["backend", "devices", *KINDS, *profiles, "overlap", *FAULTS]
+    statuses = {check["name"]: check["status"] for check in record["checks"]}
+    assert statuses.pop("devices") == "skip"
+    assert statuses.pop("overlap") in ("ok", "warn")  # a busy machine says nothing about overlap
+    assert set(statuses.values()) == {"ok"}
+    assert record["failures"] == []
+    assert record["exit_code"] == 0
+    assert record["verdict"].startswith("PASSED: ")
+
+
+def test_figures_say_what_was_done(whole: tuple[Path, dict[str, Any], str]) -> None:
+    figures = {check["name"]: check["figures"] for check in whole[1]["checks"]}
+    dtypes = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8"}
+    for kind in KINDS:
+        assert {*figures[kind]["dtypes"], *figures[kind]["unsupported"]} == dtypes
+    assert figures["all_reduce sum"]["unsupported"] == ["float16"]
+    assert all(figures[f"profile {name}"]["steps"] == 20 for name in profile_names())
+    assert figures["profile multi_node"]["buckets"] > 2
+    assert figures["profile diloco"]["changed"] == {"local_sgd_is_warm_steps": 2, "local_sgd_steps": 5}
+    overlap = figures["overlap"]
+    assert set(overlap["milliseconds"]) == {"compute", "communication", "serial", "ours", "control"}
+    assert all(len(times) == 3 and min(times) > 0 for times in overlap["rounds_seconds"].values())
+    for fault in FAULTS:
+        assert figures[fault]["exit_codes"] == {"0": WorkerFailed.exit_code}
+        assert 0 <= figures[fault]["seconds"]["0"] < figures[fault]["bound_seconds"] == 14
+    assert figures["a rank is stopped"]["seconds"]["0"] > 2  # it was waited for
+
+
+def test_record_is_what_was_printed_and_names_nobody(whole: tuple[Path, dict[str, Any], str]) -> None:
+    folder, record, _ = whole
+    (path,) = (folder / "runs/selftest").glob("*.json")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-selftest-gloo-1x2\.json", path.name)
+    assert json.loads(path.read_text()) == record
+    page = path.with_suffix(".md").read_text()
+    assert page.count("\n| ") == 1 + 1 + len(record["checks"])
+    for text in (path.read_text(), page):
+        assert "127.0.0.1" not in text
+        assert socket.gethostname() not in text
+        assert str(folder) not in text
+        assert str(Path.home()) not in text
+
+
+def test_lines_come_one_per_check_with_the_verdict_last(whole: tuple[Path, dict[str, Any], str]) -> None:
+    _, record, output = whole
+    lines = [line for line in output.splitlines() if re.match(r"(ok|warn|skip|FAIL) ", line)]
+    assert [line[6:].partition(":")[0] for line in lines] == [check["name"] for check in record["checks"]]
+    assert "named rank 1 (127.0.0.1:" in lines[-1]
+    verdict, where = output.splitlines()[-2:]
+    assert verdict == record["verdict"]
+    assert where.startswith("record: ")
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "group", "told"),
+    [
+        ("one value", "collectives", r"FAIL  all_reduce sum: rank 1 \(127\.0\.0\.1:\d+\): float32: 1 of 1031 values"),
+        ("one bit", "profiles", r"FAIL  profile single_node: after 20 steps rank 1 \(\S+\) holds other parameters"),
+        ("every average", "profiles", r"FAIL  profile single_node: after 20 steps \S+ from the simulator, 1e-05 is"),
+    ],
+)
+def test_wrong_communication_fails_and_is_named(tmp_path: Path, sabotage: str, group: str, told: str) -> None:
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_bytes((ROOT / "tests/parallel/sabotaged_selftest.py").read_bytes())
+    environ = {"PYTHONPATH": f"{shim}{os.pathsep}{ROOT}", "FLEET_TRAIN_TEST_SABOTAGE": sabotage}
+    ended = run(tmp_path, "--quick", "--only", group, environ=environ)
+    assert ended.exit_code == 1, ended.output
+    assert re.search(told, ended.output), ended.output
+    assert "\nFAILED: " in ended.output
+
+
+def test_ctrl_c_leaves_nobody_behind(tmp_path: Path, hears_ctrl_c: None) -> None:
+    del hears_ctrl_c
+    with Job(tmp_path) as job:
+        started = job.start("selftest", selftest("--only", "profiles"), clean_environ())
+        log = tmp_path / "runs/selftest/log/together.1.log"
+        job.wait_until(lambda: log.exists() and log.stat().st_size > 0, 60, "a subject runs")
+        started.process.send_signal(signal.SIGINT)
+        (ended,) = job.wait(timeout_seconds=60)
+        assert ended.exit_code == 130, ended.output
+        assert job.orphans() == []
+
+
+def test_a_stopped_subject_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        started = job.start("selftest", selftest("--only", "faults"), clean_environ())
+        reports = tmp_path / "runs/selftest/log/is_stopped.1.reports"
+        job.wait_until(lambda: reports.exists() and "fault" in reports.read_text(), 90, "a subject is stopped")
+        started.process.kill()
+        job.wait(timeout_seconds=30)
+        assert job.orphans() == []
+
+
+def test_a_lost_supervisor_is_named_and_its_peers_end(tmp_path: Path) -> None:
+    """Without a launcher of ours: rank 0 hosts the store, nobody else watches."""
+    with Job(tmp_path) as job:
+        for rank, environ in enumerate(stock_environs([1, 1])):
+            command = python("-m", "fleet_train", "selftest", "--only", "profiles")
+            job.start(f"rank{rank}", command, clean_environ(environ), cwd=tmp_path / f"node{rank}")
+        log = tmp_path / "node1/runs/selftest/log/together.1.log"
+        job.wait_until(lambda: log.exists() and log.stat().st_size > 0, 60, "a subject runs")
+        job.started[1].process.kill()
+        first, _ = job.wait(timeout_seconds=60)
+        assert first.exit_code == WorkerFailed.exit_code, first.output
+        assert re.search(r"WorkerFailed: the supervisor of rank 1 \(127\.0\.0\.3:\d+\) is gone", first.output)
+        assert job.orphans() == []
+
+
+def test_a_port_in_use_and_a_foreign_address_are_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with Job(tmp_path) as job:
+            command = python("-m", "fleet_train", "selftest", "--started_port", str(port))
+            job.start("port", command, clean_environ())
+            job.start("address", selftest("--ips", "203.0.113.1,203.0.113.2"), clean_environ())
+            in_use, foreign = job.wait(timeout_seconds=60)
+    assert in_use.exit_code == foreign.exit_code == ClusterError.exit_code
+    assert str(port) in in_use.output
+    assert "cannot tell which of the nodes 203.0.113.1,203.0.113.2 this machine is" in foreign.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_flags_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.start("rank", selftest("--nproc", "2"), clean_environ(stock_environs([1])[0]))
+        (ended,) = job.wait(timeout_seconds=30)
+    assert ended.exit_code == ClusterError.exit_code
+    assert "a launcher has started this process as one: give them to the launcher" in ended.output
+
+
+def test_the_script_for_other_launchers_is_the_one_that_the_help_names(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.start("help", python("-m", "fleet_train", "selftest", "--help"), clean_environ())
+        (helped,) = job.wait(timeout_seconds=30)
+    (script,) = re.findall(r"^\s+(\S+selftest/__main__\.py)$", helped.output, re.MULTILINE)
+    with Job(tmp_path) as job:
+        environ = clean_environ()
+        del environ["PYTHONPATH"]  # as where the package is found beside the script alone
+        command = python("-m", "paddle.distributed.launch", "--nproc_per_node", "2", script, "--only", "devices")
+        job.start("stock", command, environ)
+        (ended,) = job.wait(timeout_seconds=90)
+        assert ended.exit_code == 0, ended.output
+        assert "ok    backend: gloo, 2 rank(s) on 1 node(s)" in (tmp_path / "log/workerlog.0").read_text()
+        assert job.orphans() == []

@@ -1,0 +1,57 @@
+"""Named ``sitecustomize`` in a folder on PYTHONPATH by a test: spoils what subjects of a selftest communicate.
+
+FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce), ``one bit`` (rank 1 gets
+averages whose last bit is wrong in one place), ``every average`` (all ranks get the same, 1 % too large).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+KIND = os.environ.get("FLEET_TRAIN_TEST_SABOTAGE", "")
+IS_SUBJECT = ".selftest." in os.environ.get("FLEET_TRAIN_STORE", "")
+RANK = os.environ.get("PADDLE_TRAINER_ID")
+
+
+def spoil_collectives() -> None:
+    from fleet_train.collectives.engines import stages
+
+    real = stages.Collective._begin
+
+    def begin(collective: Any, sync_op: bool) -> Any:
+        task = real(collective, sync_op)
+        if collective.kind == "all_reduce" and RANK == "1" and "float32" in str(collective.tensor.dtype):
+            collective.tensor[5:6].scale_(1.0, 1.0)
+        return task
+
+    stages.Collective._begin = begin  # type: ignore[method-assign]
+
+
+def spoil_averages() -> None:
+    import paddle
+
+    from fleet_train.collectives.reducers import FlatReducer
+    from fleet_train.selftest import profiles
+
+    real = FlatReducer.sum
+
+    def total(reducer: Any, buffers: Any, more: bool = False) -> Any:
+        sums = yield from real(reducer, buffers, more)
+        for one in sums:
+            if KIND == "every average":
+                one.scale_(1.01)
+            elif RANK == "1":
+                bits = one.numpy().view("int32").copy()
+                bits[3] ^= 1
+                paddle.assign(paddle.to_tensor(bits.view("float32")), output=one)
+        return sums
+
+    FlatReducer.sum = total  # type: ignore[method-assign]
+    profiles.profile_names = lambda: ["single_node"]  # type: ignore[attr-defined]
+
+
+if IS_SUBJECT and KIND == "one value":
+    spoil_collectives()
+elif IS_SUBJECT and KIND:
+    spoil_averages()

@@ -1,0 +1,233 @@
+"""What the selftest makes of what it has found: lines, verdicts, and whom it blames."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.profile import load_profile, profile_names
+from fleet_train.selftest import collectives, devices, faults, overlap, profiles
+from fleet_train.selftest.options import GROUPS, Options, chosen
+from fleet_train.selftest.results import FAIL, OK, SKIP, WARN, Result, exit_code, verdict
+from fleet_train.selftest.supervisor import End, judge_ends, not_done
+
+CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
+
+
+def result(name: str, status: str) -> Result:
+    return Result("devices", name, status, "words")
+
+
+class TestVerdict:
+    def test_passed(self) -> None:
+        results = [result("a", OK), result("b", WARN), result("c", SKIP)]
+        assert verdict(results, 12.4) == "PASSED: 1 ok, 1 warn, 1 skip, in 12 s"
+        assert exit_code(results) == 0
+
+    def test_failed_names_each_check_once(self) -> None:
+        results = [result("a", OK), result("b", FAIL), result("b", FAIL), result("c", FAIL)]
+        assert verdict(results, 1) == "FAILED: b, c; 1 ok, in 1 s"
+        assert exit_code(results) == 1
+
+    @pytest.mark.parametrize("results", [[], [result("a", SKIP)]])
+    def test_nothing_is_no_pass(self, results: list[Result]) -> None:
+        assert verdict(results, 1).startswith("NOTHING was checked")
+        assert exit_code(results) == 1
+
+    def test_a_result_survives_json_and_is_one_line(self) -> None:
+        one = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
+        assert Result.from_json(one.to_json()) == one
+        assert one.line == "FAIL  a rank is killed: why"
+
+
+class TestOptions:
+    def test_groups_keep_their_order(self) -> None:
+        assert chosen(["faults", "devices"], []).groups == ("devices", "faults")
+        assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
+
+    def test_nothing_left(self) -> None:
+        with pytest.raises(ClusterError, match="leave nothing to check; there are devices, collectives"):
+            chosen(["faults"], ["faults"])
+
+    def test_quick_survives_json(self) -> None:
+        options = chosen([], [], quick=True)
+        assert options.is_quick
+        assert Options.from_json(options.to_json()) == options
+        assert not Options().is_quick
+
+
+class TestFaults:
+    GOOD = faults.Ended(3.0, WorkerFailed.exit_code, False, ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
+
+    def judged(self, **changes: Any) -> Result:
+        ends = dict.fromkeys(range(2), self.GOOD) | {2: replace(self.GOOD, **changes)}
+        return faults.judge(CLUSTER, "is killed", Options(), ends, 5.0)
+
+    def test_all_have_ended_in_time_and_named_it(self) -> None:
+        found = self.judged(seconds=13.9)
+        assert found.status == OK
+        assert found.words == "3 other rank(s) ended within 13.9 s (14 s allowed) and named rank 3 (10.0.0.2:6171)"
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"seconds": 14.1}, "rank 2 (10.0.0.2:6170) ended after 14.1 s, 14 s are allowed"),
+            ({"was_killed": True, "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
+            ({"exit_code": 1}, "ended with exit code 1, expected is 11: fleet_train: rank 3"),
+            ({"exit_code": -6}, "ended with signal 6, expected is 11"),
+            ({"last_lines": ("fleet_train: rank 0 (10.0.0.1:6170) is gone",)}, "does not name rank 3 (10.0.0.2:6171)"),
+            ({"last_lines": ()}, "does not name rank 3 (10.0.0.2:6171): it has printed nothing"),
+        ],
+    )
+    def test_one_rank_that_does_not_is_enough(self, changes: dict[str, Any], told: str) -> None:
+        found = self.judged(**changes)
+        assert found.status == FAIL
+        assert told in found.words
+        assert found.words.endswith("; rank 3 (10.0.0.2:6171) was killed")
+
+
+class TestEnds:
+    GOOD = End(0, 9.0, False, "", ("done",))
+
+    def test_nothing_wrong(self) -> None:
+        assert judge_ends(CLUSTER, dict.fromkeys(range(4), self.GOOD)) == []
+
+    def test_who_has_lost_another_is_not_blamed(self) -> None:
+        lost = End(WorkerFailed.exit_code, 1.0, False, "profiles", ("rank 2 was lost",))
+        crashed = End(-11, 2.0, False, "profiles", ("", "Segmentation fault"))
+        (found,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
+        assert (found.group, found.status) == ("profiles", FAIL)
+        assert found.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
+
+    def test_a_subject_that_did_not_end(self) -> None:
+        (found,) = judge_ends(CLUSTER, {0: End(-9, 900.0, True, "overlap", ())})
+        assert found.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it has printed nothing"
+
+    def test_what_comes_behind_is_not_done(self) -> None:
+        groups = tuple(GROUPS)
+        assert [one.name for one in not_done(groups, "collectives")] == ["profiles", "overlap"]
+        assert [one.name for one in not_done(groups, "start")] == ["devices", "collectives", "profiles", "overlap"]
+        assert not_done(("faults", "devices"), "collectives") == []
+
+
+class TestCollectives:
+    @pytest.mark.parametrize("world", [2, 3, 16, 200])
+    def test_sums_are_exact_in_every_dtype(self, world: int) -> None:
+        total = np.sum([collectives.values_of(rank, world) for rank in range(world)], axis=0)
+        assert total.max() <= 255  # uint8, and bfloat16's 8 bits
+        assert len({collectives.values_of(rank, world).tobytes() for rank in range(2)}) == 2
+
+    def test_expected_values(self) -> None:
+        brought = [collectives.values_of(rank, 3) for rank in range(3)]
+        expected = {name: collectives.expected_of(name, 2, 3) for name in collectives.KINDS}
+        np.testing.assert_array_equal(expected["all_reduce sum"], brought[0] + brought[1] + brought[2])
+        np.testing.assert_array_equal(expected["all_reduce max"], np.maximum.reduce(brought))
+        np.testing.assert_array_equal(expected["all_reduce min"], np.minimum.reduce(brought))
+        np.testing.assert_array_equal(expected["reduce"], expected["all_reduce sum"])
+        np.testing.assert_array_equal(expected["broadcast"], brought[2])
+        np.testing.assert_array_equal(expected["gather"], np.concatenate(brought))
+        np.testing.assert_array_equal(expected["scatter"], brought[0])
+        assert collectives.expected_of("reduce", 0, 3) is None
+        assert collectives.expected_of("gather", 0, 3) is None
+
+
+class TestDevices:
+    TABLE = "0, GPU-aa1\n1, GPU-bb2\n2, GPU-cc3\n"
+
+    @pytest.mark.parametrize(
+        ("visible", "index", "uuid"),
+        [
+            (None, 1, "GPU-bb2"),
+            ("all", 2, "GPU-cc3"),
+            ("2,0", 0, "GPU-cc3"),
+            ("GPU-bb2,GPU-aa1", 1, "GPU-aa1"),
+            ("GPU-bb", 0, "GPU-bb2"),
+            ("2,0", 2, ""),
+            (None, 3, ""),
+        ],
+    )
+    def test_uuid_of_what_a_process_sees(self, visible: str | None, index: int, uuid: str) -> None:
+        environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert devices.uuid_of(index, environ, self.TABLE) == uuid
+
+    def test_without_nvidia_smi(self) -> None:
+        assert devices.uuid_of(0, {}, "") == ""
+
+    def judged(self, *uuids: str) -> Result:
+        found = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
+        job: Any = SimpleNamespace(cluster=CLUSTER)
+        return devices.judge_devices(job, found, 0.0)
+
+    def test_distinct_on_each_node(self) -> None:
+        assert self.judged("a", "b", "a", "b").words == "4 distinct: A100"  # virtual machines may number alike
+
+    def test_shared(self) -> None:
+        found = self.judged("a", "b", "c", "c")
+        assert found.status == FAIL
+        assert found.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
+
+    def test_unknown(self) -> None:
+        assert self.judged("a", "").words.startswith("the UUID of rank 1 (10.0.0.1:6171)'s GPU is unknown")
+
+
+class TestOverlap:
+    def times(self, ours: float, control: float = 30.0) -> dict[str, list[float]]:
+        turns = {"compute": 20.0, "communication": 10.0, "serial": 30.0, "ours": ours, "control": control}
+        return {turn: [value, 2 * value, 3 * value] for turn, value in turns.items()}
+
+    @pytest.mark.parametrize(("ours", "share"), [(20.0, 1.0), (25.0, 0.5), (30.0, 0.0), (33.0, -0.3)])
+    def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
+        assert overlap.overlap_of(self.times(ours), "ours") == pytest.approx(share)
+
+    def test_control_beside_it(self) -> None:
+        found = overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
+        assert found.status == OK
+        assert found.figures["overlap"] == pytest.approx(0.8)
+        assert found.figures["control"] == pytest.approx(-0.05)
+
+    def test_a_control_that_is_not_0_spoils_the_figure(self) -> None:
+        assert overlap.judge(self.times(22.0, 33.0), on_gpu=False, seconds=1.0).status == WARN
+
+    def test_little_overlap_is_warned_of_on_gpus_only(self) -> None:
+        assert overlap.judge(self.times(29.0), on_gpu=True, seconds=1.0).status == WARN
+        assert overlap.judge(self.times(29.0), on_gpu=False, seconds=1.0).status == OK
+
+    @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
+    def test_a_time_that_is_missing_fails(self, wrong: float) -> None:
+        times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
+        assert overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
+
+
+class TestFitting:
+    @pytest.mark.parametrize(("name", "steps"), itertools.product(profile_names(), [20, 50]))
+    def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
+        asked, fitted = load_profile(name), profiles.fit(load_profile(name), steps)
+        profile = fitted.profile
+        assert profile.local_sgd_is_warm_steps + 2 * profile.local_sgd_steps < steps or not profile.use_local_sgd
+        assert profile.compression != "powersgd" or profile.powersgd_start_step < steps / 2
+        assert profile.compression != "dgc" or profile.dgc_rampup_begin_step + profile.dgc_rampup_steps < steps / 2
+        assert not any(variable.startswith("NCCL_") for variable in profile.environment)
+        left = set(fitted.changed) | {"environment", "collective_timeout_seconds", "divergence_check_steps"}
+        assert {knob for knob, value in profile if value != getattr(asked, knob)} <= left
+
+    @pytest.mark.parametrize(
+        ("name", "on_gpu", "tolerance"),
+        [
+            ("multi_node", False, profiles.EXACT),
+            ("multi_node", True, profiles.APPROXIMATED),
+            ("local_sgd", False, profiles.EXACT),
+            ("powersgd", False, profiles.APPROXIMATED),
+            ("amp_bf16", False, profiles.APPROXIMATED),
+            ("bf16_compression", False, profiles.SENT_IN_16_BITS),
+            ("diloco", True, profiles.SENT_IN_16_BITS),
+        ],
+    )
+    def test_tolerances(self, name: str, on_gpu: bool, tolerance: float) -> None:
+        assert profiles.tolerance_of(load_profile(name), on_gpu=on_gpu) == tolerance
