@@ -1,4 +1,11 @@
-"""``python -m fleet_train <command>``."""
+"""``python -m fleet_train <command>``; or this file and the command, for launchers that take a script and no module."""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # A script's own folder comes first in Python's path: here that would be the package's inside.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from fleet_train.cli import main
 

@@ -10,7 +10,7 @@ import click
 
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
-_SCRIPT = Path(__file__).resolve().parents[1] / "selftest" / "__main__.py"
+_SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 _WHAT = "\n".join(f"  {name:<12}{what}" for name, what in GROUPS.items())
 _EPILOG = f"""\b
 Checks, in this order:
@@ -27,7 +27,7 @@ Examples:
 As the program of a launcher, one process per rank:
   python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 --nproc_per_node 8 -m fleet_train selftest
   python -m paddle.distributed.launch --master 10.0.0.1:6070 --nnodes 2 --nproc_per_node 8 \\
-      {_SCRIPT}
+      {_SCRIPT} selftest
 
 \b
 Exit codes:
@@ -49,13 +49,18 @@ Exit codes:
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
 @click.option("--record", type=Path, default=DEFAULT_FOLDER, show_default=True, metavar="DIR", help="Record and logs.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record on stdout, and the lines on stderr.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the record on stdout, and the lines on stderr. (launch merges the two: read the record.)",
+)
 @click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], quick: bool, record: Path, as_json: bool, outcome: Path | None,
     **where: Any,
 ) -> None:  # fmt: skip
-    """Check a cluster before it trains: one line per check, a verdict, a record. About two minutes.
+    """Check a new cluster before it trains: one line per check, a verdict, a record. About two minutes.
 
     Each rank is a supervisor that starts the processes which are examined, so that one of them can be stopped or
     killed. Rank 0 prints. The record has no addresses, names or paths in it: it is made to be sent in.

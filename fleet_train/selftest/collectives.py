@@ -101,7 +101,14 @@ def _try(job: Job, name: str, dtype: str) -> str:
         return ""
     with dynamic_mode():
         held = np.concatenate([tensor.cast("float64").numpy().reshape(-1) for tensor in found])
-    differing = np.flatnonzero(held != expected) if held.shape == expected.shape else np.arange(1)
+    return difference(dtype, held, expected)
+
+
+def difference(dtype: str, held: Array, expected: Array) -> str:
+    """What is wrong with the values that a rank holds, or nothing."""
+    if held.shape != expected.shape:
+        return f"{dtype}: {held.size} values instead of {expected.size}"
+    differing = np.flatnonzero(held != expected)
     if not differing.size:
         return ""
     first = int(differing[0])

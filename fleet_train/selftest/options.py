@@ -36,7 +36,7 @@ class Options:
         return self.steps != Options.steps
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"groups": list(self.groups)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Options:

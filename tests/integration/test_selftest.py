@@ -148,9 +148,13 @@ def test_ctrl_c_leaves_nobody_behind(tmp_path: Path, hears_ctrl_c: None) -> None
 
 def test_a_stopped_subject_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        started = job.start("selftest", selftest("--only", "faults"), clean_environ())
-        reports = tmp_path / "runs/selftest/log/is_stopped.1.reports"
-        job.wait_until(lambda: reports.exists() and "fault" in reports.read_text(), 90, "a subject is stopped")
+        started = job.start("selftest", selftest("--only", "profiles"), clean_environ())
+        log = tmp_path / "runs/selftest/log/together.1.log"
+        job.wait_until(lambda: log.exists() and log.stat().st_size > 0, 60, "a subject runs")
+        subjects = [one for one in job.leftovers() if "fleet_train.selftest.subject" in one.cmdline()]
+        assert len(subjects) == 2
+        for subject in subjects:
+            subject.suspend()
         started.process.kill()
         job.wait(timeout_seconds=30)
         assert job.orphans() == []
@@ -199,11 +203,12 @@ def test_the_script_for_other_launchers_is_the_one_that_the_help_names(tmp_path:
     with Job(tmp_path) as job:
         job.start("help", python("-m", "fleet_train", "selftest", "--help"), clean_environ())
         (helped,) = job.wait(timeout_seconds=30)
-    (script,) = re.findall(r"^\s+(\S+selftest/__main__\.py)$", helped.output, re.MULTILINE)
+    (script,) = re.findall(r"^\s+(\S+/fleet_train/__main__\.py) selftest$", helped.output, re.MULTILINE)
     with Job(tmp_path) as job:
         environ = clean_environ()
         del environ["PYTHONPATH"]  # as where the package is found beside the script alone
-        command = python("-m", "paddle.distributed.launch", "--nproc_per_node", "2", script, "--only", "devices")
+        command = python("-m", "paddle.distributed.launch", "--nproc_per_node", "2", script, "selftest")
+        command += ["--only", "devices"]
         job.start("stock", command, environ)
         (ended,) = job.wait(timeout_seconds=90)
         assert ended.exit_code == 0, ended.output

@@ -137,6 +137,14 @@ class TestCollectives:
         assert collectives.expected_of("reduce", 0, 3) is None
         assert collectives.expected_of("gather", 0, 3) is None
 
+    def test_what_is_wrong_is_said(self) -> None:
+        expected = np.arange(4)
+        assert collectives.difference("int32", np.arange(4.0), expected) == ""
+        assert collectives.difference("int32", np.arange(8.0), expected) == "int32: 8 values instead of 4"
+        inf = np.array([0, 1, np.inf, np.nan])
+        told = "float16: 2 of 4 values are wrong, the first at 2: inf instead of 2"
+        assert collectives.difference("float16", inf, expected) == told
+
 
 class TestDevices:
     TABLE = "0, GPU-aa1\n1, GPU-bb2\n2, GPU-cc3\n"
@@ -206,7 +214,7 @@ class TestOverlap:
 
 
 class TestFitting:
-    @pytest.mark.parametrize(("name", "steps"), itertools.product(profile_names(), [20, 50]))
+    @pytest.mark.parametrize(("name", "steps"), list(itertools.product(profile_names(), [20, 50])))
     def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
         asked, fitted = load_profile(name), profiles.fit(load_profile(name), steps)
         profile = fitted.profile
