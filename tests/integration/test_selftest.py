@@ -191,6 +191,38 @@ def test_a_port_in_use_and_a_foreign_address_are_said_before_anything_starts(tmp
     assert not (tmp_path / "runs").exists()
 
 
+def test_two_machines(tmp_path: Path) -> None:
+    hosts, port = ("127.0.0.2", "127.0.0.3"), free_ports(3, ["127.0.0.2", "127.0.0.3"])
+    with Job(tmp_path) as job:
+        for node, host in enumerate(hosts):
+            command = python("-m", "fleet_train", "selftest", "--ips", ",".join(hosts), "--node_ip", host)
+            command += ["--nproc", "1", "--started_port", str(port), "--only", "collectives", "--only", "devices"]
+            job.start(f"node{node}", [*command, "--json"], clean_environ(), cwd=tmp_path / f"machine{node}")
+        first, second = job.wait(timeout_seconds=90)
+        assert (first.exit_code, second.exit_code) == (0, 0), job.report()
+        assert job.orphans() == []
+    assert "ok    backend: gloo, 2 rank(s) on 2 node(s)" in first.output
+    assert "ok    backend" not in second.output  # rank 0 prints
+    for output in (first.output, second.output):  # both have the same record
+        made = json.loads(output[output.index("\n{\n") :])
+        assert (made["nodes"], made["ranks"]) == (2, [1, 1])
+        assert len(made["circumstances"]["machines"]) == 2
+    assert len(list(tmp_path.glob("machine0/runs/selftest/*-selftest-gloo-2x1.json"))) == 1
+    assert list(tmp_path.glob("machine1/runs/selftest/*.json")) == []
+
+
+def test_below_our_launcher_it_is_one_rank(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        launch = ["launch", f"--started_port={free_ports(3)}", "--nproc_per_node=2", "-m", "fleet_train"]
+        command = python("-m", "fleet_train", *launch, "selftest", "--only", "devices", "--record", "here")
+        job.start("launch", command, clean_environ())
+        (ended,) = job.wait(timeout_seconds=90)
+        assert ended.exit_code == 0, ended.output
+        assert job.orphans() == []
+    assert "ok    backend: gloo, 2 rank(s) on 1 node(s)" in ended.output
+    assert len(list((tmp_path / "here").glob("*-selftest-gloo-1x2.json"))) == 1
+
+
 def test_flags_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         job.start("rank", selftest("--nproc", "2"), clean_environ(stock_environs([1])[0]))
