@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_train.cluster.cluster import Cluster
@@ -46,21 +46,22 @@ def judge(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ende
 
 
 def _wrong(end: Ended, culprit: str, bound: float) -> str:
+    said = last_words(end.last_lines)
     if end.was_killed:
         return f"had not ended {end.seconds:.1f} s after the fault and was killed"
     if end.exit_code != WorkerFailed.exit_code:
-        return f"ended with {describe_code(end.exit_code)}, expected is {WorkerFailed.exit_code}: {last_line(end)}"
-    if culprit not in last_line(end):
-        return f"does not name {culprit}: {last_line(end)}"
+        return f"ended with {describe_code(end.exit_code)}, expected is {WorkerFailed.exit_code}: {said}"
+    if culprit not in said:
+        return f"does not name {culprit}: {said}"
     if end.seconds > bound:
         return f"ended after {end.seconds:.1f} s, {bound:g} s are allowed"
     return ""
 
 
-def last_line(end: Ended) -> str:
-    """What the rank says of its end: its last line of ours, or its last one."""
-    ours = [line for line in end.last_lines if line.startswith("fleet_train:")]
-    return (ours or list(end.last_lines) or ["it has printed nothing"])[-1]
+def last_words(lines: Sequence[str]) -> str:
+    """What a rank says of its end: its last line of ours, or its last one."""
+    ours = [line for line in lines if line.startswith("fleet_train:")]
+    return (ours or list(lines) or ["it has printed nothing"])[-1]
 
 
 def describe_code(code: int) -> str:

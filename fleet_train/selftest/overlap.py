@@ -70,13 +70,14 @@ def _turns(job: Job, size: Size) -> dict[str, Turn]:
     network, batch = _network(size), _batch(size, job.cluster.rank)
     alone, ours, control = (_program(network, settings, size) for settings in (None, {}, {"sync_nccl_allreduce": True}))
     exchange = next(exchange for main, exchange in current().exchanges if main is ours.main)
+    gradients = _gradients(job, exchange)
 
     def step(trained: Trained) -> None:
         trained.step(*batch)
         _await_device()
 
     def communicate() -> None:
-        _communicate(job, exchange)
+        _communicate(job, exchange, gradients)
         _await_device()
 
     def serial() -> None:
@@ -123,13 +124,20 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
     return Trained(network, wrap, lambda: paddle.optimizer.SGD(0.001))
 
 
-def _communicate(job: Job, exchange: GradientExchange) -> None:
-    """All buckets of a step, one after the other, with gradients that are there already."""
-    for bucket, method in exchange.methods:
-        with dynamic_mode():
-            gradients = [paddle.ones(list(g.shape), g.dtype).to(job.place) for g in bucket.gradients]
+def _gradients(job: Job, exchange: GradientExchange) -> list[list[Any]]:
+    """Of each bucket, on the device."""
+    with dynamic_mode():
+        return [
+            [paddle.ones(list(gradient.shape), gradient.dtype).to(job.place) for gradient in bucket.gradients]
+            for bucket, _ in exchange.methods
+        ]
+
+
+def _communicate(job: Job, exchange: GradientExchange, gradients: Sequence[Sequence[Any]]) -> None:
+    """All buckets of a step, one after the other."""
+    for (bucket, method), own in zip(exchange.methods, gradients, strict=True):
         place = Place("selftest overlap", f"selftest: {bucket.describe()}", _TIMEOUT_SECONDS)
-        job.engine.start(method.average(gradients), place, bucket.communicator).result()
+        job.engine.start(method.average(own), place, bucket.communicator).result()
 
 
 def _await_device() -> None:

@@ -38,9 +38,9 @@ class Peers:
             self.close_host()
             raise
 
-    def gather(self, name: str, value: Any = None) -> dict[int, Any]:
+    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
         """Meet all supervisors: a barrier that exchanges a JSON value each."""
-        return self._client.gather(name, value, self.cluster.world_size, self._timeout_seconds)
+        return self._client.gather(name, value, self.cluster.world_size, timeout_seconds or self._timeout_seconds)
 
     def subjects(self, job: str, port: int) -> Cluster:
         """The cluster of a job's subjects: the same places with other ports, and a scope of their own in the store."""

@@ -46,6 +46,8 @@ _LONGEST_SLEEP_SECONDS = 0.004
 _MOST_KERNELS = 20
 _KERNEL_SIDE = 2048
 _TIMEOUT_SECONDS = 60
+_SIMULATION_SECONDS = 600.0
+"""How long rank 0 may compute what all ranks do; the others wait for it."""
 _STEPS_PER_PERIOD = 4
 """A period of LocalSGD is at most the steps over this: several are seen."""
 
@@ -94,7 +96,8 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     finally:
         os.environ.clear()
         os.environ.update(before)  # a profile's variables are not the next one's
-    everybody = job.gather(f"selftest {label}", {"end": digest(run.end), "moved": run.moved, "difference": difference})
+    found = {"end": digest(run.end), "moved": run.moved, "difference": difference}
+    everybody = job.gather(f"selftest {label}", found, _SIMULATION_SECONDS)
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
 
 

@@ -85,7 +85,7 @@ def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> L
     command += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
     command += ["--quick"] if options.is_quick else []
     nproc = where.nproc
-    if nproc is None and not look_around(os.environ).gpus:
+    if nproc is None and look_around(os.environ).gpus is None:
         nproc = _PROCESSES_WITHOUT_GPUS
     return LaunchRequest(
         command=tuple(command),

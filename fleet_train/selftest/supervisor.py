@@ -15,7 +15,7 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.errors import WorkerFailed
 from fleet_train.selftest import faults, record
 from fleet_train.selftest.child import Child, environ_of, free_port
-from fleet_train.selftest.faults import describe_code
+from fleet_train.selftest.faults import describe_code, last_words
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.peers import Peers
 from fleet_train.selftest.results import FAIL, SKIP, Result
@@ -23,8 +23,9 @@ from fleet_train.selftest.results import FAIL, SKIP, Result
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 TOGETHER = "together"
-TOGETHER_SECONDS = 900.0
-"""How long the checks that share a job may take: nothing in them waits for longer than its own timeout."""
+TOGETHER_SECONDS, TOGETHER_SECONDS_PER_RANK = 900.0, 10.0
+"""How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
+takes longer with more ranks."""
 _TOGETHER_GROUPS = ("devices", "collectives", "profiles", "overlap")
 FAULT_COMES_WITHIN_SECONDS = 180.0
 """Of the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
@@ -77,7 +78,8 @@ class Supervisor:
         """Every job. The results, and the facts of each node; all ranks return the same."""
         facts = self.peers.gather("facts", record.facts())
         if set(self.options.groups) & set(_TOGETHER_GROUPS):
-            ends, subjects = self.run_job(TOGETHER, TOGETHER_SECONDS)
+            limit = TOGETHER_SECONDS + TOGETHER_SECONDS_PER_RANK * self.cluster.world_size
+            ends, subjects = self.run_job(TOGETHER, limit)
             for result in judge_ends(subjects, ends):
                 self.found([result, *not_done(self.options.groups, result.group)])
         if "faults" in self.options.groups:
@@ -134,7 +136,7 @@ class Supervisor:
             self.peers.note(f"end of {job} {self.cluster.rank}")
         finally:
             child.kill()
-        ends = self.peers.gather(f"ends of {job}", asdict(end))
+        ends = self.peers.gather(f"ends of {job}", asdict(end), limit_seconds)
         return {rank: End.from_json(one) for rank, one in ends.items()}, subjects
 
     def _attend(self, job: str, child: Child, limit_seconds: float) -> End:
@@ -182,8 +184,7 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
         return []
     rank, end = min(wrong.items(), key=lambda one: (one[1].exit_code == WorkerFailed.exit_code, one[1].ended_at))
     how = "did not end and was killed" if end.was_killed else f"ended with {describe_code(end.exit_code)}"
-    last = end.last_lines[-1] if end.last_lines else "it has printed nothing"
-    return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {last}")]
+    return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {last_words(end.last_lines)}")]
 
 
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:
