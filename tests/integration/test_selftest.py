@@ -20,6 +20,7 @@ from tests.support.processes import ROOT, Ended, Job, clean_environ, python
 from tests.support.ranks import stock_environs
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
+pytestmark = pytest.mark.timeout(300)  # a whole selftest takes a minute, and more on a busy machine
 FAULTS = ("a rank skips a collective", "a rank is stopped", "a rank is killed")
 
 
@@ -53,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     script.write_text('"$@" > printed.json\n')
     with Job(folder) as job:
         job.start("selftest", ["sh", str(script), *selftest("--quick", "--json")], clean_environ())
-        (ended,) = job.wait(timeout_seconds=175)
+        (ended,) = job.wait(timeout_seconds=280)
         assert ended.exit_code == 0, ended.output
         assert job.orphans() == []
     return folder, json.loads((folder / "printed.json").read_text()), ended.output
