@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,15 +66,17 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
 
 def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
     """This machine's share of the ranks, through our launcher; how it went, they write into a file."""
-    with tempfile.TemporaryDirectory(prefix="fleet_train-selftest-") as private:
-        outcome = Path(private) / "outcome.json"
-        launch = prepare(request_of(options, where, folder, outcome), os.environ)
+    outcome = (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
+    launch = prepare(request_of(options, where, folder, outcome), os.environ)
+    try:
         # The launcher shows what rank 0 prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             code = run(launch, os.environ)
         if code or not outcome.exists():
             return code or 1
         made: dict[str, Any] = json.loads(outcome.read_text())
+    finally:
+        outcome.unlink(missing_ok=True)
     if as_json:
         click.echo(json.dumps(made, indent=1))
     return int(made["exit_code"])
