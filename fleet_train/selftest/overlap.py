@@ -191,7 +191,7 @@ def judge(times: Mapping[str, Sequence[float]], on_gpu: bool, seconds: float) ->
     )
     status = OK
     if abs(control) > CONTROL_WITHIN:
-        status, words = WARN, f"{words}, should be 0: the machine was busy, do not quote these figures"
+        status, words = WARN, f"{words}, should be 0: do not quote these figures (is the machine busy?)"
     elif on_gpu and ours < EXPECTED_ON_GPUS:
         status, words = WARN, f"{words}; {EXPECTED_ON_GPUS:g} or more is expected on GPUs"
     elif not on_gpu:
