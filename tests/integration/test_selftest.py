@@ -15,6 +15,7 @@ import pytest
 
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import profile_names
+from fleet_train.selftest.overlap import TURNS
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Ended, Job, clean_environ, python
 from tests.support.ranks import stock_environs
@@ -84,7 +85,7 @@ def test_figures_say_what_was_done(whole: tuple[Path, dict[str, Any], str]) -> N
     assert figures["profile multi_node"]["buckets"] > 2
     assert figures["profile diloco"]["changed"] == {"local_sgd_is_warm_steps": 2, "local_sgd_steps": 5}
     overlap = figures["overlap"]
-    assert set(overlap["milliseconds"]) == {"compute", "communication", "serial", "ours", "control"}
+    assert set(overlap["milliseconds"]) == set(TURNS)
     assert all(len(times) == 3 and min(times) > 0 for times in overlap["rounds_seconds"].values())
     for fault in FAULTS:
         assert figures[fault]["exit_codes"] == {"0": WorkerFailed.exit_code}

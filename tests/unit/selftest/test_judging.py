@@ -188,11 +188,12 @@ class TestDevices:
 class TestOverlap:
     def times(self, ours: float, control: float = 30.0) -> dict[str, list[float]]:
         turns = {"compute": 20.0, "communication": 10.0, "serial": 30.0, "ours": ours, "control": control}
+        turns |= {"control, serial": 30.0}
         return {turn: [value, 2 * value, 3 * value] for turn, value in turns.items()}
 
     @pytest.mark.parametrize(("ours", "share"), [(20.0, 1.0), (25.0, 0.5), (30.0, 0.0), (33.0, -0.3)])
     def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
-        assert overlap.overlap_of(self.times(ours), "ours") == pytest.approx(share)
+        assert overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
 
     def test_control_beside_it(self) -> None:
         found = overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
