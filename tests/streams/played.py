@@ -1,0 +1,194 @@
+"""One rank of a job whose other ranks are not there: real conversion, exchange and engine, noted by a `Recorder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from itertools import count
+from typing import Any, TypeVar
+from unittest import mock
+
+import numpy as np
+import paddle
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives import groups, hold, host_ops, statistics
+from fleet_train.collectives.engines import stages, stream, thread
+from fleet_train.collectives.engines.device import HostMoment
+from fleet_train.collectives.engines.engine import Engine, Place
+from fleet_train.collectives.job import Job, Passed
+from tests.streams.recorder import RecordedFuture, Recorder
+from tests.streams.trace import Op
+
+T = TypeVar("T")
+MakeEngine = Callable[[Recorder, Job], Engine]
+
+_READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+class PlayedGroup:
+    """A process group without processes."""
+
+    def __init__(self, number: int, ranks: Sequence[int], rank: int) -> None:
+        self.id, self.ranks, self._rank = number, list(ranks), rank
+
+    def is_member(self) -> bool:
+        return self._rank in self.ranks
+
+
+class PlayedJob(Job):
+    """A rank whose peers always agree and are always there in time; its meetings are noted."""
+
+    def __init__(self, cluster: Cluster, recorder: Recorder, make_engine: MakeEngine) -> None:
+        super().__init__(cluster, paddle.CPUPlace())
+        self._recorder = recorder
+        self.engine = make_engine(recorder, self)
+
+    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
+        del timeout_seconds
+        self._recorder.add(Op.MEET, what=f"{name} {self.count(f'meeting {name}')}")
+        return dict.fromkeys(range(self.world_size), value)
+
+    def gate(self, name: str, timeout_seconds: float, note: Any = None) -> Passed:
+        del timeout_seconds
+        self._recorder.add(Op.MEET, what=f"gate {name}")
+        return Passed(dict.fromkeys(range(self.world_size), note), 0.0)
+
+
+class PlayedDevice:
+    """A device whose values the host reads later, behind an event."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def moment(self) -> HostMoment:
+        return HostMoment()
+
+    def to_host(self, tensor: Any) -> PlayedCopy:
+        return PlayedCopy(self._recorder, tensor)
+
+
+class PlayedCopy:
+    """A copy into pinned memory, behind which an event stands."""
+
+    def __init__(self, recorder: Recorder, tensor: Any) -> None:
+        self._recorder, self._event = recorder, recorder.event()
+        with recorder.unwatched():
+            self._value = np.array(tensor.numpy())
+
+    def read(self) -> Any:
+        self._recorder.add(Op.READ, self._event)
+        return self._value
+
+
+class PlayedThread:
+    """In place of a `WorkerThread`."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        future: RecordedFuture[T] = self._recorder.beside(self._name, task)
+        return future
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+class PlayedWatchdog:
+    """Watches nothing; it is told the place of each call, which names the bucket in the trace."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def watch(self, task: Any, place: Place) -> None:
+        """Nothing gets stuck while a trace is recorded."""
+
+    @contextmanager
+    def over_a_call(self, place: Place) -> Iterator[None]:
+        with self._recorder.inside(place.what):
+            yield
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def stream_engine(recorder: Recorder, job: Job) -> Engine:
+    """The real one, as on NCCL."""
+    watchdog: Any = PlayedWatchdog(recorder)
+    return stream.StreamEngine(PlayedDevice(recorder), job._blame_at, watchdog)
+
+
+def play_rank(cluster: Cluster, rank: int, make_engine: MakeEngine, action: Callable[[PlayedJob, Recorder], None]) -> Any:
+    """The trace of ``action`` on one rank of ``cluster``."""
+    recorder = Recorder(rank)
+    with _played(recorder):
+        job = PlayedJob(replace(cluster, rank=rank), recorder, make_engine)
+        try:
+            action(job, recorder)
+        finally:
+            job.leave()
+    return recorder.trace
+
+
+@contextmanager
+def _played(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, what would talk, start threads or look into a device takes notes instead."""
+    rank, numbers = recorder.trace.rank, count(1)
+
+    def begin(collective: stages.Collective, sync_op: bool) -> Any:
+        return recorder.begin(collective, sync_op)
+
+    def make_group(ranks: Sequence[int]) -> PlayedGroup:
+        return PlayedGroup(next(numbers), ranks, rank)
+
+    def make_thread(name: str, place: Any) -> PlayedThread:
+        del place
+        return PlayedThread(recorder, name)
+
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.object(stages.Collective, "begin", begin),
+            mock.patch.object(paddle.distributed, "new_group", make_group),
+            mock.patch.object(groups, "_own_store", lambda *_: nullcontext()),
+            mock.patch.object(groups, "_kept", lambda group: group),
+            mock.patch.object(stream, "WorkerThread", make_thread),
+            mock.patch.object(thread, "WorkerThread", make_thread),
+            *(mock.patch.object(module, "_host_operator", _noted(recorder)) for module in (host_ops, statistics, hold)),
+            mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
+        ):
+            stack.enter_context(patch)
+        for name in _READERS:
+            real = getattr(paddle.Tensor, name, None)
+            if real is not None:
+                setattr(paddle.Tensor, name, _reading(recorder, name, real))
+                stack.callback(setattr, paddle.Tensor, name, real)
+        yield
+
+
+def _reading(recorder: Recorder, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(real)
+    def read(*arguments: Any, **options: Any) -> Any:
+        recorder.read(name)
+        with recorder.unwatched():
+            return real(*arguments, **options)
+
+    return read
+
+
+def _noted(recorder: Recorder) -> Callable[..., Any]:
+    """``_host_operator`` whose operators say when they run; what they read in there, they read in a step."""
+    real = host_ops._host_operator
+
+    def host_operator(name: str, inputs: int, outputs: Any, run: Callable[..., Any]) -> Any:
+        def noted(*values: Any) -> Any:
+            recorder.reach(name)
+            with recorder.inside(name), recorder.watched():
+                return run(*values)
+
+        return real(name, inputs, outputs, noted)
+
+    return host_operator
