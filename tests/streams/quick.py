@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.streams.replay import PACES, Booleans, Found, Standstill
-from tests.streams.tables import KERNEL, Integers, Stream, tables_of
-from tests.streams.trace import COMPUTING, Action, Op, Trace
+from tests.streams.replay import PACES, Booleans, Found
+from tests.streams.tables import KERNEL, Integers, Mismatch, Stream, streams_of
+from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
+from tests.streams.words import Standstill
 
 _FREE, _SYNC, _READ, _MEET, _END = range(5)
 _NEVER = 1 << 30
@@ -25,64 +26,73 @@ class SeveralCallers(AssertionError):
     """A rank of which several threads put something on streams: `replay` is for those."""
 
 
+_STOP, _CODE, _TAIL, _EVENT, _MEETING, _MET, _ENQUEUED = range(7)
+"""Columns of ``Schedule.hosts``. The next action that may block; what the host stands at; items put on the calculation
+stream; of a READ: how many of them must be done; of a MEET: its number; how many meetings this rank has come to;
+collectives enqueued, from here on one column for each of the rank's streams."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Ranks by how far their hosts are. Axes: ranks or streams, then actions done (or collectives ended)."""
+    """Ranks by how far their hosts are, and their communicators' streams by how many collectives have ended."""
 
     traces: Sequence[Trace]
     streams: list[Stream]
-    code: Integers
-    """[ranks, actions + 1]: what the host stands at."""
-    stop: Integers
-    """The next action that may block, from here on."""
-    tail: Integers
-    """Items put on the calculation stream."""
-    event: Integers
-    """Of a READ: how many items must be done."""
-    meeting: Integers
-    """Of a MEET: its number."""
-    met: Integers
-    """How many meetings this rank has come to, by number: all below this."""
-    enqueued: Integers
-    """[streams, actions + 1]"""
-    needs: Integers
-    """[streams, collectives + 1]: items of the calculation stream that must be done before one starts."""
-    first_wait: Integers
-    """[streams, collectives + 1]: the first item that waits for more than these collectives."""
-    rank_of: Integers
-    streams_of: Integers
-    members: Integers
+    groups: list[Integers]
+    """Of each group, the slots that are its streams: a slot is rank * width + number of the rank's stream."""
+    width: int
+    hosts: Integers
+    """[columns, ranks * length]"""
+    length: int
+    calls: Integers
+    """[2, slots * most]: items of the calculation stream that must be done before the next collective starts, and the
+    first item that waits for it."""
+    most: int
     queues: list[list[tuple[int, int]]]
+    """By rank, what is put on its calculation stream."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.traces)
 
 
 def schedule_of(traces: Sequence[Trace]) -> Schedule:
     """Raises Mismatch where ranks call different things, SeveralCallers where this replay is not for them."""
-    tables = tables_of(traces)
+    if found := mismatches(traces):
+        raise Mismatch("; ".join(found))
+    streams = streams_of(traces)
     meetings = _meetings(traces)
     hosts = [_Host(trace, meetings) for trace in traces]
     length = max(len(host.code) for host in hosts)
-    most = max([1, *(len(stream.calls) for stream in tables.streams)])
-    streams = [_stream_rows(hosts[stream.rank], stream, length, most) for stream in tables.streams]
-    streams.append((np.zeros(length, np.int64), np.full(most + 1, _NEVER), np.full(most + 1, _NEVER)))
-    places = {
-        (stream.rank, call): (index, place)
-        for index, stream in enumerate(tables.streams)
-        for place, call in enumerate(stream.calls)
+    most = 1 + max([1, *(len(stream.calls) for stream in streams)])
+    of_rank = [[stream for stream in streams if stream.rank == trace.rank] for trace in traces]
+    width = max([1, *map(len, of_rank)])
+    slots = {
+        (stream.rank, stream.group): stream.rank * width + number
+        for own in of_rank
+        for number, stream in enumerate(own)
     }
+    places = {(s.rank, call): (index, place) for index, s in enumerate(streams) for place, call in enumerate(s.calls)}
+    padding = [None] * width
     return Schedule(
         traces,
-        tables.streams,
-        *(_stacked([getattr(h, name) for h in hosts], length) for name in ("code", "stop", "tail", "event", "meeting")),
-        met=_stacked([host.met for host in hosts], length),
-        enqueued=np.stack([row[0] for row in streams]),
-        needs=np.stack([row[1] for row in streams]),
-        first_wait=np.stack([row[2] for row in streams]),
-        rank_of=np.array([*(stream.rank for stream in tables.streams), 0]),
-        streams_of=tables.streams_of,
-        members=tables.members,
-        queues=[
-            [(KERNEL, 0) if call < 0 else places[host.trace.rank, call] for call in host.queue] for host in hosts
+        streams,
+        [
+            np.array([slot for (_, group), slot in slots.items() if group == one])
+            for one in sorted({stream.group for stream in streams})
         ],
+        width,
+        np.concatenate([_host_rows(h, own, length, width) for h, own in zip(hosts, of_rank, strict=True)]).T.copy(),
+        length,
+        np.concatenate(
+            [
+                _call_rows(host, stream, most)
+                for host, own in zip(hosts, of_rank, strict=True)
+                for stream in [*own, *padding][:width]
+            ]
+        ).T.copy(),
+        most,
+        [[(KERNEL, 0) if call < 0 else places[host.trace.rank, call] for call in host.queue] for host in hosts],
     )
 
 
@@ -173,20 +183,26 @@ class _Host:
         return stops[::-1]
 
 
-def _stream_rows(host: _Host, stream: Stream, length: int, most: int) -> tuple[Any, Any, Any]:
-    begun = [host.begun[call] for call in stream.calls]
-    enqueued = np.searchsorted([done for done, _ in begun], np.arange(length), side="right")
-    needs = np.array([*(need for _, need in begun), *[_NEVER] * (most + 1 - len(begun))])
+def _host_rows(host: _Host, streams: Sequence[Stream], length: int, width: int) -> Integers:
+    rows = np.zeros((length, _ENQUEUED + width), np.int32)
+    columns = (host.stop, host.code, host.tail, host.event, host.meeting, host.met)
+    for column, values in enumerate(columns):
+        rows[:, column] = [*values, *[values[-1]] * (length - len(values))]
+    for number, stream in enumerate(streams):
+        begun = [host.begun[call][0] for call in stream.calls]
+        rows[:, _ENQUEUED + number] = np.searchsorted(begun, np.arange(length), side="right")
+    return rows
+
+
+def _call_rows(host: _Host, stream: Stream | None, most: int) -> Integers:
+    rows = np.full((most, 2), _NEVER, np.int32)
+    if stream is None:
+        return rows
+    rows[: len(stream.calls), 0] = [host.begun[call][1] for call in stream.calls]
     place_of = {call: place for place, call in enumerate(stream.calls)}
-    first_wait = np.full(most + 1, _NEVER)
     for position in range(len(host.queue) - 1, -1, -1):
-        place = place_of.get(host.queue[position], -1)
-        first_wait[: place + 1] = position
-    return enqueued, needs, first_wait
-
-
-def _stacked(rows: Sequence[Sequence[int]], length: int) -> Integers:
-    return np.array([[*row, *[row[-1]] * (length - len(row))] for row in rows], np.int64)
+        rows[: place_of.get(host.queue[position], -1) + 1, 1] = position
+    return rows
 
 
 def replay_quickly(
@@ -212,105 +228,142 @@ def replay_quickly(
     return found
 
 
+def _part(most: Any, share: Any, who: Any) -> Any:
+    """How much those do who go on: half of them all that they can, the others a part."""
+    part = np.minimum(np.ceil(most * share), most).astype(np.int32)
+    return np.maximum(part, 1, out=part) * who
+
+
 class _State:
-    """Of many interleavings: the first axis of every array. What is over changes no more."""
+    """Of many interleavings: the last axis of every array. What is over changes no more."""
 
     def __init__(self, schedule: Schedule, size: int, random: np.random.Generator, one_resident: bool) -> None:
         self._of, self._random, self._one_resident = schedule, random, one_resident
-        ranks, streams = len(schedule.traces), len(schedule.streams) + 1
-        self._ranks, self._streams = np.arange(ranks), np.arange(streams)
-        self.done, self.head = np.zeros((size, ranks), np.int64), np.zeros((size, ranks), np.int64)
-        self.started, self.ended = np.zeros((size, streams), np.int64), np.zeros((size, streams), np.int64)
-        self.host_pace, self.device_pace = (random.choice(PACES, (size, ranks)) for _ in range(2))
-        self.start_pace, self.end_pace = (random.choice(PACES, (size, streams)) for _ in range(2))
+        ranks, slots = schedule.ranks, schedule.ranks * schedule.width
+        self._first_row = np.arange(ranks)[:, None] * schedule.length
+        self._first_call = np.arange(slots)[:, None] * schedule.most
+        self.done, self.head = np.zeros((ranks, size), np.int32), np.zeros((ranks, size), np.int32)
+        self.started, self.ended = np.zeros((slots, size), np.int32), np.zeros((slots, size), np.int32)
+        self.pace = random.choice(PACES, (2 * ranks + 2 * slots, size))
 
     @property
     def size(self) -> int:
-        return len(self.done)
+        return self.done.shape[1]
 
     def keep(self, which: Booleans) -> None:
         for name, value in vars(self).items():
             if not name.startswith("_"):
-                setattr(self, name, value[which])
+                setattr(self, name, value[:, which])
 
     def turn(self) -> Booleans:
-        """Let some of those go on that can; by interleaving, whether anybody could."""
-        of, ranks = self._of, self._ranks
-        enqueued, tail = self._enqueued(), of.tail[ranks, self.done]
-        steps = self._host_steps(enqueued, tail)
-        limit = of.first_wait[self._streams, self.ended][:, of.streams_of].min(2)
-        moves = np.minimum(limit, tail) - self.head
-        starts, ends = self._starts(enqueued), self._ends()
-        anybody: Booleans = steps.any(1) | moves.any(1) | starts.any(1) | ends.any(1)
-        self.done += self._some(steps, self.host_pace)
-        self.head += self._some(moves, self.device_pace)
-        starts &= self._random.random(starts.shape, np.float32) < self.start_pace
-        self.started += self._one_each(starts) if self._one_resident else starts
-        self.ended += ends & (self._random.random(ends.shape, np.float32) < self.end_pace)
+        """Let some of those go on that can, and all of them if that is nobody; by interleaving, whether anybody can."""
+        rows = self.done + self._first_row
+        tail, needs, first_wait = self._column(_TAIL, rows), *self._calls()
+        enqueued = self._enqueued(rows)
+        steps, moves = self._host_steps(rows, tail, enqueued), self._moves(tail, first_wait)
+        able = np.concatenate([steps > 0, moves > 0, self._starts(enqueued, needs), self._ends()])
+        drawn = self._random.random(able.shape, np.float32)
+        some = able & (drawn < self.pace)
+        some |= able & ~some.any(0)
+        ranks, slots = len(self.done), len(self.started)
+        share = drawn[: 2 * ranks]
+        share *= 2 / self.pace[: 2 * ranks]
+        self.done += _part(steps, share[:ranks], some[:ranks])
+        self.head += _part(moves, share[ranks:], some[ranks : 2 * ranks])
+        self.started += self._one_each(some[2 * ranks : 2 * ranks + slots])
+        self.ended += some[2 * ranks + slots :]
+        anybody: Booleans = able.any(0)
         return anybody
 
-    def _some(self, most: Any, pace: Any) -> Any:
-        """A random number up to ``most``; often none, and often all."""
-        share = self._random.random(most.shape, np.float32) / pace
-        return np.where(share < 1, np.ceil(most * np.minimum(2 * share, 1)), 0).astype(np.int64)
+    def _column(self, column: int, rows: Any) -> Any:
+        return self._of.hosts[column].take(rows)
 
-    def _enqueued(self) -> Any:
-        return self._of.enqueued[self._streams, self.done[:, self._of.rank_of]]
+    def _enqueued(self, rows: Any) -> Any:
+        """[slots, interleavings]: collectives on each stream."""
+        return np.stack([self._column(_ENQUEUED + n, rows) for n in range(self._of.width)], 1).reshape(
+            self.started.shape
+        )
 
-    def _host_steps(self, enqueued: Any, tail: Any) -> Any:
-        """[interleavings, ranks]: how many actions each host can do now."""
-        of, ranks = self._of, self._ranks
-        steps = of.stop[ranks, self.done] - self.done
-        codes = of.code[ranks, self.done]
-        if (codes == _SYNC).any():
-            steps += (codes == _SYNC) & self._drained(enqueued, tail)
-        steps += (codes == _READ) & (self.head >= of.event[ranks, self.done])
-        met = of.met[ranks, self.done].min(1)
-        steps += (codes == _MEET) & (of.meeting[ranks, self.done] < met[:, None])
-        return steps
+    def _calls(self) -> tuple[Any, Any]:
+        """[slots, interleavings]: items that the next collective needs; the first item that waits for it."""
+        rows = self.ended + self._first_call
+        return self._of.calls[0].take(rows), self._of.calls[1].take(rows)
 
-    def _drained(self, enqueued: Any, tail: Any) -> Booleans:
-        drained: Booleans = (self.head == tail) & (self.ended == enqueued)[:, self._of.streams_of].all(2)
+    def _by_rank(self, slots: Any) -> Any:
+        return slots.reshape(self._of.ranks, self._of.width, -1)
+
+    def _host_steps(self, rows: Any, tail: Any, enqueued: Any) -> Any:
+        """[ranks, interleavings]: how many actions each host can do now."""
+        codes = self._column(_CODE, rows)
+        is_over = (codes == _READ) & (self.head >= self._column(_EVENT, rows))
+        is_over |= (codes == _MEET) & (self._column(_MEETING, rows) < self._column(_MET, rows).min(0))
+        syncs = codes == _SYNC
+        if syncs.any():
+            is_over |= syncs & self._drained(tail, enqueued)
+        return self._column(_STOP, rows) - self.done + is_over
+
+    def _drained(self, tail: Any, enqueued: Any) -> Booleans:
+        """Whether nothing is left on a rank's streams."""
+        drained: Booleans = (self.head == tail) & self._by_rank(self.ended == enqueued).all(1)
         return drained
 
-    def _starts(self, enqueued: Any) -> Any:
-        of = self._of
+    def _moves(self, tail: Any, first_wait: Any) -> Any:
+        """[ranks, interleavings]: how many items each calculation stream can end."""
+        return np.minimum(self._by_rank(first_wait).min(1), tail) - self.head
+
+    def _starts(self, enqueued: Any, needs: Any) -> Booleans:
+        """[slots, interleavings]: whether the next collective may become resident."""
         idle = self.started == self.ended
         can = idle & (enqueued > self.started)
-        can &= self.head[:, of.rank_of] >= of.needs[self._streams, self.started]
-        if self._one_resident:
-            can &= idle[:, of.streams_of].all(2)[:, of.rank_of]
+        can &= (self._by_rank(needs) <= self.head[:, None]).reshape(can.shape)
+        if self._one_resident and self._of.width > 1:
+            can &= np.repeat(self._by_rank(idle).all(1), self._of.width, 0)
         return can
 
-    def _ends(self) -> Any:
-        return (self.started > self.ended) & (self.started[:, self._of.members].min(2) >= self.started)
+    def _ends(self) -> Booleans:
+        """[slots, interleavings]: whether the resident collective is so on all ranks of its group."""
+        can = self.started > self.ended
+        for slots in self._of.groups:
+            can[slots] &= self.started[slots].min(0) >= self.started[slots]
+        return can
 
     def _one_each(self, starts: Any) -> Any:
-        """One of those on the same rank."""
-        of_rank = starts[:, self._of.streams_of]
-        if of_rank.shape[2] == 1:
+        """Where one collective may be resident: one of those on the same rank."""
+        if not self._one_resident or self._of.width == 1:
             return starts
-        keys = of_rank * (1.0 + self._random.random(of_rank.shape, np.float32))
-        chosen = np.zeros_like(starts)
-        rows, ranks = np.nonzero(of_rank.any(2))
-        chosen[rows, self._of.streams_of[ranks, keys[rows, ranks].argmax(1)]] = True
-        return chosen
+        keys = self._by_rank(starts * (1 + self._random.random(starts.shape, np.float32)))
+        return ((keys > 0) & (keys == keys.max(1)[:, None])).reshape(starts.shape)
 
     def is_complete(self) -> Booleans:
         """By interleaving: everything is done."""
-        ended = (self._of.code[self._ranks, self.done] == _END).all(1)
-        complete: Booleans = ended & self._drained(self._enqueued(), self._of.tail[self._ranks, self.done]).all(1)
+        rows = self.done + self._first_row
+        is_drained = self._drained(self._column(_TAIL, rows), self._enqueued(rows))
+        complete: Booleans = ((self._column(_CODE, rows) == _END) & is_drained).all(0)
         return complete
 
     def describe(self, one: int) -> Standstill:
-        of, done = self._of, self.done[one]
-        tail = of.tail[self._ranks, done]
+        of = self._of
+        host = of.hosts[:, (self.done + self._first_row)[:, one]].T
+        own = {(stream.rank, number): index for index, (stream, number) in enumerate(self._numbered())}
+        slots = [rank * of.width + number for rank, number in own]
+        needs = of.calls[0].reshape(-1, of.most)
         return Standstill(
-            done=done.tolist(),
-            queued=[queue[head:end] for queue, head, end in zip(of.queues, self.head[one], tail, strict=True)],
-            enqueued=self._enqueued()[one].tolist(),
-            started=self.started[one].tolist(),
-            ended=self.ended[one].tolist(),
-            needs=of.needs.tolist(),
-            passed=self.head[one].tolist(),
+            list(of.traces),
+            of.streams,
+            {(trace.rank, COMPUTING): int(self.done[trace.rank, one]) for trace in of.traces},
+            [q[h:t] for q, h, t in zip(of.queues, self.head[:, one], host[:, _TAIL], strict=True)],
+            [int(host[rank, _ENQUEUED + number]) for rank, number in own],
+            self.started[slots, one].tolist(),
+            self.ended[slots, one].tolist(),
+            needs[slots].tolist(),
+            self.head[:, one].tolist(),
         )
+
+    def _numbered(self) -> list[tuple[Stream, int]]:
+        """Streams with their number on their rank."""
+        counts: dict[int, int] = {}
+        numbered = []
+        for stream in self._of.streams:
+            numbered.append((stream, counts.get(stream.rank, 0)))
+            counts[stream.rank] = counts.get(stream.rank, 0) + 1
+        return numbered

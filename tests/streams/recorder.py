@@ -94,6 +94,8 @@ class Recorder:
 
     def begin_run(self, program: Any) -> None:
         """The executor is about to run ``program``."""
+        if not self.trace.first_step:
+            self.trace.first_step = {name: len(actions) for name, actions in self.trace.threads.items()}
         self._gaps = gaps_of(program)
 
     def reach(self, operator: str) -> None:

@@ -21,7 +21,7 @@ one interleaving decides for every other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,29 +41,13 @@ from tests.streams.tables import (
     SYNC,
     Tables,
 )
+from tests.streams.trace import Action
+from tests.streams.words import Standstill
 
 Booleans = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-# Probabilities with which somebody who can go on does: a pace is drawn for each rank's host, device and streams.
-PACES = np.array([0.1, 0.5, 1.0], np.float32)
-
-
-@dataclass(frozen=True)
-class Standstill:
-    """A state in which nothing can go on, of one interleaving."""
-
-    done: list[int]
-    """By thread: how many actions."""
-    queued: list[list[tuple[int, int]]]
-    """By rank: what is left on the calculation stream: kernels (-1, 0), waits for (stream, place)."""
-    enqueued: list[int]
-    started: list[int]
-    ended: list[int]
-    """By communicator's stream: how many collectives."""
-    needs: list[list[int]]
-    """By stream and place: how many items of the calculation stream must be done, of ..."""
-    passed: list[int]
-    """... those that are done, by rank."""
+# Probabilities with which somebody who can go on does: a pace is drawn for each rank's hosts, device and streams.
+PACES = np.array([0.3, 0.7, 1.0], np.float32)
 
 
 @dataclass
@@ -88,7 +72,7 @@ def replay(
     found = Found(interleavings)
     while state.size:
         over = ~state.turn()
-        if np.count_nonzero(over) < max(1, state.size // 8) and not over.all():
+        if np.count_nonzero(over) < max(1, state.size // 8):
             continue
         for one in np.flatnonzero(over & ~state.is_complete()):
             found.deadlocks += 1
@@ -115,8 +99,8 @@ class _State:
         self.needs = np.zeros((size, streams, longest + 1), np.int32)
         self.event = np.zeros((size, max(tables.events, 1)), np.int32)
         self.arrived = np.zeros((size, max(tables.meetings, 1)), np.int32)
-        self.host_pace, self.device_pace = (random.choice(PACES, (size, ranks)) for _ in range(2))
-        self.start_pace, self.end_pace = (random.choice(PACES, (size, streams)) for _ in range(2))
+        self._parts = [ranks, 2 * ranks, 2 * ranks + streams]
+        self.pace = random.choice(PACES, (size, 2 * ranks + 2 * streams))
 
     @property
     def size(self) -> int:
@@ -128,18 +112,19 @@ class _State:
                 setattr(self, name, value[which])
 
     def turn(self) -> Booleans:
-        """Let some of those go on that can; by interleaving, whether anybody could."""
+        """Let some of those go on that can, and all of them if that is nobody; by interleaving, whether anybody can."""
         able, threads = self._hosts()
         moves, starts, ends = self._moves(), self._starts(), self._ends()
-        anybody: Booleans = able.any(1) | moves.any(1) | starts.any(1) | ends.any(1)
-        called = np.nonzero(able & self._drawn(self.host_pace))
-        moves &= self._drawn(self.device_pace)
-        starts &= self._drawn(self.start_pace)
-        ends &= self._drawn(self.end_pace)
+        can = np.concatenate([able, moves, starts, ends], axis=1)
+        some = can & (self._random.random(can.shape, np.float32) < self.pace)
+        some |= can & ~some.any(1)[:, None]
+        hosts, moves, starts, ends = np.split(some, self._parts, axis=1)
+        called = np.nonzero(hosts)
         self._act(called[0], threads[called])
         self.head += moves
         self.started += self._one_each(starts) if self._one_resident else starts
         self.ended += ends
+        anybody: Booleans = can.any(1)
         return anybody
 
     def is_complete(self) -> Booleans:
@@ -148,21 +133,23 @@ class _State:
         return complete
 
     def describe(self, one: int) -> Standstill:
-        queued = [
-            [(int(stream), int(place)) for stream, place in self.queue[one, rank, self.head[one, rank] : self.tail[one, rank]]]
-            for rank in range(self._tables.ranks)
-        ]
+        of = self._tables
+        at = {
+            host: _whole(actions, done)
+            for host, actions, done in zip(of.threads, of.actions, self.done[one].tolist(), strict=False)
+        }
+        queues = zip(self.queue[one].tolist(), self.head[one].tolist(), self.tail[one].tolist(), strict=True)
         return Standstill(
-            queued=queued,
-            needs=self.needs[one].tolist(),
-            done=self.done[one].tolist(),
-            passed=self.head[one].tolist(),
-            **{name: getattr(self, name)[one].tolist() for name in ("enqueued", "started", "ended")},
+            list(of.traces),
+            of.streams,
+            at,
+            [[(stream, place) for stream, place in queue[head:tail]] for queue, head, tail in queues],
+            self.enqueued[one].tolist(),
+            self.started[one].tolist(),
+            self.ended[one].tolist(),
+            self.needs[one].tolist(),
+            self.head[one].tolist(),
         )
-
-    def _drawn(self, pace: Any) -> Booleans:
-        drawn: Booleans = self._random.random(pace.shape, np.float32) < pace
-        return drawn
 
     def _codes(self) -> Any:
         return self._tables.code[self._tables.offset + self.done]
@@ -265,6 +252,12 @@ class _State:
 
     def _record(self, rows: Any, ranks: Any, events: Any, _: Any) -> None:
         self.event[rows, events] = self.tail[rows, ranks]
+
+
+def _whole(actions: Sequence[Action], done: int) -> int:
+    """How many of a trace's actions are done: a meeting is there twice, and done when both are."""
+    begun = sum(action is not before for action, before in zip(actions[:done], [None, *actions], strict=False))
+    return begun - (0 < done < len(actions) and actions[done] is actions[done - 1])
 
 
 def _most_appended(tables: Tables) -> int:

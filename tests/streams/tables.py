@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
 
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 
 # Codes of what a host thread does, as a replay knows them: a meeting is coming to it and leaving it.
 APPEND, BEGIN, RECORD, ARRIVE, SYNC, READ, AFTER, PASS, END = range(9)
@@ -68,9 +69,7 @@ def tables_of(traces: Sequence[Trace]) -> Tables:
     """Raises Mismatch where ranks call different things."""
     if found := mismatches(traces):
         raise Mismatch("; ".join(found))
-    streams = [
-        Stream(trace.rank, group, tuple(trace.of_group(group))) for trace in traces for group in trace.groups
-    ]
+    streams = streams_of(traces)
     _refuse_several_callers(traces)
     threads = [(trace.rank, name) for trace in traces for name in sorted(trace.threads, key=lambda n: n != COMPUTING)]
     coder = _Coder(traces, streams, threads)
@@ -91,6 +90,11 @@ def tables_of(traces: Sequence[Trace]) -> Tables:
             [[i for i, other in enumerate(streams) if other.group == stream.group] for stream in streams] + [[]], -1
         ),
     )
+
+
+def streams_of(traces: Sequence[Trace]) -> list[Stream]:
+    """All communicators' streams, rank by rank."""
+    return [Stream(trace.rank, group, tuple(trace.of_group(group))) for trace in traces for group in trace.groups]
 
 
 def _refuse_several_callers(traces: Sequence[Trace]) -> None:

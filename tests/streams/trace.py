@@ -61,6 +61,8 @@ class Trace:
     rank: int
     threads: dict[str, list[Action]] = field(default_factory=lambda: {COMPUTING: []})
     calls: list[Call] = field(default_factory=list)
+    first_step: dict[str, int] = field(default_factory=dict)
+    """By thread: how many actions come before the first step."""
 
     def of_group(self, group: int) -> list[int]:
         """The collectives of a group, by number, in the order in which they are enqueued."""
@@ -106,6 +108,18 @@ def _missed_meetings(traces: Sequence[Trace]) -> list[str]:
         for trace in traces
     ]
     return [f"not all ranks come to the meeting '{one}'" for one in sorted(set.union(*meetings)) if not all(one in m for m in meetings)]
+
+
+def from_first_step(trace: Trace) -> Trace:
+    """Without conversion and start values, behind which all streams are empty."""
+    start = trace.first_step
+    kept = {name: actions[start.get(name, 0) :] for name, actions in trace.threads.items()}
+    for name, actions in kept.items():
+        moved = [a._replace(number=a.number - start.get(a.what, 0)) if a.op is Op.AFTER else a for a in actions]
+        kept[name] = [action for action in moved if action.op is not Op.AFTER or action.number > 0]
+        if len(kept[name]) < len(actions):
+            raise AssertionError(f"thread {name} waits in a step for what was done before the first one")
+    return Trace(trace.rank, kept, trace.calls)
 
 
 def without_kernels(trace: Trace) -> Trace:
