@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fleet_train.cluster import Cluster
 from fleet_train.profile import Profile, load_profile
 from tests.streams.old_code import EndsWhenComplete, OldEngine, OnlyReads, SideBySide, WithoutGroupRule
@@ -49,7 +51,9 @@ CONTROLS = (
     Control("old code, DGC reads on the communicators' threads", OldEngine, "dgc", 3),
     Control("reads alone, PowerSGD on the communicators' threads", OnlyReads, "powersgd", 3),
     Control("reads alone, DGC on the communicators' threads", OnlyReads, "dgc", 3),
-    Control("old code, statistics beside one communicator", OldEngine, "sync_batch_norm", settings=(("nccl_comm_num", 1),)),
+    Control(
+        "old code, statistics beside one communicator", OldEngine, "sync_batch_norm", settings=(("nccl_comm_num", 1),)
+    ),
     Control("streams, two communicators in flight", SideBySide, "multi_node", one_resident=True),
     Control("the same, kernels always side by side", SideBySide, "multi_node", expected=NOTHING),
     Control(
@@ -61,8 +65,24 @@ CONTROLS = (
     ),
     Control("streams, PowerSGD's stages end when complete", EndsWhenComplete, "powersgd", 3, expected=MISMATCH),
     Control("streams, DGC's stages end when complete", EndsWhenComplete, "dgc", 3, expected=MISMATCH),
-    Control("streams, hierarchical stages end when complete", EndsWhenComplete, "hierarchical", 2, 2, True, expected=MISMATCH),
-    Control("streams, hierarchy with statistics, no rule for groups", WithoutGroupRule, "sync_batch_norm", 2, 2, True, _HIERARCHY),
+    Control(
+        "streams, hierarchical stages end when complete",
+        EndsWhenComplete,
+        "hierarchical",
+        2,
+        2,
+        True,
+        expected=MISMATCH,
+    ),
+    Control(
+        "streams, hierarchy with statistics, no rule for groups",
+        WithoutGroupRule,
+        "sync_batch_norm",
+        2,
+        2,
+        True,
+        _HIERARCHY,
+    ),
 )
 
 
@@ -72,6 +92,7 @@ class Outcome:
 
     mismatches: list[str]
     found: Found
+    ranks: int
 
     @property
     def what(self) -> str:
@@ -84,6 +105,7 @@ def outcome(control: Control, interleavings: int, seed: int, steps: int = 4) -> 
     """Record the control's traces, and replay them unless their orders differ already."""
     traces = control.traces(steps)
     if found := mismatches(traces):
-        return Outcome(found, Found())
+        return Outcome(found, Found(), len(traces))
     tables = tables_of([without_kernels(trace) for trace in traces])
-    return Outcome([], replay(tables, interleavings, seed, control.one_resident))
+    random = np.random.default_rng(seed)
+    return Outcome([], replay(tables, interleavings, random, control.one_resident), len(traces))

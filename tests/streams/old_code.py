@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from fleet_train.collectives.engines.engine import Engine, Place
+from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
 from fleet_train.collectives.engines.stream import Enqueued, InFlight, StreamEngine
 from fleet_train.collectives.engines.thread import ThreadEngine
@@ -41,6 +40,7 @@ class OnlyReads(OldEngine):
     still are the reads of values. (The results would be wrong.)"""
 
     def _blaming(self, place: Place, progress: Progress[T]) -> T:
+        del place
         while progress.stage is not None:
             for collective in progress.stage.collectives:
                 collective.begin(sync_op=False)
@@ -81,5 +81,3 @@ class SideBySide(WithoutGroupRule):
     """And keeps the several communicators that a profile asks for; statistics have a group of their own."""
 
     side_by_side = True
-
-

@@ -122,7 +122,9 @@ def stream_engine(recorder: Recorder, job: Job) -> Engine:
     return stream.StreamEngine(PlayedDevice(recorder), job._blame_at, watchdog)
 
 
-def play_rank(cluster: Cluster, rank: int, make_engine: MakeEngine, action: Callable[[PlayedJob, Recorder], None]) -> Any:
+def play_rank(
+    cluster: Cluster, rank: int, make_engine: MakeEngine, action: Callable[[PlayedJob, Recorder], None]
+) -> Any:
     """The trace of ``action`` on one rank of ``cluster``."""
     recorder = Recorder(rank)
     with _played(recorder):
@@ -150,16 +152,17 @@ def _played(recorder: Recorder) -> Iterator[None]:
         return PlayedThread(recorder, name)
 
     with ExitStack() as stack:
-        for patch in (
+        patches: list[Any] = [
             mock.patch.object(stages.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
-            mock.patch.object(groups, "_own_store", lambda *_: nullcontext()),
+            mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(stream, "WorkerThread", make_thread),
             mock.patch.object(thread, "WorkerThread", make_thread),
             *(mock.patch.object(module, "_host_operator", _noted(recorder)) for module in (host_ops, statistics, hold)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
-        ):
+        ]
+        for patch in patches:
             stack.enter_context(patch)
         for name in _READERS:
             real = getattr(paddle.Tensor, name, None)

@@ -208,12 +208,12 @@ def _call_rows(host: _Host, stream: Stream | None, most: int) -> Integers:
 def replay_quickly(
     schedule: Schedule,
     interleavings: int,
-    seed: int,
+    random: np.random.Generator,
     one_resident: bool = True,
     on_done: Callable[[int], None] | None = None,
 ) -> Found:
-    """As `replay.replay`."""
-    state = _State(schedule, interleavings, np.random.default_rng(seed), one_resident)
+    """As `replay.replay`; ``on_done`` is told how many more interleavings are over."""
+    state = _State(schedule, interleavings, random, one_resident)
     found = Found(interleavings)
     while state.size:
         over = ~state.turn()
@@ -255,7 +255,7 @@ class _State:
             if not name.startswith("_"):
                 setattr(self, name, value[:, which])
 
-    def turn(self) -> Booleans:
+    def turn(self) -> Any:
         """Let some of those go on that can, and all of them if that is nobody; by interleaving, whether anybody can."""
         rows = self.done + self._first_row
         tail, needs, first_wait = self._column(_TAIL, rows), *self._calls()
@@ -272,8 +272,7 @@ class _State:
         self.head += _part(moves, share[ranks:], some[ranks : 2 * ranks])
         self.started += self._one_each(some[2 * ranks : 2 * ranks + slots])
         self.ended += some[2 * ranks + slots :]
-        anybody: Booleans = able.any(0)
-        return anybody
+        return able.any(0)
 
     def _column(self, column: int, rows: Any) -> Any:
         return self._of.hosts[column].take(rows)
@@ -311,7 +310,7 @@ class _State:
         """[ranks, interleavings]: how many items each calculation stream can end."""
         return np.minimum(self._by_rank(first_wait).min(1), tail) - self.head
 
-    def _starts(self, enqueued: Any, needs: Any) -> Booleans:
+    def _starts(self, enqueued: Any, needs: Any) -> Any:
         """[slots, interleavings]: whether the next collective may become resident."""
         idle = self.started == self.ended
         can = idle & (enqueued > self.started)
@@ -320,7 +319,7 @@ class _State:
             can &= np.repeat(self._by_rank(idle).all(1), self._of.width, 0)
         return can
 
-    def _ends(self) -> Booleans:
+    def _ends(self) -> Any:
         """[slots, interleavings]: whether the resident collective is so on all ranks of its group."""
         can = self.started > self.ended
         for slots in self._of.groups:

@@ -21,7 +21,7 @@ one interleaving decides for every other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,9 @@ class Found:
         self.example = self.example or other.example
 
 
-def replay(
-    tables: Tables, interleavings: int, seed: int, one_resident: bool = True, on_done: Callable[[int], None] | None = None
-) -> Found:
-    """Replay that many random interleavings; ``on_done`` is told how many more are over."""
-    state = _State(tables, interleavings, np.random.default_rng(seed), one_resident)
+def replay(tables: Tables, interleavings: int, random: np.random.Generator, one_resident: bool = True) -> Found:
+    """Replay that many random interleavings."""
+    state = _State(tables, interleavings, random, one_resident)
     found = Found(interleavings)
     while state.size:
         over = ~state.turn()
@@ -77,8 +75,6 @@ def replay(
         for one in np.flatnonzero(over & ~state.is_complete()):
             found.deadlocks += 1
             found.example = found.example or state.describe(int(one))
-        if on_done is not None:
-            on_done(int(np.count_nonzero(over)))
         state.keep(~over)
     return found
 
@@ -111,12 +107,12 @@ class _State:
             if not name.startswith("_"):
                 setattr(self, name, value[which])
 
-    def turn(self) -> Booleans:
+    def turn(self) -> Any:
         """Let some of those go on that can, and all of them if that is nobody; by interleaving, whether anybody can."""
         able, threads = self._hosts()
         moves, starts, ends = self._moves(), self._starts(), self._ends()
         can = np.concatenate([able, moves, starts, ends], axis=1)
-        some = can & (self._random.random(can.shape, np.float32) < self.pace)
+        some: Any = can & (self._random.random(can.shape, np.float32) < self.pace)
         some |= can & ~some.any(1)[:, None]
         hosts, moves, starts, ends = np.split(some, self._parts, axis=1)
         called = np.nonzero(hosts)
@@ -124,8 +120,7 @@ class _State:
         self.head += moves
         self.started += self._one_each(starts) if self._one_resident else starts
         self.ended += ends
-        anybody: Booleans = can.any(1)
-        return anybody
+        return can.any(1)
 
     def is_complete(self) -> Booleans:
         """By interleaving: everything is done."""
@@ -200,7 +195,7 @@ class _State:
         has[rows, ranks] = (streams == KERNEL) | (self.ended[rows, streams] > places)
         return has
 
-    def _starts(self) -> Booleans:
+    def _starts(self) -> Any:
         """[interleavings, streams]: whether the collective at the head may become resident."""
         can = (self.enqueued > self.started) & (self.started == self.ended)
         if self._one_resident:
@@ -211,7 +206,7 @@ class _State:
         can[rows, streams] = self.head[rows, self._rank_of_stream[streams]] >= needs
         return can
 
-    def _one_each(self, starts: Booleans) -> Booleans:
+    def _one_each(self, starts: Any) -> Any:
         """One of those on the same rank."""
         of_rank = starts[:, self._tables.streams_of]
         keys = of_rank * (1.0 + self._random.random(of_rank.shape, np.float32))
@@ -220,11 +215,9 @@ class _State:
         chosen[rows, self._tables.streams_of[ranks, keys[rows, ranks].argmax(1)]] = True
         return chosen
 
-    def _ends(self) -> Booleans:
+    def _ends(self) -> Any:
         """[interleavings, streams]: whether the resident collective is so on all ranks of its group."""
-        ends: Booleans = (self.started > self.ended) & (
-            self.started[:, self._tables.members].min(2) >= self.started
-        )
+        ends: Booleans = (self.started > self.ended) & (self.started[:, self._tables.members].min(2) >= self.started)
         return ends
 
     def _act(self, rows: Any, threads: Any) -> None:

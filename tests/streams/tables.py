@@ -81,7 +81,9 @@ def tables_of(traces: Sequence[Trace]) -> Tables:
         streams,
         [list(_doubled(traces[rank].threads[name])) for rank, name in threads] + [[]],
         np.cumsum([0, *(len(row) for row in rows[:-1])]),
-        *(flat[:, column].copy() for column in range(3)),
+        code=flat[:, 0].copy(),
+        first=flat[:, 1].copy(),
+        second=flat[:, 2].copy(),
         events=coder.events,
         meetings=len(coder.meetings),
         threads_of=_padded([[i for i, (r, _) in enumerate(threads) if r == t.rank] for t in traces], len(threads)),
@@ -125,9 +127,7 @@ def _doubled(actions: Sequence[Action]) -> Sequence[Action]:
 class _Coder:
     """From actions to integers."""
 
-    def __init__(
-        self, traces: Sequence[Trace], streams: Sequence[Stream], threads: Sequence[tuple[int, str]]
-    ) -> None:
+    def __init__(self, traces: Sequence[Trace], streams: Sequence[Stream], threads: Sequence[tuple[int, str]]) -> None:
         self._traces, self._threads = traces, list(threads)
         self._places = {
             (stream.rank, call): (index, place)

@@ -74,6 +74,11 @@ class Trace:
         return sorted({call.group for call in self.calls})
 
 
+def short(what: str) -> str:
+    """A bucket in words without its gradients."""
+    return what.partition(" (")[0]
+
+
 def mismatches(traces: Sequence[Trace]) -> list[str]:
     """In words: sequence numbers of a group at which its ranks call different collectives, and meetings that not all
     ranks come to. NCCL would exchange wrong values or wait for ever."""
@@ -93,12 +98,15 @@ def _differences_in(group: int, traces: Sequence[Trace]) -> list[str]:
     for trace, order in zip(traces[1:], orders[1:], strict=True):
         for place, (ours, theirs) in enumerate(zip(first, order, strict=False)):
             if ours.signature != theirs.signature:
+                first_said, said = (f"{call.signature} ({short(call.what)})" for call in (ours, theirs))
+                ranks = traces[0].rank, trace.rank
                 return [
-                    f"collective {place} of group {group}: rank {traces[0].rank} calls {ours.signature} ({ours.what}), "
-                    f"rank {trace.rank} {theirs.signature} ({theirs.what})"
+                    f"collective {place} of group {group}: rank {ranks[0]} calls {first_said}, rank {ranks[1]} {said}"
                 ]
         if len(order) != len(first):
-            return [f"group {group}: rank {traces[0].rank} calls {len(first)} collectives, rank {trace.rank} {len(order)}"]
+            return [
+                f"group {group}: rank {traces[0].rank} calls {len(first)} collectives, rank {trace.rank} {len(order)}"
+            ]
     return []
 
 
@@ -107,7 +115,11 @@ def _missed_meetings(traces: Sequence[Trace]) -> list[str]:
         {action.what for actions in trace.threads.values() for action in actions if action.op is Op.MEET}
         for trace in traces
     ]
-    return [f"not all ranks come to the meeting '{one}'" for one in sorted(set.union(*meetings)) if not all(one in m for m in meetings)]
+    return [
+        f"not all ranks come to the meeting '{one}'"
+        for one in sorted(set.union(*meetings))
+        if not all(one in m for m in meetings)
+    ]
 
 
 def from_first_step(trace: Trace) -> Trace:

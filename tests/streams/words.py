@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.streams.tables import KERNEL, Stream
-from tests.streams.trace import Action, Call, Op, Trace
+from tests.streams.trace import Action, Call, Op, Trace, short
 
 Host = tuple[int, str]
 Node = tuple[str, int, str]
@@ -73,7 +73,7 @@ def _host_waits(found: Standstill, rank: int, thread: str) -> Iterator[tuple[Nod
         # A thread that only meets the other ranks, and is not looked at: its last meeting is what is waited for.
         before = found.traces[rank].threads[action.what][: action.number]
         action = [*(other for other in before if other.op is Op.MEET)][-1]._replace(where=action.where)
-    who = f"rank {rank}'s thread '{thread}', in {action.where},"
+    who = f"rank {rank}'s thread '{thread}', in {short(action.where)},"
     if action.op is Op.AFTER:
         yield ("host", rank, action.what), f"{who} waits for thread '{action.what}'"
     elif action.op is Op.MEET:
@@ -99,7 +99,10 @@ def _stream_waits(found: Standstill, index: int) -> Iterator[tuple[Node, str]]:
     elif found.started[index] > place:
         for other, theirs in enumerate(found.streams):
             if theirs.group == stream.group and found.started[other] <= place:
-                yield ("stream", other, ""), f"on rank {stream.rank} {what} is running, and waits for rank {theirs.rank}"
+                yield (
+                    ("stream", other, ""),
+                    f"on rank {stream.rank} {what} is running, and waits for rank {theirs.rank}",
+                )
     elif found.needs[index][place] > found.passed[stream.rank]:
         yield ("calculation", stream.rank, ""), f"on rank {stream.rank} {what} stands behind the calculation stream"
     else:
@@ -112,7 +115,7 @@ def _stream_waits(found: Standstill, index: int) -> Iterator[tuple[Node, str]]:
 def _collective(found: Standstill, stream: int, place: int) -> str:
     of = found.streams[stream]
     call: Call = found.traces[of.rank].calls[of.calls[place]]
-    return f"{call.what} (group {of.group}, its collective {place})"
+    return f"{short(call.what)} [group {of.group}, {place}]"
 
 
 def _next(found: Standstill, rank: int, thread: str) -> Action | None:
