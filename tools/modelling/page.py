@@ -51,8 +51,8 @@ def page(record: Mapping[str, Any]) -> str:
         f"program takes {rates['kernel'] * 1e6:.0f} us, the link has {rates['latency'] * 1e6:.0f} us of latency and "
         f"{rates['bytes_per_second'] / 1e6:.0f} MB/s, a meeting takes {rates['meeting'] * 1e6:.0f} us: assumed, so "
         "that a dense step communicates for about as long as its backward pass computes. *Ideal*: a bucket travels "
-        "once its gradients are there, on one link in order, and nothing waits before it uses a result. *Old*: the old code "
-        "with one communicator; with two it stands still.",
+        "once its gradients are there, on one link in order, and nothing waits before it uses a result. *Old*: the old "
+        "code with one communicator; with two it stands still.",
         "",
         *_table(
             (
