@@ -35,8 +35,10 @@ class Standstill:
 
 def circle(found: Standstill) -> list[str]:
     """Who waits for whom, in words; the last waits for the first."""
-    for host in found.at:
-        path: list[Node] = [("host", *host)]
+    hosts: list[Node] = [("host", *host) for host in found.at]
+    devices: list[Node] = [("calculation", rank, "") for rank in range(len(found.traces))]
+    for start in (*hosts, *devices, *(("stream", index, "") for index in range(len(found.streams)))):
+        path: list[Node] = [start]
         while True:
             following = next((node for node, _ in _waits(found, path[-1])), None)
             if following is None:

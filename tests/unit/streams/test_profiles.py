@@ -1,0 +1,104 @@
+"""The new engine, under every profile of the catalogue and some more: no standstill, one order, and what it exposes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from fleet_train.cluster import Cluster
+from tests.streams.programs import record
+from tests.streams.quick import replay_quickly, schedule_of
+from tests.streams.replay import replay
+from tests.streams.tables import tables_of
+from tests.streams.timing import Rates
+from tests.streams.trace import COMPUTING, Op, Trace, from_first_step, mismatches, without_kernels
+from tools.modelling.cases import TEAMS, Case, cases, exposed
+
+STEPS = 5
+INTERLEAVINGS = 200
+CASES = {case.name: case for case in cases()}
+# Each case on one cluster here, all of them on all in the record: ranks 2 to 8 in turn, and all teams.
+CLUSTERS = {name: case.shapes[number % len(case.shapes)] for number, (name, case) in enumerate(CASES.items())}
+CHOSEN = [(name, CLUSTERS[name]) for name in CASES] + [("hierarchical", shape) for shape in TEAMS]
+# What must be in a trace, or the profile has not been modelled.
+SEEN = {
+    "dgc": ("all_gather", 2),
+    "bf16_compression": ("bfloat16", 5 * STEPS),
+    "diloco": ("bfloat16", 1),
+    "sync_batch_norm": ("all_gather", 2 * STEPS),
+    "hierarchical": ("reduce ", 5 * STEPS),
+    "hierarchical, PowerSGD": ("reduce ", 5 * STEPS + 5 * (STEPS - 2)),
+}
+
+
+@cache
+def traces_of(name: str, shape: tuple[int, int]) -> list[Trace]:
+    return record(CASES[name].profile, Cluster.imagined(*shape), STEPS)
+
+
+@pytest.mark.parametrize(("name", "shape"), CHOSEN)
+def test_no_interleaving_stands_still(name: str, shape: tuple[int, int]) -> None:
+    traces = traces_of(name, shape)
+    assert mismatches(traces) == []
+    assert len(traces) == shape[0] * shape[1]
+    schedule = schedule_of([from_first_step(trace) for trace in traces])
+    for one_resident in (True, False):
+        assert replay_quickly(schedule, INTERLEAVINGS, np.random.default_rng(5), one_resident).deadlocks == 0
+    assert replay_quickly(schedule_of(traces), 20, np.random.default_rng(5)).deadlocks == 0
+
+
+@pytest.mark.parametrize("name", ["multi_node", "hierarchical, statistics", "local_sgd, travelling"])
+def test_the_general_replay_says_the_same(name: str) -> None:
+    tables = tables_of([without_kernels(trace) for trace in traces_of(name, CLUSTERS[name])])
+    assert replay(tables, 20, np.random.default_rng(6)).deadlocks == 0
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_the_profile_is_about_is_in_its_trace(name: str) -> None:
+    what, least = SEEN[name]
+    calls = [call for call in traces_of(name, CLUSTERS[name])[0].calls if not call.what.startswith("startup")]
+    assert sum(what in call.signature for call in calls) >= least
+
+
+def test_a_gradient_merge_and_local_steps_send_nothing_in_between() -> None:
+    def steps(name: str) -> set[str]:
+        trace = traces_of(name, CLUSTERS[name])[0]
+        return {call.what.partition(",")[0] for call in trace.calls if call.what.startswith(("step", "averaging"))}
+
+    assert steps("gradient_merge") == {"step 1", "step 2"}
+    assert steps("local_sgd") == {"step 1", "step 2", "averaging after step 4"}
+
+
+@pytest.mark.parametrize("name", ["multi_node", "hierarchical", "dgc", "gradient_merge"])
+def test_the_host_reads_no_value_in_a_step(name: str) -> None:
+    """But what the script fetches, and the first run of a gradient merge, whose count is read behind an event."""
+    trace = traces_of(name, CLUSTERS[name])[0]
+    actions = trace.threads[COMPUTING][trace.first_step[COMPUTING] :]
+    assert {action.what for action in actions if action.op is Op.SYNC} == {"fetch"}
+
+
+RATES = Rates()
+
+
+@pytest.mark.parametrize("name", ["multi_node", "powersgd", "dgc", "sync_batch_norm", "unfused"])
+def test_the_exposed_time_is_near_the_ideal(name: str) -> None:
+    figures = exposed(CASES[name], RATES, STEPS)
+    assert figures["ideal_ms"] <= figures["ours_ms"] + 1e-3
+    assert figures["ours_ms"] <= 1.35 * figures["ideal_ms"]
+    assert figures["ours_ms"] < 0.9 * figures["old_ms"]
+
+
+def test_the_old_code_exposes_all_its_communication() -> None:
+    """One communicator: nothing stands still, and nothing is hidden."""
+    figures = exposed(CASES["one_communicator"], RATES, STEPS)
+    assert figures["old_ms"] >= figures["communication_ms"]
+
+
+def test_a_case_has_clusters_of_2_to_8_ranks() -> None:
+    def ranks(case: Case) -> set[int]:
+        return {nodes * each for nodes, each in case.shapes}
+
+    assert ranks(CASES["multi_node"]) == ranks(CASES["single_node"]) == set(range(2, 9))
+    assert CASES["hierarchical"].shapes == TEAMS
