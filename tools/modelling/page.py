@@ -13,8 +13,14 @@ _RULES = (
     ("`task.wait()` holds the calculation stream, not the host; `sync_op=True` is a call and a wait", "the same"),
     ("a stream is first in, first out; an event waits for what stands before it", "CUDA's programming guide"),
     ("a collective ends when the group's same one has started on all its ranks", "NCCL's guide on collectives"),
-    ("a device has one collective resident at a time", "NCCL's guide does not promise more; the strictest reading"),
-    ("reading a value waits for all of the device's streams", "Paddle makes blocking streams"),
+    (
+        "a device has one collective resident at a time",
+        "NCCL's guide on concurrent communicators promises no more; NVIDIA/nccl issue 195",
+    ),
+    (
+        "reading a value, and `paddle.to_tensor` of an array, wait for all of the device's streams",
+        "blocking streams, `GpuMemcpySync`; Paddle",
+    ),
     ("meetings wait for all ranks, futures for their thread", "`store_server.py`, `worker_thread.py`"),
 )
 

@@ -79,6 +79,13 @@ def test_the_host_reads_no_value_in_a_step(name: str) -> None:
     assert {action.what for action in actions if action.op is Op.SYNC} == {"fetch"}
 
 
+def test_powersgd_reads_nothing_but_its_first_factors() -> None:
+    """``paddle.to_tensor`` of an array waits for the device: once for each bucket with matrices, warm starts later."""
+    trace = traces_of("powersgd", CLUSTERS["powersgd"])[0]
+    reads = [a.where for a in trace.threads[COMPUTING] if a.op is Op.SYNC and a.what != "fetch"]
+    assert reads == ["launch_0_1", "launch_0_2", "launch_0_3", "launch_0_4"]
+
+
 RATES = Rates()
 
 
