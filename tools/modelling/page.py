@@ -75,6 +75,10 @@ def page(record: Mapping[str, Any]) -> str:
             [_row(record, figures) for figures in record["exposed"]],
         ),
         "",
+        "Every second step fetches the loss. A fetch waits for all streams of the device, so an averaging that is to "
+        "travel beside the next steps (`local_sgd_overlap_steps`) is waited for where it starts in a fetched step, as "
+        "here: its line is not below that of `local_sgd`.",
+        "",
         "## Negative controls",
         "",
         *_table(

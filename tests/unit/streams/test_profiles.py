@@ -19,8 +19,11 @@ from tools.modelling.cases import TEAMS, Case, cases, exposed
 STEPS = 5
 INTERLEAVINGS = 200
 CASES = {case.name: case for case in cases()}
-# Each case on one cluster here, all of them on all in the record: ranks 2 to 8 in turn, and all teams.
-CLUSTERS = {name: case.shapes[number % len(case.shapes)] for number, (name, case) in enumerate(CASES.items())}
+# Each case on one cluster here, all of them on all in the record: ranks 2 to 8 in turn, and all teams once.
+CLUSTERS = {
+    name: case.shapes[number % len(case.shapes) if case.share == 1 else 0]
+    for number, (name, case) in enumerate(CASES.items())
+}
 CHOSEN = [(name, CLUSTERS[name]) for name in CASES] + [("hierarchical", shape) for shape in TEAMS]
 # What must be in a trace, or the profile has not been modelled.
 SEEN = {
