@@ -42,8 +42,10 @@ def _in_16_bits(parts: _Parts) -> BucketMethod:
 
 
 def _powersgd(parts: _Parts) -> BucketMethod:
-    settings = powersgd_settings(parts.profile)
-    return PowerSgdMethod(parts.bucket, parts.reducer, parts.plan.world_size, settings, parts.job.engine.reads_values)
+    settings, engine = powersgd_settings(parts.profile), parts.job.engine
+    return PowerSgdMethod(
+        parts.bucket, parts.reducer, parts.plan.world_size, settings, engine.reads_values, engine.device.to_device
+    )
 
 
 def _dgc(parts: _Parts) -> BucketMethod:

@@ -6,7 +6,7 @@ NeurIPS 2019, algorithms 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,14 @@ class PowerSgdMethod:
         world_size: int,
         settings: PowerSgdSettings,
         reads_values: bool = True,
+        to_device: Callable[[np.ndarray], Any] = paddle.to_tensor,
     ) -> None:
         self._bucket = bucket
         self._reducer = reducer
         self._scale = 1.0 / world_size
         self._settings = settings
         self._reads_values = reads_values
+        self._to_device = to_device
         self._dense = DenseMethod(bucket, reducer, world_size)
         self._families, self._whole = low_rank_families(bucket, settings)
         self._step = 0
@@ -185,7 +187,7 @@ class PowerSgdMethod:
             np.stack([random_factor(seed, matrix.name, (matrix.rank, matrix.columns), step) for matrix in family])
             for family in self._families
         ]
-        return [paddle.to_tensor(f / np.linalg.norm(f, axis=2, keepdims=True)) for f in families]
+        return [self._to_device(f / np.linalg.norm(f, axis=2, keepdims=True)) for f in families]
 
 
 def _or_else(condition: Any, values: Any, other: float) -> Any:

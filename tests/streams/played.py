@@ -70,6 +70,10 @@ class PlayedDevice:
     def to_host(self, tensor: Any) -> PlayedCopy:
         return PlayedCopy(self._recorder, tensor)
 
+    def to_device(self, array: Any) -> Any:
+        with self._recorder.unwatched():
+            return paddle.to_tensor(array)
+
 
 class PlayedCopy:
     """A copy into pinned memory, behind which an event stands."""

@@ -150,6 +150,10 @@ class LateDevice:
     def to_host(self, tensor: Any) -> LateCopy:
         return LateCopy(self, tensor)
 
+    def to_device(self, array: Any) -> Any:
+        with disarmed():
+            return paddle.to_tensor(array)
+
 
 def install_late_engine(seed: int = 0) -> None:
     """From now on every job of this process has such an engine, from its joining on."""
@@ -181,7 +185,11 @@ class HostRead(AssertionError):
 
 
 def install_tripwire() -> None:
-    """From now on whatever reads a tensor's value while an exchange's operator runs raises HostRead."""
+    """From now on whatever reads a tensor's value while an exchange's operator runs raises HostRead.
+
+    So does ``paddle.to_tensor``: it copies an array from pageable memory, for which a device's queue must be empty.
+    """
+    paddle.to_tensor = _guarded("to_tensor", paddle.to_tensor)
     for name in _READERS:
         real = getattr(paddle.Tensor, name, None)
         if real is not None:
@@ -194,7 +202,8 @@ def _guarded(name: str, real: Any) -> Any:
     @wraps(real)
     def read(tensor: Any, *arguments: Any, **options: Any) -> Any:
         if getattr(_reads, "is_armed", False):
-            raise HostRead(f"{name} of a tensor {list(tensor.shape)} in a step")
+            what = f"a tensor {list(tensor.shape)}" if isinstance(tensor, paddle.Tensor) else "an array"
+            raise HostRead(f"{name} of {what} in a step")
         return real(tensor, *arguments, **options)
 
     return read

@@ -20,4 +20,4 @@ def make_engine(
     """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
     if isinstance(device_place, paddle.CPUPlace):
         return ThreadEngine(device_place, blame)
-    return StreamEngine(GpuDevice(), blame, Watchdog(on_stuck, is_hopeless))
+    return StreamEngine(GpuDevice(device_place), blame, Watchdog(on_stuck, is_hopeless))

@@ -37,6 +37,12 @@ class Device(Protocol):
     def to_host(self, tensor: Any) -> HostCopy:
         """Begin to copy ``tensor``, as it is for what is enqueued now; the host goes on."""
 
+    def to_device(self, array: Any) -> Any:
+        """A tensor of a numpy array's values for what is enqueued now; the host goes on.
+
+        ``paddle.to_tensor`` copies from pageable memory, which waits for all that the device has to do.
+        """
+
 
 class HostMoment:
     """On a CPU what was called is done: the wall clock is the stream."""
@@ -73,6 +79,9 @@ class HostDevice:
     def to_host(self, tensor: Any) -> Copied:
         return Copied(tensor.numpy().copy())
 
+    def to_device(self, array: Any) -> Any:
+        return paddle.to_tensor(array)
+
 
 class GpuMoment:
     """An event on the calculation stream. Source: ``paddle.device.Event``, cudaEventRecord and cudaEventElapsedTime."""
@@ -106,8 +115,20 @@ class PinnedCopy:
 class GpuDevice:
     """A GPU of Paddle's; nothing here blocks but ``PinnedCopy.read``."""
 
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._sent: list[tuple[Any, GpuMoment]] = []
+        """Pinned memory that copies may still read, each with the moment behind its copy."""
+
     def moment(self) -> GpuMoment:
         return GpuMoment()
 
     def to_host(self, tensor: Any) -> PinnedCopy:
         return PinnedCopy(tensor)
+
+    def to_device(self, array: Any) -> Any:
+        self._sent = [(pinned, copied) for pinned, copied in self._sent if not copied.has_passed()]
+        pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+        tensor = pinned._copy_to(self._place, False)
+        self._sent.append((pinned, GpuMoment()))
+        return tensor
