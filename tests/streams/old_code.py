@@ -21,7 +21,7 @@ class OldEngine(ThreadEngine):
     """What all jobs had once, on NCCL too: the communicators' threads call with ``sync_op=True`` and read values."""
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
-        super().__init__(job.place, job._blame_at)
+        super().__init__(job.place, job.blame)
         self._recorder = recorder
 
     def start(
@@ -51,7 +51,7 @@ class OnlyReads(OldEngine):
 class _Mutant(StreamEngine):
     def __init__(self, recorder: Recorder, job: Job) -> None:
         watchdog: Any = PlayedWatchdog(recorder)
-        super().__init__(PlayedDevice(recorder), job._blame_at, watchdog)
+        super().__init__(PlayedDevice(recorder), job.blame, watchdog)
 
 
 class EndsWhenComplete(_Mutant):

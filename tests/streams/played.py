@@ -123,7 +123,7 @@ class PlayedWatchdog:
 def stream_engine(recorder: Recorder, job: Job) -> Engine:
     """The real one, as on NCCL."""
     watchdog: Any = PlayedWatchdog(recorder)
-    return stream.StreamEngine(PlayedDevice(recorder), job._blame_at, watchdog)
+    return stream.StreamEngine(PlayedDevice(recorder), job.blame, watchdog)
 
 
 def play_rank(

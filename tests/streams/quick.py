@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.streams.replay import PACES, Booleans, Found
+from tests.streams.replay import PACES, Booleans, Found, run_to_the_end
 from tests.streams.tables import KERNEL, Integers, Mismatch, Stream, streams_of
 from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
 from tests.streams.words import Standstill
@@ -210,22 +210,10 @@ def replay_quickly(
     interleavings: int,
     random: np.random.Generator,
     one_resident: bool = True,
-    on_done: Callable[[int], None] | None = None,
+    on_done: Callable[[int], None] = lambda _: None,
 ) -> Found:
     """As `replay.replay`; ``on_done`` is told how many more interleavings are over."""
-    state = _State(schedule, interleavings, random, one_resident)
-    found = Found(interleavings)
-    while state.size:
-        over = ~state.turn()
-        if np.count_nonzero(over) < max(1, state.size // 8):
-            continue
-        for one in np.flatnonzero(over & ~state.is_complete()):
-            found.deadlocks += 1
-            found.example = found.example or state.describe(int(one))
-        if on_done is not None:
-            on_done(int(np.count_nonzero(over)))
-        state.keep(~over)
-    return found
+    return run_to_the_end(_State(schedule, interleavings, random, one_resident), on_done)
 
 
 def _part(most: Any, share: Any, who: Any) -> Any:

@@ -21,9 +21,9 @@ one interleaving decides for every other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,10 +64,34 @@ class Found:
         self.example = self.example or other.example
 
 
+class State(Protocol):
+    """Where many interleavings stand."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def turn(self) -> Booleans:
+        """Let each go on a little; which ones could."""
+
+    def is_complete(self) -> Booleans:
+        """Which have nothing left to do."""
+
+    def describe(self, one: int) -> Standstill:
+        """Who waits for whom in an interleaving."""
+
+    def keep(self, which: Booleans) -> None:
+        """Drop the others."""
+
+
 def replay(tables: Tables, interleavings: int, random: np.random.Generator, one_resident: bool = True) -> Found:
     """Replay that many random interleavings."""
-    state = _State(tables, interleavings, random, one_resident)
-    found = Found(interleavings)
+    return run_to_the_end(_State(tables, interleavings, random, one_resident))
+
+
+def run_to_the_end(state: State, on_done: Callable[[int], None] = lambda _: None) -> Found:
+    """Let all interleavings go on until nothing can; ``on_done`` is told how many more are over."""
+    found = Found(state.size)
     while state.size:
         over = ~state.turn()
         if np.count_nonzero(over) < max(1, state.size // 8):
@@ -75,6 +99,7 @@ def replay(tables: Tables, interleavings: int, random: np.random.Generator, one_
         for one in np.flatnonzero(over & ~state.is_complete()):
             found.deadlocks += 1
             found.example = found.example or state.describe(int(one))
+        on_done(int(np.count_nonzero(over)))
         state.keep(~over)
     return found
 
