@@ -30,13 +30,6 @@ def start_stock_launcher(command: list[str], environ: Mapping[str, str], private
 
     Its own noise goes to ``stock.log`` in the private folder.
     """
-    us = os.getpid()
-
-    def in_child() -> None:
-        worker.die_with_parent(signal.SIGKILL)
-        if os.getppid() != us:
-            os._exit(1)
-
     with open(private / "stock.log", "wb") as log:
         return subprocess.Popen(
             command,
@@ -45,7 +38,7 @@ def start_stock_launcher(command: list[str], environ: Mapping[str, str], private
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=in_child,
+            preexec_fn=worker.dying_with_us(),
         )
 
 

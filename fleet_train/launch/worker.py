@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,18 @@ def die_with_parent(signal_number: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 
+def dying_with_us() -> Callable[[], None]:
+    """For a child's ``preexec_fn``: it is killed when this process ends, also if that has happened meanwhile."""
+    us = os.getpid()
+
+    def in_child() -> None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != us:
+            os._exit(1)
+
+    return in_child
+
+
 class RankProcess:
     """The user's script as a child in a process group of its own."""
 
@@ -64,13 +77,11 @@ class RankProcess:
             signal.signal(number, self._on_stop)
         signal.signal(ORDERLY_STOP, self._on_orderly_stop)
         signal.signal(signal.SIGALRM, self._on_grace_over)
-        us = os.getpid()
+        tie_to_us = dying_with_us()
 
         def in_child() -> None:
             os.setpgid(0, 0)
-            die_with_parent(signal.SIGKILL)
-            if os.getppid() != us:
-                os._exit(1)
+            tie_to_us()
 
         with open(self.log_path, "wb") as log:
             self.child = subprocess.Popen(

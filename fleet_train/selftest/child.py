@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import rank_variables
 from fleet_train.launch.prepare import import_path_for_ranks
-from fleet_train.launch.worker import die_with_parent
+from fleet_train.launch.worker import dying_with_us
 
 _LAST_LINES = 8
 _TAIL_BYTES = 16 * 1024
@@ -55,13 +54,6 @@ class Child:
         self._read = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         self._reports.write_text("")
-        us = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent(signal.SIGKILL)
-            if os.getppid() != us:
-                os._exit(1)
-
         command = [sys.executable, "-m", "fleet_train.selftest.subject", job, str(self._reports), *arguments]
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -70,7 +62,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                preexec_fn=in_child,
+                preexec_fn=dying_with_us(),
             )
 
     def has_ended(self) -> bool:
