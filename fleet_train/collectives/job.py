@@ -64,7 +64,7 @@ class Job:
         self._store = store
         self._gates = gates
         self._watch: StoreClient | None = None
-        self.engine: Engine = make_engine(place, self._blame_at, self._is_hopeless, self._end_stuck)
+        self.engine: Engine = make_engine(place, self.blame, self._is_hopeless, self._end_stuck)
         self.clock = StepClock(self.engine.device.moment)
         self.notes = GateNotes(cluster, self.clock)
         self._groups: list[Any] = []
@@ -156,16 +156,10 @@ class Job:
         result: Array = np.array(tensor.numpy()).reshape(values.shape)
         return result
 
-    def blame(self, moment: str, what: str, error: BaseException) -> WorkerFailed:
-        """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too.
-
-        ``moment`` is the same on every rank (a step), ``what`` may differ (the bucket that this rank was at).
-        """
-        self.failure = self._find_culprit(moment, what, error)
+    def blame(self, place: Place, error: BaseException) -> WorkerFailed:
+        """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too."""
+        self.failure = self._find_culprit(place, error)
         return self.failure
-
-    def _blame_at(self, place: Place, error: BaseException) -> WorkerFailed:
-        return self.blame(place.moment, place.what, error)
 
     def _is_hopeless(self) -> bool:
         """Whether a collective that has not ended for seconds never will: a rank is gone, or another's watchdog has
@@ -180,7 +174,7 @@ class Job:
         try:
             client = self._watchdogs_store()
             client.set(_GIVEN_UP, place.moment)
-            self.failure = self._find_culprit(place.moment, place.what, stuck, client)
+            self.failure = self._find_culprit(place, stuck, client)
             self.report_failure(self.failure, client=client)
         except FleetTrainError as error:
             self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
@@ -198,12 +192,11 @@ class Job:
             )
         return self._watch
 
-    def _find_culprit(
-        self, moment: str, what: str, error: BaseException, client: StoreClient | None = None
-    ) -> WorkerFailed:
+    def _find_culprit(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
+        what = place.what
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
-            (client or self.store).gather(f"autopsy of {moment}", None, self.world_size, _AUTOPSY_SECONDS)
+            (client or self.store).gather(f"autopsy of {place.moment}", None, self.world_size, _AUTOPSY_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
             error = WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
             return with_absent(error, found.absent)

@@ -24,7 +24,6 @@ from paddle import _C_ops
 
 from fleet_train.collectives import job as job_module
 from fleet_train.collectives.engines.device import HostMoment
-from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective
 from fleet_train.collectives.engines.stream import StreamEngine
 from fleet_train.collectives.engines.watchdog import Watchdog
@@ -168,12 +167,8 @@ def install_late_engine(seed: int = 0) -> None:
 def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDevice]:
     """A stream engine for a job on CPUs, whose collectives are Gloo's, late."""
     device, backend = LateDevice(), LateBackend(job.place, seed)
-
-    def on_stuck(place: Place, seconds: float) -> None:
-        job._end_stuck(place, seconds)
-
-    watchdog = Watchdog(on_stuck, job._is_hopeless)
-    return StreamEngine(device, job._blame_at, watchdog, backend), backend, device
+    watchdog = Watchdog(job._end_stuck, job._is_hopeless)
+    return StreamEngine(device, job.blame, watchdog, backend), backend, device
 
 
 _reads = threading.local()

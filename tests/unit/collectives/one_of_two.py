@@ -45,7 +45,7 @@ class OneOfTwo(Job):
     def __init__(self) -> None:
         super().__init__(Cluster.imagined(2, 1), paddle.CPUPlace())
         self.device, self.backend = LateDevice(), LateBackend(paddle.CPUPlace(), seed=0)
-        self.engine = StreamEngine(self.device, self._blame_at, unwatched(), self.backend)
+        self.engine = StreamEngine(self.device, self.blame, unwatched(), self.backend)
         self.clock = StepClock(self.device.moment)
 
     def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
@@ -59,7 +59,7 @@ class OneOfTwo(Job):
     def communicators(self, number: int) -> list[Any]:
         return [Pair(index) for index in range(number)]
 
-    def _blame_at(self, place: Place, error: BaseException) -> WorkerFailed:
+    def blame(self, place: Place, error: BaseException) -> WorkerFailed:
         return WorkerFailed(f"{place.what}: {error}")
 
 
