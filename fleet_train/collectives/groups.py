@@ -85,7 +85,7 @@ def _open_store(job: Job, ranks: Sequence[int]) -> Any:
     store = None
     port = 0
     if job.cluster.rank == first:
-        with held_port(host) as port:
+        with held_port() as port:
             store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
     port = job.gather(f"store of group {job.count('group')}", port)[first]
     if store is None and job.cluster.rank in ranks:
@@ -100,13 +100,14 @@ def _kept(value: Any) -> Any:
 
 
 @contextmanager
-def held_port(host: str) -> Iterator[int]:
-    """A port of ``host`` (an address of this machine) that no other process is given while the body runs.
+def held_port() -> Iterator[int]:
+    """A port that is free on all addresses of this machine, and that no other process is given while the body runs.
 
-    Paddle's store ends the process (SIGABRT) where it cannot listen. The port stays bound here, which keeps the system
+    Paddle's store listens on 0.0.0.0, whatever its host, and ends the process (SIGABRT) where it cannot: also where a
+    connection from another address of this machine has the port. The port stays bound here, which keeps the system
     from handing it out; with SO_REUSEADDR on both, and nobody listening here, the store can bind and listen as well.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((host, 0))
+        holder.bind(("0.0.0.0", 0))
         yield int(holder.getsockname()[1])

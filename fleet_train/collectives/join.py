@@ -162,7 +162,7 @@ def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     if cluster.rank == 0:
-        with held_port(cluster.this.host) as port:
+        with held_port() as port:
             _create_paddle_store(f"{cluster.this.host}:{port}")
     endpoint = job.gather("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds)[0]
     if cluster.rank != 0:

@@ -1,6 +1,7 @@
-"""The port of a group's store goes to nobody else between its choice and its use: Paddle's store would abort the rank.
+"""The port of a group's store is nobody else's from its choice to its use: Paddle's store would abort the rank.
 
-In a network namespace that has twenty ports to give away: whoever asks for one gets all of them but the held one.
+In a network namespace that has twenty ports to give away: whoever asks for one gets all of them but the held one, and
+the held one is never the port of a connection from another of the machine's addresses.
 """
 
 from __future__ import annotations
@@ -44,10 +45,19 @@ def bind_again(one):
 listener = socket.socket()
 listener.bind(("127.0.0.1", 30000))
 listener.listen(64)
+neighbours = []
+for _ in range(6):
+    neighbours.append(socket.socket())
+    neighbours[-1].bind(("127.0.0.3", 0))
+    neighbours[-1].connect(("127.0.0.1", 30000))
+taken = {one.getsockname()[1] for one in neighbours}
+for _ in range(20):
+    with held_port() as port:
+        assert port not in taken, port
 for ask in (bind, bind_again, lambda one: one.connect(("127.0.0.1", 30000))):
-    with held_port("127.0.0.1") as port:
+    with held_port() as port:
         sockets, ports = all_that_are_given(ask)
-        print(len(ports) > 10, port in ports)
+        print(len(ports) > 6, port in ports)
         for one in sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
