@@ -150,14 +150,15 @@ def page(record: Mapping[str, Any]) -> str:
         f"{one['load_average_before']} before the start"
         for one in at["machines"]
     )
-    commit = f"; commit {at['commit'][:10]}{' with uncommitted changes' * at['uncommitted_changes']}"
+    commit = ""
+    if at.get("commit"):
+        commit = f"; commit {at['commit'][:10]}{' with uncommitted changes' * at['uncommitted_changes']}"
     lines = [
         f"# Selftest, {at['date'][:10]}: {record['nodes']} node(s), {sum(record['ranks'])} ranks, {record['backend']}",
         "",
         f"- Result: {record['verdict']}",
         f"- Machines: {machines}.",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in at['versions'].items())}"
-        f"{commit if at.get('commit') else ''}.",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in at['versions'].items())}{commit}.",
         f"- Command: `{at['command']}`",
         "",
         "| check | result | seconds | what was found |",

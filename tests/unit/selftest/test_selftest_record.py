@@ -48,6 +48,14 @@ def test_record_and_page(tmp_path: Path) -> None:
     assert "example.org" not in path.read_text()
 
 
+def test_a_package_that_was_installed_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.fleet_train, "__file__", str(tmp_path / "site-packages/fleet_train/__init__.py"))
+    made = record.make(CLUSTER, Options(), [record.facts()] * 2, [], 3.0)
+    assert "commit" not in made["circumstances"]
+    versions = record.write(tmp_path, made).with_suffix(".md").read_text().split("- Versions: ")[1].splitlines()[0]
+    assert versions.endswith(f"fleet_train {record.fleet_train.__version__}.")
+
+
 def test_command_says_what_was_asked_and_not_where() -> None:
     assert record.command_of(Options()) == "python -m fleet_train selftest"
     asked = chosen(["faults", "devices"], [], quick=True)
