@@ -46,7 +46,7 @@ class LaunchEnvironment:
     def over(self, environ: Mapping[str, str]) -> dict[str, str]:
         merged = {name: value for name, value in environ.items() if name not in self.removed} | self.ours
         if self.import_path is not None:
-            merged["PYTHONPATH"] = _appended(merged.get("PYTHONPATH", ""), str(self.import_path))
+            merged["PYTHONPATH"] = appended(merged.get("PYTHONPATH", ""), str(self.import_path))
         return merged
 
     def shown(self) -> dict[str, str]:
@@ -108,6 +108,7 @@ def _advice(node: Node, machine: Machine) -> dict[str, str]:
     return advice
 
 
-def _appended(path: str, folder: str) -> str:
+def appended(path: str, folder: str) -> str:
+    """A search path with a folder at its end, which it may have already."""
     parts = [part for part in path.split(":") if part]
     return ":".join(parts if folder in parts else [*parts, folder])

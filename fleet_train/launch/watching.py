@@ -80,13 +80,18 @@ class RankFiles:
         return RankEnd(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
-        try:
-            with self.log_file(local_rank).open("rb") as log:
-                log.seek(0, 2)
-                log.seek(max(0, log.tell() - _TAIL_BYTES))
-                return last_lines(log.read().decode(errors="replace"))
-        except OSError:
-            return ()
+        return last_lines(end_of(self.log_file(local_rank)))
+
+
+def end_of(log: Path) -> str:
+    """The end of what a process has printed; empty where there is nothing to read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 class Follower:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,11 +12,14 @@ from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import rank_variables
+from fleet_train.launch.ends import last_lines
+from fleet_train.launch.environment import appended
 from fleet_train.launch.prepare import import_path_for_ranks
+from fleet_train.launch.watching import end_of
 from fleet_train.launch.worker import dying_with_us
 
 _LAST_LINES = 8
-_TAIL_BYTES = 16 * 1024
+_LONGEST_LINE = 16 * 1024
 # What the selftest's own launch has said and is not the subject's: it takes its profiles from the checks.
 _NOT_PASSED_ON = ("FLEET_TRAIN_STRATEGY", "FLEET_TRAIN_ATTEMPT", "PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,7 +42,7 @@ def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[s
     }
     home = import_path_for_ranks()
     if home is not None:
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH", ""), str(home)]))
+        kept["PYTHONPATH"] = appended(kept.get("PYTHONPATH", ""), str(home))
     return kept
 
 
@@ -87,10 +89,6 @@ class Child:
         self.process.kill()
         self.process.wait()
 
-    def last_lines(self) -> list[str]:
+    def last_lines(self) -> tuple[str, ...]:
         """The end of what it has printed, for whoever asks why it has failed."""
-        with self.log.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return [line.rstrip() for line in lines if line.strip()][-_LAST_LINES:]
+        return last_lines(end_of(self.log), _LAST_LINES, _LONGEST_LINE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -134,12 +134,8 @@ def _stages(job: Job, group: Any, name: str, dtype: str) -> Stages[list[Any]]:
         yield Stage((Collective(kind, group, tensor, root, output=outputs),))
         return outputs
     parts = [_tensor(values_of((to + 1) % world, world), dtype, job.place) for to in range(world)]
-    yield Stage((Collective(kind, group, tensor, root, parts=_parts_of(parts, rank == root)),))
+    yield Stage((Collective(kind, group, tensor, root, parts=parts if rank == root else None),))
     return [tensor]
-
-
-def _parts_of(parts: Sequence[Any], is_root: bool) -> Sequence[Any] | None:
-    return parts if is_root else None
 
 
 def _tensor(values: Array, dtype: str, place: Any) -> Any:

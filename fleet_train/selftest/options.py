@@ -17,6 +17,9 @@ GROUPS = {
     "faults": "a rank that skips a collective, is stopped, is killed",
 }
 """What ``--only`` and ``--skip`` take, in the order in which it is done."""
+TOGETHER = "together"
+"""The job of all checks that one process per rank can do, one after the other."""
+TOGETHER_GROUPS = tuple(group for group in GROUPS if group != "faults")
 DEFAULT_FOLDER = Path("runs/selftest")
 
 

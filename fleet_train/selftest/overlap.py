@@ -24,7 +24,7 @@ from fleet_train.profile import Profile
 from fleet_train.selftest.networks import CLASSES, FEATURES, Array, Network
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.results import FAIL, OK, SKIP, WARN, Result
-from fleet_train.selftest.training import Trained
+from fleet_train.selftest.training import Trained, computes_on_gpu
 
 COMPUTE, COMMUNICATION, SERIAL, OURS = "compute", "communication", "serial", "ours"
 CONTROL, CONTROL_SERIAL = "control", "control, serial"
@@ -56,12 +56,11 @@ def check(job: Job, options: Options) -> Iterator[Result]:
         yield Result("overlap", "overlap", SKIP, "one rank communicates nothing")
         return
     began = time.perf_counter()
-    on_gpu = not isinstance(fleet.place(), paddle.CPUPlace)
-    turns = _turns(job, ON_GPU if on_gpu else ON_CPU)
-    times = _measure(job, turns, options.rounds)
+    size = ON_GPU if computes_on_gpu() else ON_CPU
+    times = _measure(job, _turns(job, size), size.steps_per_turn, options.rounds)
     everybody = job.gather("selftest overlap", times)
     slowest = {turn: np.max([found[turn] for found in everybody.values()], axis=0).tolist() for turn in TURNS}
-    yield judge(slowest, on_gpu, time.perf_counter() - began)
+    yield judge(slowest, computes_on_gpu(), time.perf_counter() - began)
 
 
 Turn = Callable[[], None]
@@ -147,22 +146,21 @@ def _gradients(job: Job, exchange: GradientExchange) -> list[list[Any]]:
 
 
 def _await_device() -> None:
-    if not isinstance(fleet.place(), paddle.CPUPlace):
+    if computes_on_gpu():
         paddle.device.synchronize()
 
 
-def _measure(job: Job, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+def _measure(job: Job, turns: Mapping[str, Turn], steps: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per step, one number per round; every turn once per round, so that a busy moment meets all alike."""
-    size = ON_CPU if isinstance(fleet.place(), paddle.CPUPlace) else ON_GPU
     times: dict[str, list[float]] = {turn: [] for turn in TURNS}
     for number in range(-1, rounds):  # the first round is not counted
         for turn in TURNS:
             job.gather(f"selftest overlap {number} {turn}")
             began = time.perf_counter()
-            for _ in range(size.steps_per_turn):
+            for _ in range(steps):
                 turns[turn]()
             if number >= 0:
-                times[turn].append((time.perf_counter() - began) / size.steps_per_turn)
+                times[turn].append((time.perf_counter() - began) / steps)
     return times
 
 

@@ -32,7 +32,7 @@ from fleet_train.selftest.networks import (
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.results import FAIL, OK, SKIP, Result
 from fleet_train.selftest.simulated import Twin
-from fleet_train.selftest.training import Trained
+from fleet_train.selftest.training import Trained, computes_on_gpu
 
 EXACT = 1e-5
 """Largest relative difference of a parameter, where only the order of float32 sums differs."""
@@ -127,14 +127,10 @@ def _precision_of(profile: Profile) -> MixedPrecision | None:
 
 def _unusable(precision: MixedPrecision) -> str:
     try:
-        refuse_unusable(precision, on_gpu=_on_gpu())
+        refuse_unusable(precision, on_gpu=computes_on_gpu())
     except ConversionError as error:
         return str(error)
     return ""
-
-
-def _on_gpu() -> bool:
-    return not isinstance(fleet.place(), paddle.CPUPlace)
 
 
 def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
@@ -155,7 +151,7 @@ def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
 def _stumble(random: np.random.Generator) -> None:
     """Keep the others waiting: the host for some milliseconds, the device by products of matrices."""
     time.sleep(random.uniform(0.0, _LONGEST_SLEEP_SECONDS))
-    if _on_gpu():
+    if computes_on_gpu():
         with dynamic_mode(), paddle.no_grad():
             square = paddle.ones([_KERNEL_SIDE, _KERNEL_SIDE], "float32")
             for _ in range(int(random.integers(0, _MOST_KERNELS))):
@@ -196,7 +192,7 @@ def judge(
 ) -> Result:
     """``everybody``: by rank, the digest of its parameters in the end, and on rank 0 the simulator's difference."""
     profile, plan = fitted.profile, fleet.plan()
-    tolerance = tolerance_of(profile, on_gpu=_on_gpu())
+    tolerance = tolerance_of(profile, on_gpu=computes_on_gpu())
     difference = float(everybody[0]["difference"])
     figures = {
         "steps": steps,

@@ -26,14 +26,15 @@ _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 def facts() -> dict[str, Any]:
     """Of this machine: what figures depend on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "processors": usable_processors(),
         "kernel": platform.release().split("-")[0],
         "load_average_before": round(os.getloadavg()[0], 2),
     }
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; the architecture where the system does not tell it."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -98,12 +99,13 @@ def _commit() -> dict[str, Any]:
     if not (root / ".git").exists():
         return {}
     return {
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git(root, "status", "--porcelain", "--", "fleet_train", "strategies")),
+        "commit": git(root, "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git(root, "status", "--porcelain", "--", "fleet_train", "strategies")),
     }
 
 
-def _git(root: Path, *arguments: str) -> str:
+def git(root: Path, *arguments: str) -> str:
+    """What git says in a checkout; empty where it says nothing."""
     try:
         found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -14,6 +14,7 @@ from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob, Step
 from fleet_train.selftest.networks import FEATURES, Array, Network, share
+from fleet_train.selftest.training import computes_on_gpu
 
 Values = Mapping[str, Array]
 
@@ -29,7 +30,7 @@ class Gradients:
             labels = paddle.static.data("labels", [None, 1], "int64")
             self._loss = nn.functional.cross_entropy(network.build(features), labels)
             if precision is not None:
-                lower_precision(self._loss, precision, on_gpu=not isinstance(fleet.place(), paddle.CPUPlace))
+                lower_precision(self._loss, precision, on_gpu=computes_on_gpu())
             self._pairs = [pair for pair in paddle.static.append_backward(self._loss) if pair[1] is not None]
         with paddle.static.scope_guard(self.scope):
             self._exe.run(startup)

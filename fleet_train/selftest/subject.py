@@ -17,12 +17,10 @@ from fleet_train import fleet, role_maker
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
 from fleet_train.selftest import collectives, devices, failing, overlap, profiles
-from fleet_train.selftest.options import Options
+from fleet_train.selftest.options import TOGETHER, Options
 from fleet_train.selftest.results import Result
 
 Check = Callable[[Job, Options], Iterator[Result]]
-TOGETHER = "together"
-"""The job of all checks that one process can do one after the other."""
 
 
 class Reports:

@@ -16,17 +16,15 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.selftest import faults, record
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.faults import describe_code, last_words
-from fleet_train.selftest.options import Options
+from fleet_train.selftest.options import TOGETHER, TOGETHER_GROUPS, Options
 from fleet_train.selftest.peers import Peers
 from fleet_train.selftest.results import FAIL, SKIP, Result
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
-TOGETHER = "together"
 TOGETHER_SECONDS, TOGETHER_SECONDS_PER_RANK = 900.0, 10.0
 """How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
 takes longer with more ranks."""
-_TOGETHER_GROUPS = ("devices", "collectives", "profiles", "overlap")
 FAULT_COMES_WITHIN_SECONDS = 180.0
 """Of the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
 _KILLED_LATER_SECONDS = 5.0
@@ -77,7 +75,7 @@ class Supervisor:
     def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
         """Every job. The results, and the facts of each node; all ranks return the same."""
         facts = self.peers.gather("facts", record.facts())
-        if set(self.options.groups) & set(_TOGETHER_GROUPS):
+        if set(self.options.groups) & set(TOGETHER_GROUPS):
             limit = TOGETHER_SECONDS + TOGETHER_SECONDS_PER_RANK * self.cluster.world_size
             ends, subjects = self.run_job(TOGETHER, limit)
             for result in judge_ends(subjects, ends):
@@ -151,7 +149,7 @@ class Supervisor:
                 if "fault" in report:
                     self.peers.note(f"fault of {job}")
             if has_ended:
-                return End(child.exit_code, self.peers.clock(), was_killed, began, tuple(child.last_lines()))
+                return End(child.exit_code, self.peers.clock(), was_killed, began, child.last_lines())
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + _LOOK_SECONDS
                 self.peers.look()
@@ -189,7 +187,7 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
 
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:
     """The checks of the same job that come behind the one in which it has ended; ``start`` comes before all."""
-    behind = _TOGETHER_GROUPS[_TOGETHER_GROUPS.index(failed) + 1 :] if failed in _TOGETHER_GROUPS else _TOGETHER_GROUPS
+    behind = TOGETHER_GROUPS[TOGETHER_GROUPS.index(failed) + 1 :] if failed in TOGETHER_GROUPS else TOGETHER_GROUPS
     return [Result(one, one, SKIP, f"not done: the ranks had ended in '{failed}'") for one in behind if one in groups]
 
 

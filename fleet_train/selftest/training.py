@@ -13,6 +13,11 @@ from fleet_train import fleet
 from fleet_train.selftest.networks import FEATURES, Array, Network
 
 
+def computes_on_gpu() -> bool:
+    """Whether this rank computes on one."""
+    return not isinstance(fleet.place(), paddle.CPUPlace)
+
+
 class Trained:
     """``wrap`` makes of an optimizer the one that is used: ``fleet.distributed_optimizer``, or nothing else."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fleet_train.selftest.record import git, processor
 from tools.benchmarks.figures import BLOCK_STEPS, SETUP_STEPS, Summary
 from tools.benchmarks.report import row_of, table
 
@@ -25,11 +25,11 @@ def circumstances() -> dict[str, Any]:
     """Commit, versions, processor: what somebody needs to measure the same again. No path of this machine."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "fleet_train", "tools", "strategies")),
+        "commit": git(ROOT, "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git(ROOT, "status", "--porcelain", "--", "fleet_train", "tools", "strategies")),
         "command": " ".join(["python", "tools/bench_strategies.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
-        "processor": _processor(),
+        "processor": processor(),
         "processors": len(os.sched_getaffinity(0)),
         "kernel": platform.release().split("-")[0],
         "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
@@ -37,23 +37,11 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
-    return result.stdout.strip()
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def write(
