@@ -18,7 +18,16 @@ Exit code 2 is the command line's own (usage). A failed rank's own exit code is 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+# What moves a terminal's cursor, changes its colours or title, or turns the direction of writing; halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text for terminals and logs: control characters as ``\\x1b``; line ends and tabs stay as they are."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,10 @@ class FleetTrainError(Exception):
     exit_code = 1
     absent: tuple[Absence, ...] = ()
     """Whose absence is the cause of this error; empty where nobody's is, or where somebody else has said it."""
+
+    def __str__(self) -> str:
+        # Names from files and from the network stand in messages.
+        return printable(super().__str__())
 
 
 class PaddleUnusable(FleetTrainError):

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from fleet_train.cli.numbers import Number, WholeNumber
 from fleet_train.data import (
     AUGMENTATIONS,
     LOADERS,
@@ -52,15 +53,19 @@ together; divide by the number of machines), best measured on generated data:
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--data", required=True, metavar="DIR", help="Image folder: train/<class>/, val/<class>/, or lists.")
-@click.option("--samples_per_second", type=float, help="What training on this machine takes, all its ranks together.")
-@click.option("--workers", type=int, help="Worker processes on this machine. Default: its cores, at most 8.")
-@click.option("--batch_size", type=int, default=64, show_default=True, help="Images per batch.")
-@click.option("--image_size", type=int, default=224, show_default=True, help="Pixels of a training image's side.")
+@click.option(
+    "--samples_per_second", type=Number(), help="What training on this machine takes, all its ranks together."
+)
+@click.option("--workers", type=WholeNumber(), help="Worker processes on this machine. Default: its cores, at most 8.")
+@click.option("--batch_size", type=WholeNumber(), default=64, show_default=True, help="Images per batch.")
+@click.option(
+    "--image_size", type=WholeNumber(), default=224, show_default=True, help="Pixels of a training image's side."
+)
 @click.option("--augment", type=click.Choice(AUGMENTATIONS), default="auto", show_default=True, help="As in training.")
 @click.option("--loader", type=click.Choice(LOADERS), default="auto", show_default=True, help="As in training.")
-@click.option("--seconds", type=float, default=15.0, show_default=True, help="How long the loader is measured.")
+@click.option("--seconds", type=Number(), default=15.0, show_default=True, help="How long the loader is measured.")
 @click.option("--all", "whole", is_flag=True, help="Decode every training image once, however long it takes.")
-@click.option("--max_corrupt", type=float, default=0.001, show_default=True, help="Share (or number) that may be.")
+@click.option("--max_corrupt", type=Number(), default=0.001, show_default=True, help="Share (or number) that may be.")
 def command(data: str, samples_per_second: float | None, whole: bool, max_corrupt: float, **options: Any) -> None:
     """Count what is in a data folder, find unreadable images, and measure how fast this machine reads it.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from fleet_train.cli.numbers import WholeNumberRange
 from fleet_train.launch.signals import StopRequested, stopping_signals
 from fleet_train.launch.worker import die_with_parent
 from fleet_train.train.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs
@@ -35,14 +36,24 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every address.")
 @click.option(
     "--port",
-    type=click.IntRange(1, 65535),
+    type=WholeNumberRange(1, 65535),
     default=DEFAULT_PORT,
     show_default=True,
     help="Port to listen on. A default that is in use is replaced by the next free port.",
 )
+@click.option(
+    "--allowed_host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Another name of this machine that browsers ask for, of a proxy for example; may be repeated. Requests for "
+    "other names are refused.",
+)
 @click.option("--text", is_flag=True, help="Show the numbers here, without VisualDL; on a terminal until Ctrl-C.")
 @click.pass_context
-def command(context: click.Context, folders: tuple[Path, ...], host: str, port: int, text: bool) -> None:
+def command(
+    context: click.Context, folders: tuple[Path, ...], host: str, port: int, allowed_hosts: tuple[str, ...], text: bool
+) -> None:
     """Show the curves of runs while they train, or afterwards.
 
     Starts VisualDL's server on this machine and prints the address to open in a browser. Ctrl-C ends it. Without
@@ -56,7 +67,9 @@ def command(context: click.Context, folders: tuple[Path, ...], host: str, port: 
                 return
             is_asked_for = context.get_parameter_source("port") is not ParameterSource.DEFAULT
             try:
-                _serve(folders, runs, host, choose_port(host, port, is_asked_for, _say))
+                chosen = choose_port(host, port, is_asked_for, _say)
+                ends_with_us = partial(die_with_parent, signal.SIGTERM)
+                _serve(runs, host, Dashboard(folders, host, chosen, ends_with_us, allowed_hosts))
             except DashboardUnusable as error:
                 _say(f"{error}; this is metrics.jsonl instead")
                 _show_text(runs)
@@ -64,8 +77,8 @@ def command(context: click.Context, folders: tuple[Path, ...], host: str, port: 
             _say("ended")
 
 
-def _serve(folders: Sequence[Path], runs: Sequence[Path], host: str, port: int) -> None:
-    with Dashboard(folders, host, port, partial(die_with_parent, signal.SIGTERM)) as dashboard:
+def _serve(runs: Sequence[Path], host: str, server: Dashboard) -> None:
+    with server as dashboard:
         for run in runs:
             _say(f"run {run}")
         if host not in _LOCAL:

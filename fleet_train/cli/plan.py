@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fleet_train.cli.numbers import NumberRange, WholeNumberRange
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError, ScheduleMismatch
 from fleet_train.plan import explain
@@ -59,7 +60,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def _positive(flag: str, help_text: str) -> Callable[[Function], Function]:
     """An option that takes a number above 0; its default is applied later, where it can be called assumed."""
     name = flag.removeprefix("--")
-    smallest = click.FloatRange(min=0, min_open="bandwidth" in name)
+    smallest = NumberRange(min=0, min_open="bandwidth" in name)
     return click.option(flag, type=smallest, help=f"{help_text}  [default: {_DEFAULTS[name]:g}]")
 
 
@@ -83,8 +84,12 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
     epilog=_EPILOG,
     short_help="Show what a script or model would communicate, and which knob caused it.",
 )
-@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Nodes of the cluster to plan for.")
-@click.option("--ranks_per_node", type=click.IntRange(1), default=1, show_default=True, help="Processes on each node.")
+@click.option(
+    "--nodes", type=WholeNumberRange(1), default=2, show_default=True, help="Nodes of the cluster to plan for."
+)
+@click.option(
+    "--ranks_per_node", type=WholeNumberRange(1), default=1, show_default=True, help="Processes on each node."
+)
 @click.option("--strategy", metavar="NAME|FILE", help="Profile for a script that names none. Default: by the cluster.")
 @click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
@@ -92,21 +97,19 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @_positive("--inside_latency_us", "The same inside a node.")
 @_positive("--inside_bandwidth_mbps", "The same inside a node, of a rank.")
 @_positive("--compute_ms", "Computing time of a step without communication.")
-@click.option(
-    "--backward_share", type=click.FloatRange(0, 1), help="Of it in the backward pass.  [default: two thirds]"
-)
-@click.option("--batch_size", type=click.IntRange(0), default=0, help="Samples per rank and step, for samples/s.")
+@click.option("--backward_share", type=NumberRange(0, 1), help="Of it in the backward pass.  [default: two thirds]")
+@click.option("--batch_size", type=WholeNumberRange(0), default=0, help="Samples per rank and step, for samples/s.")
 @click.option("--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Price these numbers of nodes as well.")
 @click.option("--simulate", is_flag=True, help="Carry the plan out in numpy for all ranks, on random gradients.")
 @click.option(
     "--simulate_steps",
-    type=click.IntRange(1, 100_000),
+    type=WholeNumberRange(1, 100_000),
     help="Updates to simulate.  [default: enough to see two synchronisations, warm-ups cut short]",
 )
 @click.option("--measure", is_flag=True, help="Measure the links of the launcher's cluster instead of planning.")
 @click.option(
     "--measure_seconds",
-    type=click.FloatRange(min=0, min_open=True, max=600),
+    type=NumberRange(min=0, min_open=True, max=600),
     default=20.0,
     show_default=True,
     help="About how long --measure takes.",

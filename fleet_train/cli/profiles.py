@@ -13,7 +13,7 @@ from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Knob, Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import catalogue_folder
 from fleet_train.profile.compatibility import STRATEGIES, entries, verdict
-from fleet_train.profile.knobs import FATES, shown
+from fleet_train.profile.knobs import FATES, hidden, shown
 from fleet_train.profile.loader import shown_path
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 
@@ -134,7 +134,7 @@ def _knob_lines(profile: Profile, knob: Knob, width: int) -> list[str]:
         head = f"  {knob.name}: {shown(getattr(profile, knob.name))}{unit}  [{_where(profile, knob)}]"
     variables = [
         f"{indent}{name}: {value}  [{profile.origin(f'environment.{name}')}]"
-        for name, value in (profile.environment.items() if knob.kind is dict else ())
+        for name, value in (hidden(profile.environment).items() if knob.kind is dict else ())
     ]
     return [head, *variables, _wrapped(indent, knob.meaning, width), _wrapped(indent, knob.reason, width)]
 
@@ -152,7 +152,7 @@ def _wrapped(head: str, text: str, width: int) -> str:
 def _details(profile: Profile) -> dict[str, Any]:
     knobs = {
         name: {
-            "value": getattr(profile, name),
+            "value": hidden(profile.environment) if name == "environment" else getattr(profile, name),
             "default": KNOBS[name].default,
             "unit": KNOBS[name].unit,
             "fate": KNOBS[name].fate,

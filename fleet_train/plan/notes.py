@@ -148,8 +148,19 @@ def _running(profile: Profile) -> list[Note]:
             "collective_timeout_seconds",
             f"a rank that does not come is named after {profile.collective_timeout_seconds} s",
         ),
+        *_barriers(profile.barrier_every_steps),
         Note("fetch_frequency", _fetching(profile.fetch_frequency)),
     ]
+
+
+def _barriers(every: int) -> list[Note]:
+    if every == 1:
+        return []
+    effect = (
+        f"the ranks meet every {every} synchronous steps, and where a barrier is needed; in between Gloo waits for "
+        "a rank for 30 s, which cannot be set, and a stop is not heard of"
+    )
+    return [Note("barrier_every_steps", effect)]
 
 
 def _fetching(every: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fleet_train.errors import DataError
+from fleet_train.files import open_new, write_all
 from fleet_train.port.script import Ported, port
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist"}
@@ -46,8 +47,9 @@ def write(ported: Ported) -> None:
     """Put the new text in the place of the old one; whoever reads meanwhile sees one or the other."""
     path = Path(ported.path).resolve()
     beside = path.with_name(f".{path.name}.ported")
-    beside.write_bytes(ported.new)
-    beside.chmod(path.stat().st_mode & 0o777)
+    with open_new(beside) as file:
+        os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+        write_all(file, ported.new)
     os.replace(beside, path)
 
 

@@ -12,6 +12,7 @@ from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import suggestion
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+SUFFIXES = (".yaml", ".yml")
 
 
 @cache
@@ -32,16 +33,27 @@ def profile_names() -> list[str]:
 
 
 def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
-    """The file of a catalogue name, or of a path, which is seen from ``folder`` (default: the working directory)."""
+    """The file of a catalogue name, or of a path, which is seen from ``folder`` (default: the working directory).
+
+    Raises ProfileError for what is there and has no name of a profile: it is not even read.
+    """
     if NAME.fullmatch(name_or_path):
         named = catalogue_folder() / f"{name_or_path}.yaml"
         if named.is_file():
             return named
         raise ProfileError(f"{name_or_path!r} is no profile of the catalogue{_what_there_is(name_or_path)}")
-    path = (folder or Path()) / Path(name_or_path).expanduser()
-    if path.is_file():
+    try:
+        path = (folder or Path()) / Path(name_or_path).expanduser()
+        is_file, is_folder, is_there = path.is_file(), path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that cannot be entered, ~nobody
+        raise ProfileError(
+            f"{name_or_path[:100]}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    if is_file and path.suffix.lower() not in SUFFIXES:
+        raise ProfileError(f"{shown_path(path)}: is no profile by its name, which must end in .yaml or .yml; rename it")
+    if is_file:
         return path
-    what = "is a folder, not a file" if path.is_dir() else "no such file"
+    what = "is a folder, not a file" if is_folder else "is no regular file" if is_there else "no such file"
     raise ProfileError(f"{shown_path(path)}: {what}{_what_there_is(path.stem)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from fleet_train.profile.knobs import shown
@@ -13,8 +14,13 @@ from fleet_train.profile.schema import DESCRIPTIVE
 def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
     """What ranks send one another: knobs with their values, variables with a digest of theirs. JSON."""
     knobs = {name: value for name, value in profile if name not in DESCRIPTIVE and name != "environment"}
-    digests = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in profile.environment.items()}
+    digests = {name: _digest(name, value) for name, value in profile.environment.items()}
     return {"knobs": knobs, "environment": digests}
+
+
+def _digest(name: str, value: str) -> str:
+    """Another one for each variable: two variables with one value do not show that they have it."""
+    return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
 
 
 def first_differing_knob(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> str | None:

@@ -34,17 +34,20 @@ def fold_flags(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
             else:
                 folded.setdefault(flag.becomes, value)
                 came_from.setdefault(flag.becomes, key)
-    if section != (environment or {}):
+    if isinstance(environment, Mapping) and section != environment:
         folded["environment"] = section
     return folded, came_from, problems
 
 
 def read_flag(flag: Knob, given: Any) -> tuple[Any, str]:
-    """The knob's value that a flag's text stands for, and what is wrong with it (empty when nothing is)."""
+    """The knob's value that a flag's text stands for, and what is wrong with it (empty when nothing is).
+
+    A text that is no such value is not repeated: it may stand in an environment.
+    """
     try:
         value = _converted(flag, given)
     except ValueError:
-        return None, f"given {given!r}; allowed: {flag.allowed}"
+        return None, f"given a text that is something else; allowed: {flag.allowed}"
     found = value_problems({flag.becomes: value})
     return value, found[0].message if found else ""
 

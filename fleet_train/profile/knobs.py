@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -11,6 +12,8 @@ from pydantic.fields import FieldInfo
 Fate = Literal["carried out", "mapped", "refused"]
 FATES: tuple[Fate, ...] = ("carried out", "mapped", "refused")
 
+MOST_SHOWN = 100
+MOST_BITS = 300
 NEEDS = {
     bool: "true or false",
     int: "a whole number",
@@ -27,7 +30,19 @@ def shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else repr(value)
-    return repr(value)
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return repr(cut(value) if isinstance(value, str) else value)
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that is too long for a message."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def hidden(variables: Iterable[str]) -> dict[str, str]:
+    """Environment variables as they may be shown: ``{"NCCL_DEBUG": "(set)"}``."""
+    return dict.fromkeys(variables, "(set)")
 
 
 @dataclass(frozen=True)

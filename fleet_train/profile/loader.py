@@ -16,6 +16,7 @@ from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
 from fleet_train.profile.source import Source, read_source
 
 MAX_EXTENDS = 16
+MAX_TOLD = 50
 Finder = Callable[[str, Path], Path]
 
 
@@ -108,12 +109,14 @@ def _report(problems: list[Problem], source: Source, layer: _Layer) -> str:
     def line(problem: Problem) -> int:
         return source.lines.get(problem.key, 0)
 
-    return "\n".join(f"{place(problem)}: {problem}" for problem in sorted(problems, key=line))
+    lines = [f"{place(problem)}: {problem}" for problem in sorted(problems, key=line)]
+    more = [f"{source.path}: and {len(lines) - MAX_TOLD} problems more"] if len(lines) > MAX_TOLD else []
+    return "\n".join(lines[:MAX_TOLD] + more)
 
 
 def shown_path(path: Path) -> str:
     """Relative to the working directory where that is shorter to read, else as it is."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; links in a circle
         return str(path)

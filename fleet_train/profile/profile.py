@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.flags import fold_flags, read_flag
-from fleet_train.profile.knobs import shown
+from fleet_train.profile.knobs import hidden, shown
 from fleet_train.profile.rules import Problem, problems_in
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
@@ -56,6 +56,11 @@ class Profile(Settings):
     def settings(self) -> dict[str, Any]:
         """Only what was set, name and description included: what rebuilds this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
+
+    def shown_settings(self) -> dict[str, Any]:
+        """`settings` as they may be shown: of the environment section the names alone, values may be secrets."""
+        settings = self.settings()
+        return settings | ({"environment": hidden(self.environment)} if "environment" in settings else {})
 
     def heeds(self, knob: str) -> bool:
         """Whether a knob has an effect beside the others: not LocalSGD's period while ``use_local_sgd`` is false."""
@@ -126,6 +131,9 @@ class Profile(Settings):
         # Sequential as well: serial alone runs the launch operators only near the end of the backward pass.
         executor = {"FLAGS_new_executor_serial_run": serial, "FLAGS_new_executor_sequential_run": serial}
         return executor | self.environment
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return [(name, hidden(value) if name == "environment" else value) for name, value in self]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Profile) and dict(self) == dict(other)

@@ -17,6 +17,7 @@ from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
 CHOOSES_DEVICES = re.compile(r"(CUDA|HIP|XPU|ASCEND_RT|CUSTOM)_VISIBLE_DEVICES|FLAGS_selected_\w+")
 VARIABLE_NAME = re.compile(r"FLAGS_\w+|[A-Z][A-Z0-9_]*")
+_KINDS: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number with decimals", str: "text"}
 TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
@@ -40,13 +41,14 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 def describe(value: object) -> str:
     """A value with what it is, for messages: ``'2' (text)``."""
-    kinds = {bool: "a boolean", int: "a whole number", float: "a number with decimals", str: "text"}
-    if value is None:
-        return "no value"
-    if type(value) in kinds:
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        return f"{shown} ({kinds[type(value)]})"
-    return f"a {type(value).__name__}"
+    if type(value) not in _KINDS:
+        return kind_in_words(value)
+    return f"{repr(value) if isinstance(value, float) else shown(value)} ({kind_in_words(value)})"
+
+
+def kind_in_words(value: object) -> str:
+    """What a value is, without the value: ``text``."""
+    return "no value" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def unknown_key(name: str) -> str:
@@ -196,6 +198,10 @@ def _in_our_words(details: Any) -> Problem:
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
         return Problem(name, unknown_key(name))
+    if name == "environment":  # values are not repeated
+        allowed = "text" if len(details["loc"]) > 1 else KNOBS[name].allowed
+        key = ".".join(map(str, details["loc"][:2]))
+        return Problem(key, f"given {kind_in_words(details['input'])}; allowed: {allowed}")
     if len(details["loc"]) > 1:
         return Problem(".".join(map(str, details["loc"][:2])), f"given {describe(details['input'])}; allowed: text")
     given, row = details["input"], KNOBS[name]

@@ -133,3 +133,20 @@ class CommunicationKnobs(BaseModel):
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For finding faults.",
         reason="The operator that starts a bucket waits for it. Results are the same bits, the step is slower.",
     )
+    barrier_every_steps: int = knob(
+        1,
+        fate="carried out",
+        unit="synchronous steps",
+        ge=1,
+        le=1_000_000,
+        meaning="How often the ranks meet in the job's store before they send: 1 = at every synchronous step. More "
+        "spares very short steps the meeting. Stop requests and the ranks' times travel with it, so a stop is known "
+        "up to that many steps later, less one. Between two meetings a missing rank is named all the same, but how "
+        "long it is waited for is not ours on Gloo: a rank that pauses for more than 30 s between two of them fails "
+        "the job. On NCCL it is waited for as long as `collective_timeout_seconds` says.",
+        reason="With more than 1 a barrier stands before the first two steps of a program, every so many steps, the "
+        "first one after a call that all ranks make together (saves, evaluations that gather, fleet.barrier_worker, "
+        "the comparisons of `divergence_check_steps`) or after another program's steps, and each one for as long as "
+        "the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the forward passes of "
+        "synchronised batch norm.",
+    )

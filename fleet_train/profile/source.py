@@ -14,12 +14,22 @@ from typing import Any
 
 import yaml
 
-from fleet_train.errors import ProfileError
+from fleet_train.errors import UNPRINTABLE, ProfileError
+from fleet_train.files import NotThatFile, read_regular
+from fleet_train.profile.knobs import cut
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, unknown_key
 from fleet_train.profile.schema import KNOBS
 
 MAX_BYTES = 64 * 1024
+MAX_KEYS = 500
+MAX_DEPTH = 20
+MAX_DIGITS = 40
+KEY = re.compile(r"[A-Za-z_][\w.-]{0,79}")
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_WORDS_OF_THE_FILE = re.compile(r"(?<=alias|nchor|andle) .*", re.DOTALL)
+"""In PyYAML's messages, where it has more than one character of them."""
+_NO_KEY = "is no key that a profile has; to build on another one, use extends"
+_NO_VARIABLE = "is no name for a variable; write NAME: value"
 READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": "nothing", "timestamp": "a date"}
 
 
@@ -40,7 +50,10 @@ class Source:
 
 
 def read_source(path: Path, shown: str) -> Source:
-    """Read one profile file. Raises ProfileError if there is no mapping in it at all; other problems are collected."""
+    """Read one profile file. Raises ProfileError if there is no mapping in it at all; other problems are collected.
+
+    The file may be none: of its text only names, and values of knobs, come into messages.
+    """
     root = _compose(_read_text(path, shown), shown)
     source = Source(shown)
     for key, node in _items(root, source, prefix=""):
@@ -61,13 +74,11 @@ def read_source(path: Path, shown: str) -> Source:
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, MAX_BYTES)
+    except NotThatFile as error:
+        raise ProfileError(f"{shown}: {error}. Is this the right file?") from None
     except OSError as error:
         raise ProfileError(f"{shown}: cannot be read: {error.strerror or error}") from error
-    if len(raw) > MAX_BYTES:
-        raise ProfileError(
-            f"{shown}: {len(raw)} bytes; a profile is at most {MAX_BYTES} bytes. Is this the right file?"
-        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -78,34 +89,59 @@ def _read_text(path: Path, shown: str) -> str:
 
 def _compose(text: str, shown: str) -> yaml.MappingNode:
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_FlatLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise ProfileError(f"{shown}{line}: is not YAML: {error.problem or error.context}") from error
+        line, column = (f":{mark.line + 1}", f" (column {mark.column + 1})") if mark else ("", "")
+        words = _WORDS_OF_THE_FILE.sub("", str(error.problem or error.context))
+        raise ProfileError(f"{shown}{line}: is not YAML: {words}{column}") from None
     except yaml.reader.ReaderError as error:
         line_number = text[: error.position].count("\n") + 1
         raise ProfileError(
             f"{shown}:{line_number}: is not YAML: the character U+{ord(text[error.position]):04X}"
-        ) from error
-    except RecursionError as error:
-        raise ProfileError(f"{shown}: is nested too deeply; a profile is a list of 'knob: value' lines") from error
+        ) from None
+    except RecursionError:
+        raise ProfileError(f"{shown}: is nested too deeply; a profile is a list of 'knob: value' lines") from None
+    except (ValueError, OverflowError):  # "\UFFFFFFFF", %YAML 1.999...9: PyYAML leaves these to chr() and int()
+        raise ProfileError(f"{shown}: is not YAML: a number in an escape or directive is too large") from None
     if root is None:
         raise ProfileError(f"{shown}: is empty; write at least 'description: ...', or give another file")
     if not isinstance(root, yaml.MappingNode):
         line_number = root.start_mark.line + 1
-        raise ProfileError(f"{shown}:{line_number}: is {_kind_of(root)}; a profile is a list of 'knob: value' lines")
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ProfileError(f"{shown}:{line_number}: is {kind}; a profile is a list of 'knob: value' lines")
     return root
+
+
+class _FlatLoader(yaml.SafeLoader):
+    """Gives up at a depth that no profile has: PyYAML's time grows with the square of it."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self._depth > MAX_DEPTH:
+            raise RecursionError
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
     """Keys as they are written (so ``no:`` stays ``no``) with their values; repeated ones become problems."""
+    if len(mapping.value) > MAX_KEYS:
+        line = mapping.start_mark.line + 1
+        raise ProfileError(
+            f"{source.path}:{line}: has {len(mapping.value)} keys, {MAX_KEYS} are allowed. Is this the right file?"
+        )
     for key_node, node in mapping.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        # Of a file that is none of ours the keys may be anything, and "TOKEN=abc" has a value in it.
+        is_name = isinstance(key_node, yaml.ScalarNode) and KEY.fullmatch(key_node.value)
+        key = key_node.value if is_name else "<<" if key_node.value == "<<" else "?"
         path, line = prefix + key, key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode) or key == "<<":
+        if not is_name:
             source.lines.setdefault(path, line)
-            source.problems.append(Problem(path, "is no key that a profile has; to build on another one, use extends"))
+            source.problems.append(Problem(path, _NO_VARIABLE if prefix else _NO_KEY))
         elif path in source.lines:
             source.problems.append(Problem(path, f"is set again on line {line}; keep one of the two"))
         else:
@@ -121,11 +157,14 @@ def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
         if not isinstance(node, yaml.ScalarNode):
             source.problems.append(Problem(key, f"is {_kind_of(node)}; allowed: one line of text"))
             continue
+        if unprintable := _unprintable(node):
+            source.problems.append(Problem(key, unprintable))
+            continue
         tag = _tag(node)
         if tag == "null":
             source.problems.append(Problem(key, 'has no value; for an empty one write ""'))
         elif tag == "bool" and node.value.lower() not in ("true", "false"):
-            rule = f'{node.value} is read as a boolean by YAML; write "{node.value}" for the text, or 1 or 0'
+            rule = "is read as a boolean by YAML; write it in quotes for the text, or 1 or 0"
             source.problems.append(Problem(key, rule))
         else:
             variables[name] = str(int(node.value.lower() == "true")) if tag == "bool" else node.value
@@ -148,10 +187,14 @@ def _setting(key: str, node: yaml.Node, kind: type, source: Source) -> Any:
         allowed = KNOBS[key].allowed if key in KNOBS else "text"
         source.problems.append(Problem(key, f"given {_kind_of(node)}; allowed: {allowed}"))
         return None
+    if unprintable := _unprintable(node):
+        source.problems.append(Problem(key, unprintable))
+        return None
     choices = KNOBS[key].choices if key in KNOBS else ()
     if choices and _tag(node) not in ("str", "null"):
         read = READ_AS.get(_tag(node), _tag(node))
-        source.problems.append(Problem(key, f"{node.value} is read as {read} by YAML; allowed: {KNOBS[key].allowed}"))
+        quoted = cut(node.value)
+        source.problems.append(Problem(key, f"{quoted} is read as {read} by YAML; allowed: {KNOBS[key].allowed}"))
         return None
     value, advice = _read_scalar(node, kind)
     if advice:
@@ -164,18 +207,20 @@ def _read_scalar(node: yaml.ScalarNode, kind: type) -> tuple[Any, str]:
     if tag == "null" and kind is not dict:
         return None, "has no value; allowed: ALLOWED"
     if kind is str:
-        return (
-            (text, "") if tag == "str" else (None, f'{text} is read as {READ_AS.get(tag, tag)} by YAML; write "{text}"')
-        )
+        if tag == "str":
+            return text, ""
+        quoted = cut(text)
+        return None, f'{quoted} is read as {READ_AS.get(tag, tag)} by YAML; write "{quoted}"'
     if kind is bool:
         return _read_boolean(tag, text)
     if kind in (int, float):
         return _read_number(tag, text, kind)
-    return None, f"given {_kind_of(node)}; allowed: ALLOWED"
+    # The environment section's text may be a variable with its value.
+    return None, f"given {'text' if kind is dict else _kind_of(node)}; allowed: ALLOWED"
 
 
 def _read_boolean(tag: str, text: str) -> tuple[Any, str]:
-    if tag == "bool":
+    if tag == "bool" and text.lower() in TRUE_WORDS | FALSE_WORDS:
         return text.lower() in TRUE_WORDS, ""
     if text.lower() in TRUE_WORDS | FALSE_WORDS:
         right = "true" if text.lower() in TRUE_WORDS else "false"
@@ -184,12 +229,15 @@ def _read_boolean(tag: str, text: str) -> tuple[Any, str]:
 
 
 def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
+    if len(text) > MAX_DIGITS:
+        return None, f"given {len(text)} characters; allowed: ALLOWED"
     if tag == "int" and INTEGER.fullmatch(text):
         return int(text), ""
+    if tag in ("int", "float") and (number := _number_in_yaml(tag, text)) is None:
+        return None, f"{text} is no number; allowed: ALLOWED"
     if tag == "int":
-        return None, f"{text} is read as {yaml.safe_load(text)} by YAML; write a plain decimal number"
+        return None, f"{text} is read as {number} by YAML; write a plain decimal number"
     if tag == "float":
-        number = float(yaml.safe_load(text))
         if kind is float:
             return number, ""
         whole = f"; write {int(number)}" if number.is_integer() else ""
@@ -197,6 +245,16 @@ def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
     if tag == "bool":
         return None, f"{text} is read as a boolean by YAML; allowed: ALLOWED"
     return None, f"given {_as_read(tag, text)}; allowed: ALLOWED{_number_advice(text, kind)}"
+
+
+def _number_in_yaml(tag: str, text: str) -> Any:
+    """What YAML 1.1 reads: ``010`` as 8, ``1:30`` as 90. None for what only its tag (``!!int x``) calls a number."""
+    constructor: Any = yaml.constructor.SafeConstructor()
+    node = yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", text)
+    try:
+        return constructor.construct_yaml_int(node) if tag == "int" else constructor.construct_yaml_float(node)
+    except (ValueError, IndexError, OverflowError):
+        return None
 
 
 def _number_advice(text: str, kind: type) -> str:
@@ -216,7 +274,14 @@ def _number_advice(text: str, kind: type) -> str:
 
 
 def _as_read(tag: str, text: str) -> str:
-    return f"{text!r} (text)" if tag == "str" else f"{text} ({READ_AS.get(tag, tag)})"
+    quoted = cut(text)
+    return f"{quoted!r} (text)" if tag == "str" else f"{quoted} ({READ_AS.get(tag, tag)})"
+
+
+def _unprintable(node: yaml.ScalarNode) -> str:
+    """What is wrong with a text that would do something to a terminal, or nothing."""
+    found = UNPRINTABLE.search(node.value)
+    return f"has the control character U+{ord(found[0]):04X}; remove it" if found else ""
 
 
 def _tag(node: yaml.ScalarNode) -> str:
@@ -228,4 +293,4 @@ def _kind_of(node: yaml.Node) -> str:
         return "a list"
     if isinstance(node, yaml.MappingNode):
         return "a section"
-    return f"the single value {node.value!r}" if node.value else "nothing"
+    return f"the single value {cut(node.value)!r}" if node.value else "nothing"

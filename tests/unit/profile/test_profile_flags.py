@@ -52,9 +52,9 @@ def test_a_flag_that_agrees_with_its_knob_is_fine() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("memory_size", "lots", "given 'lots'; allowed: a number, more than 0 and up to 4096"),
+        ("memory_size", "lots", "given a text that is something else; allowed: a number, more than 0 and up to 4096"),
         ("memory_size", "-1", "given -1; allowed: a number, more than 0 and up to 4096"),
-        ("groups_size", "2.5", "given '2.5'; allowed: a whole number, 1 to 100000"),
+        ("groups_size", "2.5", "given a text that is something else; allowed: a whole number, 1 to 100000"),
     ],
 )
 def test_a_flag_out_of_range_is_refused(name: str, text: str, message: str) -> None:
@@ -164,6 +164,15 @@ def test_averaging_parameters_after_every_step_is_said_to_save_nothing(schedule:
 )
 def test_local_sgd_that_differs_from_averaging_every_step_needs_no_words(settings: dict[str, Any]) -> None:
     assert applied_mappings(Profile(use_local_sgd=True, **settings)) == []
+
+
+def test_what_fewer_barriers_cost_is_said() -> None:
+    assert applied_mappings(Profile(barrier_every_steps=50)) == [
+        "barrier_every_steps: 50 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
+        "cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
+        "(collective_timeout_seconds). A stop is known up to 49 steps later."
+    ]
+    assert applied_mappings(Profile(barrier_every_steps=1)) == []
 
 
 def test_num_threads_is_mapped_to_the_executors_serial_mode() -> None:

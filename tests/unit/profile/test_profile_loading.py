@@ -117,7 +117,7 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
         ("outer_optimizer: 0", "outer_optimizer: 0 is read as a number by YAML; allowed: one of none, slowmo, diloco"),
         ("outer_optimizer:", "outer_optimizer: has no value; allowed: one of none, slowmo, diloco"),
         ("outer_optimizer: [slowmo]", "outer_optimizer: given a list; allowed: one of none, slowmo, diloco"),
-        ("environment: 3", "environment: given the single value '3'; allowed: a section of NAME: value lines"),
+        ("environment: 3", "environment: given text; allowed: a section of NAME: value lines"),
         ("environment: [A]", "environment: given a list; allowed: a section of NAME: value lines"),
         ("<<: {nccl_comm_num: 2}", "<<: is no key that a profile has; to build on another one, use extends"),
         ("? [a, b]\n: 1", "?: is no key that a profile has; to build on another one, use extends"),
@@ -268,14 +268,14 @@ def test_a_refused_knob_says_not_available_yet_and_what_instead(load: Load, refu
         ("", "a.yaml: is empty; write at least 'description: ...', or give another file"),
         ("# only a comment\n", "a.yaml: is empty; write at least 'description: ...', or give another file"),
         ("\n- a\n", "a.yaml:2: is a list; a profile is a list of 'knob: value' lines"),
-        ("word\n", "a.yaml:1: is the single value 'word'; a profile is a list of 'knob: value' lines"),
-        ("a: 1\n---\nb: 1\n", "a.yaml:2: is not YAML: but found another document"),
-        ("a: [1\n", "a.yaml:2: is not YAML: expected ',' or ']', but got '<stream end>'"),
-        ("a: 1\n\tb: 2\n", "a.yaml:2: is not YAML: found character '\\t' that cannot start any token"),
-        ("a: *b\n", "a.yaml:1: is not YAML: found undefined alias 'b'"),
+        ("word\n", "a.yaml:1: is a single value; a profile is a list of 'knob: value' lines"),
+        ("a: 1\n---\nb: 1\n", "a.yaml:2: is not YAML: but found another document (column 1)"),
+        ("a: [1\n", "a.yaml:2: is not YAML: expected ',' or ']', but got '<stream end>' (column 1)"),
+        ("a: 1\n\tb: 2\n", "a.yaml:2: is not YAML: found character '\\t' that cannot start any token (column 1)"),
+        ("a: *b\n", "a.yaml:1: is not YAML: found undefined alias (column 4)"),
         ("ok: 1\na: \x07\n", "a.yaml:2: is not YAML: the character U+0007"),
         ("[" * 20_000, "a.yaml: is nested too deeply; a profile is a list of 'knob: value' lines"),
-        ("#" * 70_000, "a.yaml: 70000 bytes; a profile is at most 65536 bytes. Is this the right file?"),
+        ("#" * 70_000, "a.yaml: has 70000 bytes, at most 65536 are read. Is this the right file?"),
     ],
 )
 def test_what_is_no_profile_at_all_is_told_so(load: Load, text: str, message: str) -> None:
@@ -321,7 +321,7 @@ def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("A: no", 'environment.A: no is read as a boolean by YAML; write "no" for the text, or 1 or 0'),
+        ("A: no", "environment.A: is read as a boolean by YAML; write it in quotes for the text, or 1 or 0"),
         ("A:", 'environment.A: has no value; for an empty one write ""'),
         ("A: {b: c}", "environment.A: is a section; allowed: one line of text"),
         (

@@ -51,7 +51,7 @@ def test_wrong_settings_are_told_all_at_once() -> None:
     with pytest.raises(ProfileError) as caught:
         Profile(nccl_comm_num="2", fetch_frequenzy=1, fuse_all_reduce_ops=1, environment={"A": 1})
     assert sorted(str(caught.value).split("\n")) == [
-        "environment.A: given 1 (a whole number); allowed: text",
+        "environment.A: given a whole number; allowed: text",
         "fetch_frequenzy: unknown key; did you mean 'fetch_frequency'?",
         "fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
         "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16",

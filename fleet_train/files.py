@@ -1,0 +1,104 @@
+"""Files in folders that others may write to: made without following a link, read no further than was agreed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+_PIECE_BYTES = 1 << 16
+
+
+def open_new(path: Path) -> Any:
+    """A new file of this name, open for unbuffered writing. Whatever has the name is removed first, not written to.
+
+    A link that somebody has placed here would otherwise send the content into a file of ours elsewhere. Raises OSError.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """A new file with this content, as `open_new` makes it."""
+    with open_new(path) as file:
+        write_all(file, content)
+
+
+def publish(path: Path, content: bytes, beside: str) -> None:
+    """Put a file in place in one piece: written as ``beside`` in the same folder, then renamed. Raises OSError."""
+    draft = path.with_name(beside)
+    write_new(draft, content)
+    os.replace(draft, path)
+
+
+def publish_where_linked(path: Path, content: bytes) -> Path:
+    """``publish`` for a file that users may have linked to another disk; returns where it was written.
+
+    A link of this user's to a file, or to a name that is free, stays. A link that somebody else has made is replaced,
+    and so is one to ``/dev/null``, a pipe or a folder: what it leads to is left alone. Raises OSError.
+    """
+    real = Path(os.path.realpath(path)) if _is_own_link(path) else path
+    if os.path.lexists(real) and not real.is_file():
+        real = path
+    publish(real, content, f".{real.name}.draft")
+    return real
+
+
+def _is_own_link(path: Path) -> bool:
+    return path.is_symlink() and path.lstat().st_uid == os.geteuid()
+
+
+class NotThatFile(OSError):
+    """A file is of another kind or larger than what is read here; the message says which."""
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BufferedReader]:
+    """A regular file, open for reading; a pipe is not waited for. Raises OSError, NotThatFile for what is none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotThatFile("is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file of at most so many bytes; a larger one is not read.
+
+    Raises OSError, and NotThatFile for a folder, pipe or device, and for a larger file.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise NotThatFile(f"has {size} bytes, at most {most_bytes} are read")
+        content = bytearray()
+        # In pieces: a read of so many bytes takes their memory first.
+        while len(content) <= most_bytes and (piece := file.read(_PIECE_BYTES)):
+            content += piece
+    if len(content) > most_bytes:  # it grows, or is one of /proc, which say that they have 0 bytes
+        raise NotThatFile(f"has more than {most_bytes} bytes")
+    return bytes(content)
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text that may have been damaged, or made to do harm. Raises ValueError."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def write_all(file: Any, content: bytes | memoryview) -> None:
+    """Write it whole into an unbuffered file."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]  # a disk that fills up takes a part first
