@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.numbers import WholeNumber
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -40,11 +41,11 @@ Exit codes:
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
-    "--nproc", "--nproc_per_node", type=int, metavar="N", help="Ranks per machine. [default: every GPU, or 2]"
+    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 2]"
 )
 @click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
 @click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
-@click.option("--started_port", "--start_port", type=int, metavar="PORT", help="First port, as of launch.")
+@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Do these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fleet_train.cluster.cluster import Cluster, Rank, assign
     from fleet_train.cluster.environment import cluster_from_environ
-    from fleet_train.cluster.store_client import StoreClient
-    from fleet_train.cluster.store_server import StoreServer
+    from fleet_train.cluster.store.client import StoreClient
+    from fleet_train.cluster.store.server import StoreServer
 
 __all__ = ["Cluster", "Rank", "StoreClient", "StoreServer", "assign", "cluster_from_environ"]
 
@@ -21,8 +21,8 @@ _HOMES = {
     "Rank": "cluster",
     "assign": "cluster",
     "cluster_from_environ": "environment",
-    "StoreClient": "store_client",
-    "StoreServer": "store_server",
+    "StoreClient": "store.client",
+    "StoreServer": "store.server",
 }
 
 

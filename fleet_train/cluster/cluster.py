@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fleet_train.cluster.hosts import is_number
 from fleet_train.errors import ClusterError
 
 
@@ -114,6 +115,6 @@ def _node_indices(hosts: list[str], node_num: int | None) -> list[int]:
 
 def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.strip().rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not is_number(port):
         raise ClusterError(f"endpoint {endpoint!r} is not of the form host:port")
     return host, int(port)

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.paddlecloud import read_as_rank
 from fleet_train.errors import ClusterError
 
 DEFAULT_STARTED_PORT = 6170
 DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
+MOST_JOIN_TIMEOUT_SECONDS = 1_000_000.0
 
 
 def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster:
@@ -54,8 +56,10 @@ def join_timeout_seconds(environ: Mapping[str, str]) -> float:
         seconds = float(text) if text else DEFAULT_JOIN_TIMEOUT_SECONDS
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
-        raise ClusterError(f"FLEET_TRAIN_JOIN_TIMEOUT={text!r} is not a positive number of seconds")
+    if not 0 < seconds <= MOST_JOIN_TIMEOUT_SECONDS:
+        raise ClusterError(
+            f"FLEET_TRAIN_JOIN_TIMEOUT={text!r} is not a positive number of seconds up to {MOST_JOIN_TIMEOUT_SECONDS:g}"
+        )
     return seconds
 
 
@@ -68,6 +72,12 @@ def attempt(environ: Mapping[str, str]) -> int:
     if number < 0:
         raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, leave it alone")
     return number
+
+
+def launched_job(environ: Mapping[str, str]) -> str:
+    """What tells this job from every other that was ever launched, the same in all its attempts; "" below another
+    launcher than ours."""
+    return environ.get("FLEET_TRAIN_LAUNCHED", "")
 
 
 def asked_strategy(environ: Mapping[str, str]) -> str | None:
@@ -116,7 +126,7 @@ def _old_recipe(asked: AskedLaunch, environ: Mapping[str, str]) -> Cluster:
         )
     local_index, started = _started(environ)
     asked_for = _asked_processes(asked, started)
-    first_port = int(asked.flags.get("started_port") or DEFAULT_STARTED_PORT)
+    first_port = _asked_number(asked, "started_port") or DEFAULT_STARTED_PORT
     if started != asked_for:
         raise ClusterError(_fewer_than_asked(asked, hosts, node_ip, first_port, asked_for, started))
     refuse_unknown_flags(asked)
@@ -126,10 +136,18 @@ def _old_recipe(asked: AskedLaunch, environ: Mapping[str, str]) -> Cluster:
 
 
 def _asked_processes(asked: AskedLaunch, started: int) -> int:
-    if asked.flags.get("nproc_per_node"):
-        return int(asked.flags["nproc_per_node"])
+    processes = _asked_number(asked, "nproc_per_node")
+    if processes is not None:
+        return processes
     devices = [device for device in asked.flags.get("devices", "").split(",") if device.strip()]
     return len(devices) or started
+
+
+def _asked_number(asked: AskedLaunch, flag: str) -> int | None:
+    text = asked.flags.get(flag, "").strip()
+    if text and not is_number(text):
+        raise ClusterError(f"--{flag}={text} of paddle.distributed.launch is not a whole number")
+    return int(text) if text else None
 
 
 def _fewer_than_asked(

@@ -21,6 +21,11 @@ def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
     return hosts
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is a number of the digits 0 to 9, short enough for a port, a rank or a device."""
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
+
 def refuse_repeated(items: tuple[str, ...], given: str, rule: str) -> None:
     repeated = [item for item, count in Counter(items).items() if count > 1]
     if repeated:

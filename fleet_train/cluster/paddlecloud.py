@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fleet_train.cluster.hosts import parse_hosts
+from fleet_train.cluster.hosts import is_number, parse_hosts
 from fleet_train.errors import ClusterError
 
 
@@ -76,7 +76,7 @@ def _check_endpoints(
     if not text:
         return
     pairs = [endpoint.strip().rpartition(":") for endpoint in text.split(",")]
-    if any(not host or not port.isdigit() for host, _, port in pairs):
+    if any(not host or not is_number(port) for host, _, port in pairs):
         raise ClusterError("PADDLE_TRAINER_ENDPOINTS is not a comma list of host:port")
     if tuple(dict.fromkeys(host for host, _, _ in pairs)) != hosts:
         raise ClusterError("PADDLE_TRAINER_ENDPOINTS names other hosts, or in another order, than PADDLE_TRAINERS")
@@ -104,6 +104,6 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not is_number(text):
         raise ClusterError(f"{name}={text} is not a whole number")
     return int(text)

@@ -11,11 +11,12 @@ from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.boundaries import Boundaries
 from fleet_train.collectives.engines.engine import Place, Running
 from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.gate_notes import Communication
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.make_methods import dtype_between_teams, make_method
 from fleet_train.collectives.methods import BucketMethod
 from fleet_train.collectives.reducers import make_reducers
+from fleet_train.collectives.step_barriers import StepBarriers
+from fleet_train.collectives.step_notes import Communication
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.traffic import traffic
@@ -50,6 +51,7 @@ class GradientExchange:
         self.averager = averager
         self.number = job.count("exchange")
         """Of the conversion that this belongs to: 0, 1, ..."""
+        self._barriers = StepBarriers(profile.barrier_every_steps, job, self.number)
         self.step = 0
         """Updates so far; with gradient merge not every run of the program is one."""
         self._updates = True
@@ -72,12 +74,13 @@ class GradientExchange:
         return self._updates and self._is_synchronous(self.step)
 
     def arrive(self) -> None:
-        """Called at the start of a step that ends with an update: the ranks meet while they compute.
+        """Called at the start of a step that ends with an update: the ranks meet while they compute, if they meet.
 
         Behind the gate Gloo waits for 30 s only, so this is for ranks that are quicker than that by far; all have
         read the same times at the last gate. Otherwise, and at the first step, they meet before the first bucket.
         """
-        if self._is_synchronous(self.step + 1) and self._job.notes.slowest_step_ms < _EARLY_MS:
+        self._barriers.take_turn()
+        if self._job.notes.slowest_step_ms < _EARLY_MS and self._has_barrier(self.step + 1):
             self._gate = self._begin_gate(self._moment_of(self.step + 1))
 
     @property
@@ -117,8 +120,7 @@ class GradientExchange:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
-        assert self._gate is not None
-        if not self._job.engine.reads_values:
+        if self._gate is not None and not self._job.engine.reads_values:
             with self._job.clock.exposed():  # the computing thread stands at the gate itself
                 self._gate.result()
         bucket = self._plan.buckets[index]
@@ -226,33 +228,39 @@ class GradientExchange:
     def _is_synchronous(self, step: int) -> bool:
         return self.averager is None or self.averager.schedule.is_synchronous(step)
 
+    def _has_barrier(self, step: int) -> bool:
+        return self._is_synchronous(step) and self._barriers.is_due(step)
+
     def _next_step(self, updates: bool) -> None:
+        self._barriers.take_turn()
         self.settle()
         self._is_settled = False
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()
-        if self.sends_gradients and self._gate is None:
+        if updates and self._gate is None and self._has_barrier(self.step):
             self._gate = self._begin_gate(self._moment)
 
     def _end_step(self) -> None:
         self._job.clock.end_step()
-        if self._gate is not None:
+        if self.sends_gradients:
             self._job.clock.add_sent(self._gradient_bytes)
+        if self._gate is not None:
             self._pass(self._gate)
             self._gate = None
 
     def _begin_gate(self, name: str) -> Future[Passed]:
-        """Meet all ranks beside the computing; the note says how it was up to now."""
+        """Meet all ranks beside the computing; the note says how it was since the last time."""
+        self._barriers.begun()
         engine, note = self._job.engine, self._job.notes.own()
         bound = self._profile.collective_timeout_seconds + engine.gate_margin_seconds
-        return engine.beside(lambda: self._job.gate(name, bound, note))
+        return engine.beside(lambda: self._job.step_barrier(name, bound, note))
 
     def _pass(self, gate: Future[Passed]) -> None:
         """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""
         passed = gate.result()
         self._job.clock.add_gate(passed.seconds)
-        self._job.notes.take(passed.notes)
+        self._job.notes.take(passed.answer)
 
     def _place(self, what: str) -> Place:
         return Place(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)

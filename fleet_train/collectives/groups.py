@@ -51,7 +51,7 @@ def warm_up(job: Job, group: Any) -> None:
     if group.is_member():
         place = Place(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
         job.engine.run_here(_one_sum(job, group), place)
-    job.gather(f"group {group.id} formed")
+    job.barrier(f"group {group.id} formed")
 
 
 def _one_sum(job: Job, group: Any) -> Stages[None]:
@@ -87,7 +87,7 @@ def _open_store(job: Job, ranks: Sequence[int]) -> Any:
     if job.cluster.rank == first:
         with held_port() as port:
             store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
-    port = job.gather(f"store of group {job.count('group')}", port)[first]
+    port = job.broadcast(f"store of group {job.count('group')}", port, first)
     if store is None and job.cluster.rank in ranks:
         store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
     return _kept(store)

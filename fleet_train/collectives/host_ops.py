@@ -170,7 +170,7 @@ def emit_meeting(job: Job, moment: str, chain: Any) -> Any:
     """Insert an operator at which all ranks meet, within the job's bound."""
 
     def run(link: Any) -> Any:
-        job.gate(f"{moment} {job.count(moment)}", job.timeout_seconds)
+        job.step_barrier(f"{moment} {job.count(moment)}", job.timeout_seconds)
         return link.clone()
 
     return _host_operator("meet", 1, [_TOKEN], run)(chain)

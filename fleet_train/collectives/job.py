@@ -15,14 +15,16 @@ import paddle
 
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.failure_report import FailureReport, report_of_exit, reports_of
-from fleet_train.cluster.store_client import with_absent
-from fleet_train.cluster.store_host import StoreHost
+from fleet_train.cluster.store.access import access_of
+from fleet_train.cluster.store.answers import with_absent
+from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
+from fleet_train.cluster.store.host import StoreHost
 from fleet_train.collectives.engines.choose import make_engine
 from fleet_train.collectives.engines.engine import Engine, Place
 from fleet_train.collectives.engines.stages import HAND_OVER, REDUCTIONS, Collective, Stage, Stages
-from fleet_train.collectives.gate_notes import GateNotes
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_clock import StepClock
+from fleet_train.collectives.step_notes import StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.plan import CommPlan
 
@@ -37,9 +39,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Passed:
-    """A gate that all ranks have reached: their notes (JSON), by rank, and how long this rank stood there."""
+    """A step barrier that all ranks have reached: what it told every rank, and how long this one stood there."""
 
-    notes: dict[int, Any]
+    answer: StepAnswer
     seconds: float
 
 
@@ -66,11 +68,14 @@ class Job:
         self._watch: StoreClient | None = None
         self.engine: Engine = make_engine(place, self.blame, self._is_hopeless, self._end_stuck)
         self.clock = StepClock(self.engine.device.moment)
-        self.notes = GateNotes(cluster, self.clock)
+        self.notes = StepNotes(cluster, self.clock, self._times_up_to)
         self._groups: list[Any] = []
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that has made gradients in it."""
+        self.meetings = 0
+        """How often all ranks have met outside of steps' barriers: the same on every rank between the same calls."""
+        self._turn = -1
         self._left = False
         self._has_reported = False
         self._call = ""
@@ -101,26 +106,68 @@ class Job:
         self._counts[name] = self._counts.get(name, -1) + 1
         return self._counts[name]
 
-    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
-        """Meet all ranks: a barrier that exchanges a JSON value each. Bounded; errors name who is missing."""
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Meet all ranks. Bounded; errors name who is missing. So it is with the three below."""
+        if self.world_size > 1:
+            with self._meeting():
+                self.store.barrier(name, None, *self._everybody(timeout_seconds))
+
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
+        """The JSON values of all ranks, on every rank."""
         if self.world_size == 1:
             return {0: value}
-        return self._remember(self.store, name, value, timeout_seconds or self.timeout_seconds)
+        with self._meeting():
+            return self.store.all_gather(name, value, *self._everybody(timeout_seconds))
 
-    def gate(self, name: str, timeout_seconds: float, note: Any = None) -> Passed:
-        """Wait until every rank stands before the same collective.
+    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
+        """The JSON value of one rank, on every rank; what the others bring is not looked at."""
+        if self.world_size == 1:
+            return value
+        with self._meeting():
+            return self.store.broadcast(name, value, source, *self._everybody(timeout_seconds))
 
-        Gloo's own wait ends after 30 s, whatever the reason, without a name. A gate makes the bound ours: a rank may
-        be busy for minutes (saving, evaluating), and one that does not come is named.
+    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
+        """Whether all ranks bring the same JSON value: nothing when they do, else who brings which."""
+        if self.world_size == 1:
+            return []
+        with self._meeting():
+            return self.store.compare(name, value, *self._everybody(timeout_seconds))
+
+    def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
+        return self.world_size, timeout_seconds or self.timeout_seconds, self._call
+
+    def take_turn(self, number: int) -> None:
+        """The program with the exchange of this number runs. Where another one ran before, that counts as a meeting."""
+        if number != self._turn:
+            self._turn = number
+            self.meetings += 1
+
+    def step_barrier(self, name: str, timeout_seconds: float, note: StepNote | None = None) -> Passed:
+        """Wait until every rank stands before the same collective. No meeting that ``meetings`` counts.
+
+        Gloo's own wait ends after 30 s, whatever the reason, without a name. A step barrier makes the bound ours: a
+        rank may be busy for minutes (saving, evaluating), and one that does not come is named.
         """
         assert self._gates is not None
         began = time.perf_counter()
-        notes = self._remember(self._gates, name, note, timeout_seconds)
-        return Passed(notes, time.perf_counter() - began)
+        with self._remembering():
+            answer = self._gates.barrier(name, note, self.world_size, timeout_seconds, self._call)
+        return Passed(answer, time.perf_counter() - began)
 
-    def _remember(self, client: StoreClient, name: str, value: Any, timeout_seconds: float) -> dict[int, Any]:
+    def _times_up_to(self, barrier: int) -> dict[int, list[float]]:
+        with self._remembering():
+            return self.store.times(barrier)
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        self.meetings += 1
+        with self._remembering():
+            yield
+
+    @contextlib.contextmanager
+    def _remembering(self) -> Iterator[None]:
         try:
-            return client.gather(name, value, self.world_size, timeout_seconds, self._call)
+            yield
         except JoinTimeout as error:
             self.failure = with_absent(WorkerFailed(str(error)), error.absent)
             raise self.failure from None
@@ -143,9 +190,10 @@ class Job:
         if self.world_size == 1:
             return np.array(values)
         name = f"all_reduce {self.count('all_reduce')}"
-        brought = self.gather(name, [list(values.shape), values.dtype.name, op])
-        if any(other != brought[0] for other in brought.values()):
-            raise ConversionError(f"{name}: the ranks brought different arrays: {brought}")
+        brought = self.compare(name, [list(values.shape), values.dtype.name, op])
+        if brought:
+            told = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in brought)
+            raise ConversionError(f"{name}: the ranks brought different arrays: {told}")
         return self.engine.start(self._reduced(values, op), Place(name, name, self.timeout_seconds)).result()
 
     def _reduced(self, values: Array, op: str) -> Stages[Array]:
@@ -189,6 +237,7 @@ class Job:
                 timeout_seconds=_AUTOPSY_SECONDS,
                 describe=self.cluster.describe,
                 watched=False,
+                access=access_of(self.cluster),
             )
         return self._watch
 
@@ -196,10 +245,14 @@ class Job:
         what = place.what
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
-            (client or self.store).gather(f"autopsy of {place.moment}", None, self.world_size, _AUTOPSY_SECONDS)
+            client = client or self.store
+            # One for all moments: without a gate before it, a rank may have come into the next step.
+            client.barrier("a collective that failed", None, self.world_size, _AUTOPSY_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
-            error = WorkerFailed(f"{what}: {found} (the collective ended with: {detail[0]})")
-            return with_absent(error, found.absent)
+            told = f"{what}: {found} (the collective ended with: {detail[0]})"
+            if str(found).startswith(f"{what}: "):  # another rank's report of the same
+                told = str(found)
+            return with_absent(WorkerFailed(told), found.absent)
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return WorkerFailed(

@@ -13,8 +13,11 @@ import paddle
 import fleet_train
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.network import interface_towards, local_addresses
-from fleet_train.cluster.store_host import StoreHost
+from fleet_train.cluster.store.access import access_of
+from fleet_train.cluster.store.client import Variants
+from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
 from fleet_train.collectives.allocator import keep_freed_memory
 from fleet_train.collectives.groups import held_port, warm_up
 from fleet_train.collectives.job import Job
@@ -64,7 +67,7 @@ def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int
     """Which of the ``visible`` GPUs a rank computes on: what its launcher has selected, the only one that its
     scheduler lets it see, or that of its local rank. Raises ClusterError where there is none."""
     selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
-    if selected and not selected.isdigit():
+    if selected and not is_number(selected):
         raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes numbers of GPUs, as 0,1")
     gpu = int(selected) if selected else 0 if visible == 1 else local_rank
     if gpu >= visible:
@@ -91,13 +94,20 @@ def _refuse_foreign_address(cluster: Cluster) -> None:
 
 def _meet(cluster: Cluster, place: Any, timeout_seconds: float) -> Job:
     host = None
-    endpoint = cluster.store_endpoint or cluster.ranks[0].endpoint
-    if not cluster.store_endpoint and cluster.rank == 0:
-        host = StoreHost(cluster.this.host, cluster.this.port)
+    endpoint = endpoint_of(cluster)
+    if is_host(cluster):
+        host = StoreHost(cluster, timeout_seconds)
     try:
-        store = StoreClient.connect(endpoint, cluster.rank, timeout_seconds=timeout_seconds, describe=cluster.describe)
-        gates = StoreClient.connect(
-            endpoint, cluster.rank, timeout_seconds=timeout_seconds, describe=cluster.describe, watched=False
+        store, gates = (
+            StoreClient.connect(
+                endpoint,
+                cluster.rank,
+                timeout_seconds=timeout_seconds,
+                describe=cluster.describe,
+                watched=stands_for_us,
+                access=access_of(cluster),
+            )
+            for stands_for_us in (True, False)
         )
     except BaseException:
         if host is not None:
@@ -113,19 +123,19 @@ def _compare(job: Job, timeout_seconds: float) -> None:
         "backend": backend_name(),
         "endpoints of all ranks": ",".join(job.cluster.endpoints),
     }
-    everybody = job.store.gather("join", facts, job.world_size, timeout_seconds)
-    refuse_differences(everybody, job.cluster)
+    refuse_differences(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
 
 
-def refuse_differences(everybody: dict[int, dict[str, Any]], cluster: Cluster) -> None:
+def refuse_differences(brought: Variants, cluster: Cluster) -> None:
     """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
-    for name, expected in everybody[0].items():
-        others = [rank for rank, facts in everybody.items() if facts.get(name) != expected]
-        if others:
+    for name, expected in brought[0][1].items() if brought else ():
+        differing = [(ranks, facts) for ranks, facts in brought[1:] if facts is None or facts.get(name) != expected]
+        if differing:
+            ranks = [rank for spans, _ in differing for low, high in spans for rank in range(low, high + 1)]
+            theirs = (differing[0][1] or {}).get(name)
             raise ScheduleMismatch(
-                f"{name}: {cluster.describe(0)} has {expected}, {cluster.describe(others[0])} has "
-                f"{everybody[others[0]].get(name)}"
-                + (f" (and so differ ranks {', '.join(map(str, others[1:]))})" if others[1:] else "")
+                f"{name}: {cluster.describe(0)} has {expected}, {cluster.describe(ranks[0])} has {theirs}"
+                + (f" (and so differ ranks {', '.join(map(str, sorted(ranks[1:])))})" if ranks[1:] else "")
                 + "; all ranks must agree"
             )
 
@@ -141,7 +151,7 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
     with dynamic_mode():
         warm_up(job, paddle.distributed.init_parallel_env())
     # Everybody is through before anybody uses the group: a rank that failed above is named here.
-    job.gather("process group formed", timeout_seconds=timeout_seconds)
+    job.barrier("process group formed", timeout_seconds)
 
 
 def _choose_interface(cluster: Cluster) -> None:
@@ -164,7 +174,7 @@ def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
     if cluster.rank == 0:
         with held_port() as port:
             _create_paddle_store(f"{cluster.this.host}:{port}")
-    endpoint = job.gather("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds)[0]
+    endpoint = job.broadcast("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds=timeout_seconds)
     if cluster.rank != 0:
         _create_paddle_store(endpoint)
 

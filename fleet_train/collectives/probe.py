@@ -71,7 +71,7 @@ def _timed(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> float:
     name = f"probe {job.count('probe')}"
     with dynamic_mode():
         buffer = paddle.zeros([nbytes // 4], "float32")
-        job.gather(name)
+        job.barrier(name)
         if sweep.own is None:
             return 0.0
         times = []
@@ -90,5 +90,5 @@ def _one_sum(group: Any, buffer: Any) -> Stages[None]:
 
 def _slowest(job: Job, sweep: _Sweep, seconds: float) -> float:
     """Of the largest group; smaller ones have fewer rounds. Also the barrier after which the next size starts."""
-    everybody = job.gather(f"probed {job.count('probed')}", seconds)
+    everybody = job.all_gather(f"probed {job.count('probed')}", seconds)
     return max(float(everybody[rank]) for rank in sweep.largest)

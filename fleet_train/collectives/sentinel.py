@@ -67,10 +67,9 @@ def compare(job: Job, moment: str, names: Sequence[str], tensors: Sequence[Any])
 
 def _compare(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> None:
     whole = zlib.crc32(np.asarray(mine, np.int64).tobytes())
-    everybody = job.gather(f"digest at {moment}", whole)
-    if len(set(everybody.values())) == 1:
+    if not job.compare(f"digest at {moment}", whole):
         return
-    details = job.gather(f"digests at {moment}", mine)
+    details = job.all_gather(f"digests at {moment}", mine)
     raise ScheduleMismatch(explain_drift(job, moment, names, details))
 
 

@@ -30,7 +30,7 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
     if job.world_size == 1:
         return dict(arrays)
     is_first = job.cluster.rank == 0
-    described = job.gather(f"share {job.count('share')}", _describe(arrays) if is_first else None)[0]
+    described = job.broadcast(f"share {job.count('share')}", _describe(arrays) if is_first else None)
     mine, group = _contiguous(arrays) if is_first else _empty(described), job.communicators(1)[0]
 
     def broadcast(pieces: Sequence[Array]) -> Stages[None]:
@@ -47,15 +47,16 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
 def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     """Every rank's arrays, by rank, on rank 0; an empty list on the others. All bring the same names and shapes."""
     rank, world_size = job.cluster.rank, job.world_size
-    described = job.gather(f"collect {job.count('collect')}", _describe(arrays))
-    for other in range(1, world_size):
-        if described[other] != described[0]:
-            raise ScheduleMismatch(
-                f"{job.cluster.describe(0)} and {job.cluster.describe(other)} have other state of their own to save: "
-                f"{described[0]} and {described[other]}"
-            )
+    described = _describe(arrays)
+    brought = job.compare(f"collect {job.count('collect')}", described)
+    if brought:
+        (first, one), (second, other) = brought[:2]
+        raise ScheduleMismatch(
+            f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have other state of their "
+            f"own to save: {one} and {other}"
+        )
     mine, group = _contiguous(arrays), job.communicators(1)[0]
-    parts = [mine, *(_empty(described[0]) for _ in range(1, world_size))] if rank == 0 else [mine]
+    parts = [mine, *(_empty(described) for _ in range(1, world_size))] if rank == 0 else [mine]
 
     def gather(pieces: Sequence[Array]) -> Stages[None]:
         yield HAND_OVER
@@ -71,7 +72,7 @@ def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
 def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
     """This rank's part of what rank 0 brings: one part per rank, of the same names and shapes."""
     is_first, group = job.cluster.rank == 0, job.communicators(1)[0]
-    described = job.gather(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)[0]
+    described = job.broadcast(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)
     own = [_contiguous(part) for part in parts] if is_first else [_empty(described)]
 
     def scatter(pieces: Sequence[Array]) -> Stages[None]:

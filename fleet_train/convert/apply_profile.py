@@ -56,5 +56,5 @@ def _typed(name: str, text: str) -> Any:
         return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
     except ValueError:
         raise ProfileError(
-            f"environment.{name}: {text!r} is not of the type {kind.__name__} that Paddle keeps it in"
+            f"environment.{name}: its value is not of the type {kind.__name__} that Paddle keeps it in"
         ) from None

@@ -24,8 +24,8 @@ require_paddle()
 
 import paddle  # noqa: E402
 
-from fleet_train.collectives.gate_notes import Communication  # noqa: E402
 from fleet_train.collectives.job import Job  # noqa: E402
+from fleet_train.collectives.step_notes import Communication  # noqa: E402
 from fleet_train.convert import session  # noqa: E402
 from fleet_train.convert.apply_profile import apply_environment, say  # noqa: E402
 from fleet_train.convert.collective_calls import (  # noqa: E402
@@ -282,7 +282,8 @@ def stop_requested() -> str | None:
     """Who asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None while nobody has.
 
     The same on every rank after the same step: the request travels with the next step that communicates (LocalSGD: the
-    next averaging or synchronous step; gradient merge: the next update). One process knows at once.
+    next averaging or synchronous step; gradient merge: the next update) and has a barrier (`barrier_every_steps`). One
+    process knows at once.
     """
     return _current().job.notes.stop
 

@@ -12,7 +12,8 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.convert.gradients import dtype_name
 from fleet_train.convert.program_state import PARAMETER, ProgramState
-from fleet_train.convert.tensor_file import Arrays
+from fleet_train.convert.tensor_file import Array, Arrays
+from fleet_train.errors import CheckpointError
 from fleet_train.plan.plan import MEAN_DTYPES
 
 PREFIX = "fleet_train/"
@@ -70,6 +71,25 @@ def _of_dtype(name: str, dtype: str) -> str:
 def _buffers(arrays: Arrays, name: str, place: Any) -> list[Any] | None:
     names = [_of_dtype(name, dtype) for dtype in MEAN_DTYPES]
     return [paddle.to_tensor(arrays[one], place=place) for one in names if one in arrays] or None
+
+
+def refuse_damaged_position(arrays: Arrays, source: str) -> None:
+    """Raise CheckpointError for saved numbers that are none: looked at before anything is changed."""
+    for name, array in arrays.items():
+        is_step = name == _STEP or (name.startswith(PREFIX) and name.endswith("/step"))
+        if is_step and not (array.size == 1 and array.dtype.kind in "iuf" and 0 <= float(array.reshape(-1)[0]) < 2**53):
+            raise CheckpointError(f"{source}: '{name}' is not one number of steps; load another saved state")
+    numbers = arrays.get(_NUMBERS)
+    if numbers is not None and not _are_of_a_schedule(numbers):
+        raise CheckpointError(f"{source}: '{_NUMBERS}' is not a period's state; load another saved state")
+
+
+def _are_of_a_schedule(numbers: Array) -> bool:
+    """Period, steps since the averaging, first rate and first loss (which may be NaN)."""
+    if numbers.shape != (4,) or numbers.dtype.kind != "f":
+        return False
+    period, steps = float(numbers[0]), float(numbers[1])
+    return 1 <= period < 2**53 and 0 <= steps < 2**53
 
 
 def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster import Cluster
+from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.convert import fleet, session
 from fleet_train.errors import ConversionError
@@ -39,9 +40,20 @@ class _PlanIsReady(BaseException):
 class _ImaginedJob(Job):
     """Rank 0 of a job whose other ranks always agree and never come."""
 
-    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Nobody is waited for."""
+
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
         del name, timeout_seconds
         return dict.fromkeys(range(self.world_size), value)
+
+    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
+        del name, source, timeout_seconds
+        return value
+
+    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
+        del name, value, timeout_seconds
+        return []
 
     def reduce(self, values: Array, op: str) -> Array:
         refuse_unreducible(values, op)

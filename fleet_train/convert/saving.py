@@ -14,7 +14,7 @@ from fleet_train.collectives.transfer import share
 from fleet_train.convert import persistables
 from fleet_train.convert.apply_profile import say
 from fleet_train.convert.fitting import Described, fit
-from fleet_train.convert.local_state import PREFIX, make_equal, position_of, take_position
+from fleet_train.convert.local_state import PREFIX, make_equal, position_of, refuse_damaged_position, take_position
 from fleet_train.convert.persistables import State
 from fleet_train.convert.program_state import PASS, ProgramState
 from fleet_train.convert.rank_state import gather_own, read_methods, spread_own
@@ -72,7 +72,9 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
         nonlocal saved
         ours = state.describe()
         with_dgc = exchange is not None and any(method.kind == "dgc" for _, method in exchange.methods)
-        saved = (to_dgc if with_dgc else to_momentum)(persistables.read_folder(folder), ours)
+        found = persistables.read_folder(folder)
+        refuse_damaged_position(found.arrays, str(folder))
+        saved = (to_dgc if with_dgc else to_momentum)(found, ours)
         fitting = fit(_describe(saved), ours, str(folder))
         say(fitting.notes, rank=0)
         return {"names": fitting.names, "ranks": len(saved.ranks)}
@@ -109,7 +111,7 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
         except (OSError, FleetTrainError) as error:
             answer = {"problem": f"{what}: {error}"}
     meeting = what.partition(" ")[0]
-    answer = job.gather(f"{meeting} {job.count(meeting)}", answer)[0]
+    answer = job.broadcast(f"{meeting} {job.count(meeting)}", answer)
     if "problem" in answer:
         raise CheckpointError(answer["problem"])
     return answer["value"]

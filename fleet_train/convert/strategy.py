@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, load_profile
-from fleet_train.profile.knobs import shown
+from fleet_train.profile.knobs import hidden, shown
 from fleet_train.profile.rules import describe, suggestion, value_problems
 from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
 from fleet_train.profile.settle import settle
@@ -263,8 +263,16 @@ class DistributedStrategy:
         return row.silent[0] if row and row.silent else None
 
     def __repr__(self) -> str:
-        asked = self._base.settings() | self._asked()
-        return f"DistributedStrategy({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
+        asked = self._base.shown_settings() | self._asked()
+        told = {name: _without_values(name, value) for name, value in asked.items()}
+        return f"DistributedStrategy({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+
+def _without_values(name: str, value: Any) -> Any:
+    """A setting for messages: the values of environment variables are not shown."""
+    if name == "environment" and isinstance(value, Mapping):
+        return hidden(value)
+    return "(set)" if name.startswith("environment.") else value
 
 
 def _members(name: str, value: Any) -> Iterable[tuple[str, Any]]:

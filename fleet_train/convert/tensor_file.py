@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fleet_train.errors import CheckpointError
+from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, write_all
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 _CODES = {"f": "F", "i": "I", "u": "U"}
+_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = frozenset((*_DTYPES, "float16", "float32", "float64"))
 _LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 256 << 20
+_MOST_DIMENSIONS = 32  # numpy's, before 2.0
+_WAY_OUT = "load another saved state"
 _CHUNK = 16 << 20
 
 
@@ -38,58 +47,103 @@ class Content:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, entry: Any) -> Content:
+        """What ``as_json`` gave. Raises ValueError that says what is wrong, also of sizes that no file has."""
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "sha256"}:
+            raise ValueError("it is no entry of dtype, shape and sha256")
+        dtype, shape, sha256 = entry["dtype"], entry["shape"], entry["sha256"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError("its dtype is unknown")
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
+            raise ValueError("its shape is no list of sizes")
+        if math.prod(size for size in shape if size) * np.dtype(dtype).itemsize >= 1 << 62:
+            raise ValueError("its shape has more elements than any memory")
+        if not isinstance(sha256, str):
+            raise ValueError("its sha256 is no text")
+        return cls(dtype, shape, sha256)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
 
 def write(path: Path, arrays: Mapping[str, Array]) -> dict[str, Content]:
     """Write C-contiguous arrays as a new file, synced to the disk. Raises OSError."""
     header: dict[str, Any] = {}
     end = 0
     for name, array in arrays.items():
-        header[name] = {"dtype": _code(array), "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        header[name] = {
+            "dtype": _code(array.dtype),
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
         end += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # the tensors begin on a multiple of 8
     contents = {}
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    with open_new(path) as file:
+        write_all(file, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for name, array in arrays.items():
             digest = hashlib.sha256()
             for chunk in _chunks(array):
                 digest.update(chunk)
-                _write_all(file, chunk)
+                write_all(file, chunk)
             contents[name] = Content(array.dtype.name, list(array.shape), digest.hexdigest())
         os.fsync(file.fileno())
     return contents
 
 
 def read(path: Path, written: Mapping[str, Content]) -> Arrays:
-    """The arrays of a file, each compared with what was written. CheckpointError names the first that is not that."""
+    """The arrays of a file, each compared with what was written. CheckpointError names the first that is not that.
+
+    No memory is taken for what the file does not have.
+    """
     arrays = {}
-    with path.open("rb") as file:
+    with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin, header = _read_header(path, file, size, written)
-        for name, content in written.items():
-            place = _place_of(path, name, header.get(name), content)
-            if begin + place[1] > size:
+        places = {name: _place_of(path, name, header.get(name), content) for name, content in written.items()}
+        for name, (_, end) in places.items():
+            if begin + end > size:
                 raise CheckpointError(
-                    f"{path} is cut off in tensor '{name}', which ends at byte {begin + place[1]}: it has {size}"
+                    f"{path} is cut off in tensor '{name}', which ends at byte {begin + end}: it has {size}; {_WAY_OUT}"
                 )
+        _refuse_overlaps(path, places)
+        for name, content in written.items():
             arrays[name] = array = np.empty(content.shape, content.dtype)
-            file.seek(begin + place[0])
+            file.seek(begin + places[name][0])
             digest = hashlib.sha256()
             for chunk in _chunks(array):
                 file.readinto(chunk)
                 digest.update(chunk)
             if digest.hexdigest() != content.sha256:
-                raise CheckpointError(f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs)")
+                raise CheckpointError(
+                    f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs); {_WAY_OUT}"
+                )
     return arrays
 
 
-def _code(array: Array) -> str:
-    if array.dtype == np.bool_:
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(open_regular(path))
+        except NotThatFile as error:
+            raise CheckpointError(f"{path} {error}; {_WAY_OUT}") from None
+        yield file
+
+
+def _code(dtype: np.dtype[Any]) -> str:
+    if dtype == np.bool_:
         return "BOOL"
-    if array.dtype.kind not in _CODES or array.dtype.byteorder == ">":
-        raise CheckpointError(f"tensors of dtype {array.dtype} cannot be saved")
-    return f"{_CODES[array.dtype.kind]}{8 * array.dtype.itemsize}"
+    if dtype.name not in DTYPES or dtype.byteorder == ">":
+        raise CheckpointError(f"tensors of dtype {dtype} cannot be saved")
+    return f"{_CODES[dtype.kind]}{8 * dtype.itemsize}"
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
@@ -98,35 +152,40 @@ def _chunks(array: Array) -> Iterator[memoryview]:
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
 
 
-def _write_all(file: Any, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]  # a disk that fills up takes a part first
-
-
 def _read_header(path: Path, file: Any, size: int, written: Mapping[str, Content]) -> tuple[int, dict[str, Any]]:
     """Where the tensors begin, and what the file says of each."""
     first = f"before its first tensor '{next(iter(written))}'" if written else "in its header"
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES + length:
-        raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes")
+        raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes; {_WAY_OUT}")
+    if length > _MOST_HEADER_BYTES:
+        raise CheckpointError(f"{path} was altered {first}: its header has {length} bytes; {_WAY_OUT}")
     try:
-        header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError
+        header = parse_json(file.read(length))
     except ValueError:
-        raise CheckpointError(f"{path} was altered {first}: its header is no JSON") from None
+        header = None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} was altered {first}: its header is no JSON of tensors; {_WAY_OUT}")
     return _LENGTH_BYTES + length, header
 
 
 def _place_of(path: Path, name: str, entry: Any, content: Content) -> tuple[int, int]:
     """Where a tensor's bytes begin and end."""
-    count = int(np.prod(content.shape, dtype=np.int64)) * np.dtype(content.dtype).itemsize
-    try:
-        begin, end = entry["data_offsets"]
-        fits = entry["shape"] == content.shape and begin >= 0 and end - begin == count
-    except (KeyError, TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise CheckpointError(f"{path}: tensor '{name}' was altered after it was written (the header's entry differs)")
-    return int(begin), int(end)
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
+        begin, end = offsets
+        told = {"dtype": _code(np.dtype(content.dtype)), "shape": content.shape, "data_offsets": offsets}
+        if begin >= 0 and end - begin == content.nbytes and entry == told:
+            return begin, end
+    raise CheckpointError(
+        f"{path}: tensor '{name}' was altered after it was written (the header's entry differs); {_WAY_OUT}"
+    )
+
+
+def _refuse_overlaps(path: Path, places: Mapping[str, tuple[int, int]]) -> None:
+    """Many tensors in the same bytes would take more memory than the file has."""
+    last = 0
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+        if begin < last:
+            raise CheckpointError(f"{path}: tensor '{name}' was altered: its bytes are another one's, too; {_WAY_OUT}")
+        last = end

@@ -55,14 +55,14 @@ def meet(call: str, timeout_seconds: float | None = None) -> None:
     """Wait for all ranks. Here and below, ``call`` is what errors say that this rank is in."""
     job = current().job
     with job.inside(call):
-        job.gather(f"barrier {job.count('barrier')}", timeout_seconds=timeout_seconds)
+        job.barrier(f"barrier {job.count('barrier')}", timeout_seconds)
 
 
 def values_of_all(call: str, value: Any) -> list[Any]:
     """The JSON value of every rank, by rank."""
     job = current().job
     with job.inside(call):
-        values = job.gather(f"gather {job.count('gather')}", value)
+        values = job.all_gather(f"gather {job.count('gather')}", value)
     return [values[rank] for rank in range(job.world_size)]
 
 

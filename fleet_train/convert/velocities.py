@@ -6,6 +6,7 @@ many ranks, and the other way round, velocities are handed over; updates that DG
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from fleet_train.convert.local_state import PREFIX
 from fleet_train.convert.persistables import State
 from fleet_train.convert.program_state import OPTIMIZER, PARAMETER
 from fleet_train.convert.rank_state import mean_of_ranks
+from fleet_train.errors import CheckpointError
 
 _OF_MOMENTUM, _OF_DGC = "_velocity_0", ".velocity"
 _DGC = f"{PREFIX}dgc/"
@@ -30,6 +32,10 @@ def to_momentum(saved: State, ours: Described) -> State:
     for name in missing:
         _, shape, dtype = ours[name]
         flat = means.get(_dgc_name(name, ours))
+        if flat is not None and flat.size != math.prod(shape):
+            raise CheckpointError(
+                f"the velocity of '{name}' was saved with {flat.size} elements, this program has {shape}"
+            )
         velocities[name] = np.zeros(shape, dtype) if flat is None else flat.reshape(shape).astype(dtype)
     kinds = saved.kinds | dict.fromkeys(velocities, OPTIMIZER)
     return replace(saved, arrays={**saved.arrays, **velocities}, kinds=kinds)
@@ -37,7 +43,9 @@ def to_momentum(saved: State, ours: Described) -> State:
 
 def to_dgc(saved: State, ours: Described) -> State:
     """State saved with Momentum, with its velocities where a program with DGC looks for them."""
-    left_over = [name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours]
+    left_over = [
+        name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours and name in saved.arrays
+    ]
     arrays = {name: array for name, array in saved.arrays.items() if name not in left_over}
     for name in left_over:
         velocity = saved.arrays[name].reshape(-1).astype(np.float32)

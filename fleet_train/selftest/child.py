@@ -12,11 +12,12 @@ from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import rank_variables
-from fleet_train.launch.ends import last_lines
+from fleet_train.files import open_new, write_new
 from fleet_train.launch.environment import appended
 from fleet_train.launch.prepare import import_path_for_ranks
 from fleet_train.launch.watching import end_of
 from fleet_train.launch.worker import dying_with_us
+from fleet_train.launch.worker_result import last_lines
 
 _LAST_LINES = 8
 _LONGEST_LINE = 16 * 1024
@@ -55,9 +56,9 @@ class Child:
         self._reports = log.with_suffix(".reports")
         self._read = 0
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._reports.write_text("")
+        write_new(self._reports, b"")
         command = [sys.executable, "-m", "fleet_train.selftest.subject", job, str(self._reports), *arguments]
-        with log.open("wb") as sink:
+        with open_new(log) as sink:
             self.process = subprocess.Popen(
                 command,
                 env=dict(environ),

@@ -56,7 +56,7 @@ def _check_kind(job: Job, name: str) -> Result:
     unsupported = UNSUPPORTED.get((backend_name(), name), ())
     dtypes = [dtype for dtype in DTYPES if dtype not in unsupported]
     wrong = [fault for dtype in dtypes if (fault := _try(job, name, dtype))]
-    everybody = job.gather(f"selftest {name}", wrong)
+    everybody = job.all_gather(f"selftest {name}", wrong)
     told = [f"{job.cluster.describe(rank)}: {fault}" for rank, faults in everybody.items() for fault in faults]
     seconds = time.perf_counter() - began
     figures = {"dtypes": dtypes, "unsupported": list(unsupported), "wrong": told}

@@ -28,7 +28,7 @@ def check(job: Job, options: Options) -> Iterator[Result]:
     if backend_name() == "gloo":
         yield Result("devices", "devices", SKIP, "the ranks compute on processors")
         return
-    found = job.gather("selftest devices", _device(job.place.get_device_id()))
+    found = job.all_gather("selftest devices", _device(job.place.get_device_id()))
     yield judge_devices(job, found, time.perf_counter() - began)
 
 

@@ -35,7 +35,7 @@ def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], Non
     )
     data = batches(_DIFFERENT_BATCHES, SAMPLES_PER_RANK * job.world_size, seed=0)
     mine = share(job.cluster.rank)
-    job.gather("selftest: ready")  # how long each took to come here counts against nobody
+    job.barrier("selftest: ready")  # how long each took to come here counts against nobody
     for step in itertools.count(1):
         if step == FAULT_STEP and job.cluster.rank == job.world_size - 1:
             note()

@@ -58,7 +58,7 @@ def check(job: Job, options: Options) -> Iterator[Result]:
     began = time.perf_counter()
     size = ON_GPU if computes_on_gpu() else ON_CPU
     times = _measure(job, _turns(job, size), size.steps_per_turn, options.rounds)
-    everybody = job.gather("selftest overlap", times)
+    everybody = job.all_gather("selftest overlap", times)
     slowest = {turn: np.max([found[turn] for found in everybody.values()], axis=0).tolist() for turn in TURNS}
     yield judge(slowest, computes_on_gpu(), time.perf_counter() - began)
 
@@ -155,7 +155,7 @@ def _measure(job: Job, turns: Mapping[str, Turn], steps: int, rounds: int) -> di
     times: dict[str, list[float]] = {turn: [] for turn in TURNS}
     for number in range(-1, rounds):  # the first round is not counted
         for turn in TURNS:
-            job.gather(f"selftest overlap {number} {turn}")
+            job.barrier(f"selftest overlap {number} {turn}")
             began = time.perf_counter()
             for _ in range(steps):
                 turns[turn]()

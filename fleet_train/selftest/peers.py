@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.store_client import StoreClient
-from fleet_train.cluster.store_host import StoreHost
+from fleet_train.cluster.store.access import access_of
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
 from fleet_train.errors import WorkerFailed
 
 _GROUP = "supervisor"
@@ -21,16 +22,17 @@ class Peers:
         self.cluster = cluster
         self._timeout_seconds = timeout_seconds
         self._host: StoreHost | None = None
-        if not cluster.store_endpoint and cluster.rank == 0:
-            self._host = StoreHost(cluster.ranks[0].host, cluster.ranks[0].port)
-        endpoint = cluster.store_endpoint or cluster.ranks[0].endpoint
+        if is_host(cluster):
+            self._host = StoreHost(cluster, timeout_seconds)
+        endpoint = endpoint_of(cluster)
         self._address, _, scope = endpoint.partition("/")
-        self._scope = f"{scope or 'job'}.selftest"
+        self._scope = f"{scope}.selftest"
         try:
             self._client = StoreClient.connect(
                 f"{self._address}/{self._scope}",
                 cluster.rank,
                 group=_GROUP,
+                access=access_of(cluster),
                 timeout_seconds=timeout_seconds,
                 describe=cluster.describe,
             )
@@ -40,7 +42,7 @@ class Peers:
 
     def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
         """Meet all supervisors: a barrier that exchanges a JSON value each."""
-        return self._client.gather(name, value, self.cluster.world_size, timeout_seconds or self._timeout_seconds)
+        return self._client.all_gather(name, value, self.cluster.world_size, timeout_seconds or self._timeout_seconds)
 
     def subjects(self, job: str, port: int) -> Cluster:
         """The cluster of a job's subjects: the same places with other ports, and a scope of their own in the store."""

@@ -97,7 +97,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
         os.environ.clear()
         os.environ.update(before)  # a profile's variables are not the next one's
     found = {"end": digest(run.end), "moved": run.moved, "difference": difference}
-    everybody = job.gather(f"selftest {label}", found, _SIMULATION_SECONDS)
+    everybody = job.all_gather(f"selftest {label}", found, _SIMULATION_SECONDS)
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
 
 

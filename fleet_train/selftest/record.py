@@ -16,6 +16,7 @@ from typing import Any
 
 import fleet_train
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.files import write_new
 from fleet_train.launch.machine import installed_paddle, usable_processors
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.results import Result, exit_code, failed, verdict
@@ -139,8 +140,8 @@ def write(folder: Path, record: Mapping[str, Any]) -> Path:
     ranks = "x".join(map(str, (record["nodes"], max(record["ranks"]))))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['circumstances']['date'][:10]}-selftest-{record['backend']}-{ranks}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    write_new(path, f"{json.dumps(record, indent=1)}\n".encode())
+    write_new(path.with_suffix(".md"), page(record).encode())
     return path
 
 

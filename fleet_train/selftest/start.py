@@ -19,10 +19,10 @@ from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import DEFAULT_STARTED_PORT, cluster_from_environ
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
+from fleet_train.launch.agent import run
 from fleet_train.launch.machine import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest
-from fleet_train.launch.run import run
 from fleet_train.selftest import record
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.results import Result, verdict

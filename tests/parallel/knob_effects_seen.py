@@ -167,6 +167,11 @@ def bounds(ran: Ran) -> list[float]:
     return sorted({event.seconds for event in ran.events if event.name.startswith("step ")})
 
 
+def barriers(ran: Ran) -> list[int]:
+    """The steps that begin with a barrier, averagings left out."""
+    return [event.step for event in ran.events if event.name.startswith("step ")]
+
+
 def tanhs(ran: Ran) -> int:
     return _operators(ran)["tanh"]
 

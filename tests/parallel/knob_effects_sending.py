@@ -115,6 +115,24 @@ RUNNING = [
         options={"steps": 9},
     ),
     Case("collective_timeout_seconds", 7, {see.bounds: [7]}),
+    Case("barrier_every_steps", 1, {see.barriers: list(range(1, 21))}, options={"steps": 20}),
+    Case(
+        "barrier_every_steps",
+        8,
+        {
+            # The first two, each eighth, and those behind the comparisons at steps 1 and 13.
+            see.barriers: [1, 2, 8, 14, 16],
+            see.sending_steps: list(range(1, 21)),
+            see.counted: 20 * 9376,
+            see.said: rank_0_says(
+                "barrier_every_steps: 8 (set by the caller): between two barriers Gloo waits for a rank for 30 s, "
+                "which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
+                "(collective_timeout_seconds). A stop is known up to 7 steps later."
+            ),
+        },
+        {"divergence_check_steps": 12},
+        options={"steps": 20},
+    ),
     Case(
         "num_threads",
         4,

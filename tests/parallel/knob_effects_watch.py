@@ -29,7 +29,7 @@ class Watch:
             stream = paddle.distributed.stream
             setattr(stream, kind, self._collective(kind, getattr(stream, kind)))
         GradientExchange.launch = self._launch(GradientExchange.launch)  # type: ignore[method-assign]
-        StoreClient.gather = self._gather(StoreClient.gather)  # type: ignore[method-assign]
+        StoreClient._meet = self._meet(StoreClient._meet)  # type: ignore[method-assign]
 
     def begin(self, holds: float) -> None:
         self.events, self.step, self.holds = [], 0, holds
@@ -67,12 +67,12 @@ class Watch:
 
         return launch
 
-    def _gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(client: Any, name: str, value: Any, count: int, timeout_seconds: float, *call: str) -> Any:
-            self._note("meet", name=name, seconds=timeout_seconds)
-            return real(client, name, value, count, timeout_seconds, *call)
+    def _meet(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def meet(client: Any, kind: str, name: str, header: Any, body: bytes, count: int, *rest: Any) -> Any:
+            self._note("meet", name=name, seconds=rest[0])
+            return real(client, kind, name, header, body, count, *rest)
 
-        return gather
+        return meet
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -81,12 +82,9 @@ def save_on_rank_0_at_the_end() -> None:
         fleet.save_persistables(None, "out")
 
 
-def barrier_after_unequal_steps() -> None:
-    def stop_early(step: int) -> None:
-        if RANK == 1 and step == 3:
-            fleet.barrier_worker()
-
-    train(before_step=stop_early)
+def barrier_early(step: int) -> None:
+    if RANK == 1 and step == 3:
+        fleet.barrier_worker()
 
 
 def sleep_at_step_3(seconds: float) -> Any:
@@ -105,6 +103,22 @@ def meet_in_the_folder(ranks: Sequence[int], patience_seconds: float = 90.0) -> 
     while not all((folder / f"imported-{rank}").exists() for rank in ranks):
         assert time.monotonic() < until, f"ranks {ranks} have not all been started within {patience_seconds:g} s"
         time.sleep(0.02)
+
+
+def busy_after_a_barrier(step: int) -> None:
+    if step == 3:
+        fleet.barrier_worker()
+        time.sleep(33 * RANK)
+
+
+def freeze(step: int) -> None:
+    if RANK == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def few_barriers() -> Profile:
+    """None from the third step on."""
+    return Profile(barrier_every_steps=50)
 
 
 def other_version() -> None:
@@ -127,9 +141,16 @@ CASES = {
     "leave early": lambda: train(before_step=leave_early),
     "save on rank 0": lambda: train(before_step=save_on_rank_0),
     "save on rank 0 at the end": save_on_rank_0_at_the_end,
-    "barrier after unequal steps": barrier_after_unequal_steps,
+    "barrier after unequal steps": lambda: train(before_step=barrier_early),
     "stall": lambda: train(Profile(collective_timeout_seconds=2), before_step=sleep_at_step_3(30)),
     "busy for longer than gloo waits": lambda: train(before_step=sleep_at_step_3(33)),
+    "die, few barriers": lambda: train(few_barriers(), before_step=die),
+    "throw, few barriers": lambda: train(few_barriers(), before_step=throw),
+    "leave early, few barriers": lambda: train(few_barriers(), before_step=leave_early),
+    "freeze, few barriers": lambda: train(few_barriers(), before_step=freeze),
+    "save on rank 0, few barriers": lambda: train(few_barriers(), before_step=save_on_rank_0),
+    "barrier after unequal steps, few barriers": lambda: train(few_barriers(), before_step=barrier_early),
+    "busy after a barrier, few barriers": lambda: train(few_barriers(), before_step=busy_after_a_barrier),
     "other shapes": lambda: train(width=8 + RANK),
     "other profile": lambda: train(Profile(nccl_comm_num=1 + RANK)),
     "more layers": lambda: train(layers=2 + RANK),

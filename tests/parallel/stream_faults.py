@@ -1,4 +1,7 @@
-"""Run as ranks whose collectives are enqueued: one of them does what the first argument says in step 3."""
+"""Run as ranks whose collectives are enqueued: one of them does what the first argument says in step 3.
+
+A second argument is the profile's ``barrier_every_steps``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def fault(kind: str) -> Any:
         elif RANK == 1 and kind.endswith("in a collective"):
             end_in_a_collective({"killed": die, "stopped": stop}[kind.split()[0]])
         elif RANK == 1:
-            {"stopped": stop, "skips": skip}[kind]()
+            {"stopped": stop, "killed": die, "leaves": sys.exit, "skips": skip}[kind]()
 
     return before_step
 
@@ -67,4 +70,6 @@ if __name__ == "__main__":
     paddle.enable_static()
     install_late_engine()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    train(Profile(collective_timeout_seconds=TIMEOUT_SECONDS), before_step=fault(sys.argv[1]))
+    every = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    profile = Profile(collective_timeout_seconds=TIMEOUT_SECONDS, barrier_every_steps=every)
+    train(profile, before_step=fault(sys.argv[1]))

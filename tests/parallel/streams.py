@@ -222,6 +222,14 @@ CASES: dict[str, Case] = {
         MLP, adam, {"accumulate_steps": 3}, saved_after(4, loaded_after=6), loads=1
     ),
     "merge, synchronised and reduced": Case(MLP, adam, {"accumulate_steps": 3}, reduced_after(2, 3, 5)),
+    "few barriers": Case(MLP, adam, {"barrier_every_steps": 5} | BUCKETS, saved_after(7)),
+    "few barriers, merge, reduced": Case(
+        MLP, adam, {"barrier_every_steps": 3, "accumulate_steps": 2}, reduced_after(9)
+    ),
+    "few barriers, local SGD": Case(MLP, momentum, LOCAL | {"barrier_every_steps": 50}),
+    "hierarchical, few barriers": Case(
+        LARGE, momentum, {"use_hierarchical_allreduce": True, "barrier_every_steps": 5} | BUCKETS
+    ),
     "checked in every step": Case(ODD, adam, {"divergence_check_steps": 1} | BUCKETS),
     "checked in every step, merge": Case(MLP, adam, {"divergence_check_steps": 1, "accumulate_steps": 3}),
     "checked from the start, local SGD": Case(

@@ -94,6 +94,66 @@ def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Pa
     assert len(set(result.of_all("state"))) == 1
 
 
+# barrier_every_steps: without a gate before it, a collective itself fails, and an autopsy finds out why. Gloo's own
+# timeout is 30 s; where a connection breaks it fails at once.
+GLOO_SECONDS = 30
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("die, few barriers", "was lost"),
+        ("throw, few barriers", "stopped with ValueError: boom"),
+        ("leave early, few barriers", "has finished and left the job"),
+    ],
+)
+def test_rank_that_is_gone_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
+    began = time.monotonic()
+    result = run(case, tmp_path, world_size=3)
+    assert time.monotonic() - began < GLOO_SECONDS + 5  # with the ranks' start
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
+    for rank in (0, 2):
+        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
+        assert told in last_line(result, rank), result.report()
+        assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
+
+
+def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path: Path) -> None:
+    began = time.monotonic()
+    result = run("freeze, few barriers", tmp_path, world_size=3, patience_after_failure_seconds=12.0)
+    assert time.monotonic() - began > GLOO_SECONDS
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
+    for rank in (0, 2):
+        assert "WorkerFailed: step 4, bucket 0 (" in last_line(result, rank), result.report()
+        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
+        assert "did not come within 5 s" in last_line(result, rank), result.report()
+        assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
+
+
+def test_save_under_a_rank_guard_between_two_barriers_is_named_on_every_rank(tmp_path: Path) -> None:
+    result = run("save on rank 0, few barriers", tmp_path, world_size=3)
+    for rank in range(3):
+        line = last_line(result, rank)
+        assert "rank 0 (127.0.0.2:" in line, result.report()
+        assert "in fleet.save_persistables('out')" in line, result.report()
+        assert "call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
+
+
+def test_unequal_steps_between_two_barriers_are_named(tmp_path: Path) -> None:
+    result = run("barrier after unequal steps, few barriers", tmp_path)
+    assert 0 not in result.exit_codes, result.report()
+    for rank in (0, 1):
+        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
+        assert "in fleet.barrier_worker()" in last_line(result, rank)
+        assert last_line(result, rank).endswith("they have made unequal numbers of steps before it")
+
+
+def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for_after_a_meeting(tmp_path: Path) -> None:
+    result = run("busy after a barrier, few barriers", tmp_path)
+    assert result.exit_codes == [0, 0], result.report()
+    assert len(set(result.of_all("state"))) == 1
+
+
 def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> None:
     result = run("never come", tmp_path, world_size=3, env={"FLEET_TRAIN_JOIN_TIMEOUT": "4"})
     # Whose patience ends first reports it, and the other learns it from there.

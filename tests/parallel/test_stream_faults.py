@@ -18,17 +18,18 @@ SCRIPT = ROOT / "tests" / "parallel" / "stream_faults.py"
 _BEFORE_THE_FAULT = 40.0
 
 
-def run(kind: str, tmp_path: Path) -> RanksResult:
+def run(kind: str, tmp_path: Path, barrier_every_steps: int = 1) -> RanksResult:
     began = time.monotonic()
     # The one at fault may never end; the others have the timeout and 10 s.
     patience = TIMEOUT_SECONDS + 10.0
-    result = run_ranks(SCRIPT, 3, folder=tmp_path, args=[kind], check=False, patience_after_failure_seconds=patience)
+    args = [kind, str(barrier_every_steps)]
+    result = run_ranks(SCRIPT, 3, folder=tmp_path, args=args, check=False, patience_after_failure_seconds=patience)
     assert time.monotonic() - began < _BEFORE_THE_FAULT + 2 * patience, result.report()
     return result
 
 
 def last_words(result: RanksResult, rank: int) -> str:
-    said = re.findall(r"^fleet_train: .*$", result.ranks[rank].output, re.MULTILINE)
+    said = re.findall(r"^fleet_train: (?!barrier_every_steps).*$", result.ranks[rank].output, re.MULTILINE)
     assert len(said) == 1, result.report()
     return str(said[0])
 
@@ -57,6 +58,25 @@ def test_a_rank_that_is_stopped_is_named(kind: str, tmp_path: Path) -> None:
     assert not result.ranks[2].killed
     for rank in (0, 2):
         assert re.search(r"WorkerFailed: step 4.*: rank 1 \(\S+\) did not come within", last_words(result, rank))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("stopped", "did not come within"),
+        ("killed", "was lost"),
+        ("leaves", "has finished and left the job while others still wait for it"),
+    ],
+)
+def test_a_rank_that_is_missing_between_two_barriers_is_named_by_the_watchdog(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    result = run(kind, tmp_path, barrier_every_steps=50)
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
+    for rank in (0, 2):
+        said = last_words(result, rank)
+        assert re.search(rf"WorkerFailed: step 4, bucket 0 .*: rank 1 \(\S+\) {told}", said), result.report()
+        assert "(the collective ended with: no collective has ended for" in said
 
 
 def test_of_a_rank_that_skips_a_collective_is_said_where_it_stands(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
 from fleet_train.collectives.engines.stream import Enqueued, InFlight, StreamEngine
-from fleet_train.collectives.engines.thread import ThreadEngine
+from fleet_train.collectives.engines.thread import Result, ThreadEngine
 from fleet_train.collectives.job import Job
 from tests.streams.played import PlayedDevice, PlayedWatchdog
 from tests.streams.recorder import Recorder
@@ -26,7 +26,7 @@ class OldEngine(ThreadEngine):
 
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
-    ) -> Future[T]:
+    ) -> Result[T]:
         with self._recorder.inside(place.what):
             return super().start(stages, place, communicator, gate)
 

@@ -19,9 +19,10 @@ from fleet_train.collectives import groups, hold, host_ops, statistics
 from fleet_train.collectives.engines import stages, stream, thread
 from fleet_train.collectives.engines.device import HostMoment
 from fleet_train.collectives.engines.engine import Engine, Place
-from fleet_train.collectives.job import Job, Passed
+from fleet_train.collectives.job import Job
 from tests.streams.recorder import RecordedFuture, Recorder
 from tests.streams.trace import Op
+from tests.support.agreeing import AgreeingJob
 
 T = TypeVar("T")
 MakeEngine = Callable[[Recorder, Job], Engine]
@@ -39,7 +40,7 @@ class PlayedGroup:
         return self._rank in self.ranks
 
 
-class PlayedJob(Job):
+class PlayedJob(AgreeingJob):
     """A rank whose peers always agree and are always there in time; its meetings are noted."""
 
     def __init__(self, cluster: Cluster, recorder: Recorder, make_engine: MakeEngine) -> None:
@@ -47,15 +48,10 @@ class PlayedJob(Job):
         self._recorder = recorder
         self.engine = make_engine(recorder, self)
 
-    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
-        del timeout_seconds
-        self._recorder.add(Op.MEET, what=f"{name} {self.count(f'meeting {name}')}")
-        return dict.fromkeys(range(self.world_size), value)
-
-    def gate(self, name: str, timeout_seconds: float, note: Any = None) -> Passed:
-        del timeout_seconds
-        self._recorder.add(Op.MEET, what=f"gate {name}")
-        return Passed(dict.fromkeys(range(self.world_size), note), 0.0)
+    def met(self, name: str) -> None:
+        if not name.startswith("gate "):
+            name = f"{name} {self.count(f'meeting {name}')}"
+        self._recorder.add(Op.MEET, what=name)
 
 
 class PlayedDevice:

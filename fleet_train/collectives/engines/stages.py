@@ -6,7 +6,7 @@ does not know whether a call blocks the host or a stream, nor which thread runs 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -100,10 +100,14 @@ class Progress(Generic[T]):
             self.stage, self.value = None, end.value
 
 
-def carry_out(progress: Progress[T]) -> T:
-    """Take every stage to its end on this thread, with calls that block; returns the result."""
+def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) -> T:
+    """Take every stage to its end on this thread, with calls that block; returns the result.
+
+    ``on_end`` is called when a collective has ended.
+    """
     while progress.stage is not None:
         for collective in progress.stage.collectives:
             collective.begin(sync_op=True)
+            on_end()
         progress.go_on()
     return progress.value  # type: ignore[return-value]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fleet_train.collectives.engines.device import Device, HostDevice
 from fleet_train.collectives.engines.engine import Place
@@ -14,6 +16,24 @@ from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")
 Blame = Callable[[Place, BaseException], FleetTrainError]
+# Beyond a place's bound: Gloo's own patience of 30 s and the question who is missing come first, and say more.
+_MARGIN_SECONDS = 60.0
+
+
+class Result(Generic[T]):
+    """A result that is not waited for without a bound: a call of Gloo may block for ever."""
+
+    def __init__(self, future: Future[T], place: Place, engine: ThreadEngine) -> None:
+        self._future = future
+        self._place = place
+        self._engine = engine
+
+    def result(self) -> T:
+        self._engine.await_while_it_moves(self._future, self._place)
+        return self._future.result()
+
+    def done(self) -> bool:
+        return self._future.done()
 
 
 class ThreadEngine:
@@ -32,18 +52,20 @@ class ThreadEngine:
         self._device_place = device_place
         self._blame = blame
         self._threads: list[WorkerThread] = []
+        self._moved_at = 0.0
 
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
-    ) -> Future[T]:
+    ) -> Result[T]:
         progress = Progress(stages)
 
         def rest() -> T:
             if gate is not None:
                 gate.result()
+                self._move()
             return self._blaming(place, progress)
 
-        return self._submit(communicator, rest)
+        return Result(self._submit(communicator, rest), place, self)
 
     def run_here(self, stages: Stages[T], place: Place) -> T:
         return self._blaming(place, Progress(stages))
@@ -59,6 +81,18 @@ class ThreadEngine:
         for thread in self._threads:
             thread.stop()
 
+    def await_while_it_moves(self, future: Future[Any], place: Place) -> None:
+        """Until it is there. Raises blame when no collective has ended for the place's bound and a margin."""
+        bound, began = place.timeout_seconds + _MARGIN_SECONDS, time.monotonic()
+        while not future.done():
+            silence = time.monotonic() - max(began, self._moved_at)
+            if silence >= bound:
+                raise self._blame(place, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
+            futures.wait([future], bound - silence)
+
+    def _move(self) -> None:
+        self._moved_at = time.monotonic()
+
     def _submit(self, communicator: int, task: Callable[[], T]) -> Future[T]:
         while len(self._threads) <= communicator:
             name = f"fleet_train communicator {len(self._threads)}"
@@ -67,7 +101,7 @@ class ThreadEngine:
 
     def _blaming(self, place: Place, progress: Progress[T]) -> T:
         try:
-            return carry_out(progress)
+            return carry_out(progress, self._move)
         except FleetTrainError:
             raise
         except Exception as error:

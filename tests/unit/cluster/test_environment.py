@@ -133,3 +133,23 @@ def test_the_attempt_is_counted_from_zero_by_the_launcher() -> None:
     for wrong in ("-1", "two"):
         with pytest.raises(ClusterError, match="FLEET_TRAIN_ATTEMPT"):
             attempt({"FLEET_TRAIN_ATTEMPT": wrong})
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "1e400", "1e7", "soon"])
+def test_a_join_timeout_is_a_finite_number_of_seconds(text: str) -> None:
+    with pytest.raises(ClusterError, match="is not a positive number of seconds up to 1e\\+06"):
+        join_timeout_seconds({"FLEET_TRAIN_JOIN_TIMEOUT": text})
+
+
+@pytest.mark.parametrize("text", ["\u00b2", "\uff16", "9" * 5000, "-1", "x"])
+@pytest.mark.parametrize("flag", ["started_port", "nproc_per_node"])
+def test_the_stock_launchers_numbers_are_read_strictly(flag: str, text: str) -> None:
+    command = ["python", "-m", "paddle.distributed.launch", "--cluster_node_ips=10.0.0.1", f"--{flag}={text}", "t.py"]
+    with pytest.raises(ClusterError, match="is not a whole number"):
+        cluster_from_environ({}, command)
+
+
+@pytest.mark.parametrize("port", ["\u00b2", "9" * 5000, ""])
+def test_a_port_of_an_endpoint_is_read_strictly(port: str) -> None:
+    with pytest.raises(ClusterError, match="is not of the form host:port"):
+        cluster_from_environ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1:{port}"})

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet_train.cluster.store_client import StoreClient
-from fleet_train.cluster.store_server import StoreServer
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import Absence, ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.support.processes import clean_environ
 
@@ -52,8 +52,8 @@ def test_get_of_unknown_key_is_none(server: StoreServer) -> None:
 
 def test_gather_gives_everybody_all_values(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.gather("join", "b", 2, 5))
-    assert one.gather("join", "a", 2, 5) == {0: "a", 1: "b"}
+    thread, results = in_thread(lambda: two.all_gather("join", "b", 2, 5))
+    assert one.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
     thread.join()
     assert results == [{0: "a", 1: "b"}]
 
@@ -61,8 +61,8 @@ def test_gather_gives_everybody_all_values(server: StoreServer) -> None:
 def test_gather_can_be_repeated_under_the_same_name(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     for step in range(3):
-        thread, _ = in_thread(lambda step=step: two.gather("step", step, 2, 5))
-        assert one.gather("step", step, 2, 5) == {0: step, 1: step}
+        thread, _ = in_thread(lambda step=step: two.all_gather("step", step, 2, 5))
+        assert one.all_gather("step", step, 2, 5) == {0: step, 1: step}
         thread.join()
 
 
@@ -71,21 +71,21 @@ def test_gather_timeout_names_the_missing_members(server: StoreServer) -> None:
     with pytest.raises(
         JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\), rank 2 \(10.0.0.2:6170\) did not come within 0.2 s"
     ):
-        one.gather("join", None, 3, 0.2)
+        one.all_gather("join", None, 3, 0.2)
 
 
 def test_gather_after_a_timeout_starts_clean(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     with pytest.raises(JoinTimeout):
-        one.gather("join", "old", 2, 0.1)
-    thread, _ = in_thread(lambda: two.gather("join", "b", 2, 5))
-    assert one.gather("join", "new", 2, 5) == {0: "new", 1: "b"}
+        one.all_gather("join", "old", 2, 0.1)
+    thread, _ = in_thread(lambda: two.all_gather("join", "b", 2, 5))
+    assert one.all_gather("join", "new", 2, 5) == {0: "new", 1: "b"}
     thread.join()
 
 
 def test_member_whose_connection_breaks_is_named_to_the_waiters(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.gather("step 5", None, 2, 30))
+    thread, results = in_thread(lambda: one.all_gather("step 5", None, 2, 30))
     time.sleep(0.1)
     two.close()
     thread.join(timeout=5)
@@ -95,14 +95,14 @@ def test_member_whose_connection_breaks_is_named_to_the_waiters(server: StoreSer
 
 def test_member_that_dies_inside_a_gather_is_named(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.gather("step", None, 3, 30))
-    waiting, _ = in_thread(lambda: two.gather("step", None, 3, 30))
+    thread, results = in_thread(lambda: one.all_gather("step", None, 3, 30))
+    waiting, _ = in_thread(lambda: two.all_gather("step", None, 3, 30))
     time.sleep(0.1)
     two._sock.shutdown(2)
     waiting.join(timeout=5)
     third = connect(server, 2)
     with pytest.raises(WorkerFailed, match="rank 1 was lost"):
-        third.gather("next step", None, 3, 5)
+        third.all_gather("next step", None, 3, 5)
     one._sock.shutdown(2)
     thread.join(timeout=5)
     assert results
@@ -112,21 +112,21 @@ def test_member_that_left_is_told_apart_from_one_that_died(server: StoreServer) 
     one, two = connect(server, 0), connect(server, 1)
     two.leave()
     with pytest.raises(WorkerFailed, match="rank 1 has finished and left the job"):
-        one.gather("step 9", None, 2, 30)
+        one.all_gather("step 9", None, 2, 30)
     assert one.gone() == {1: "left"}
 
 
 def test_connection_that_is_not_watched_may_close(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     connect(server, 1, watched=False).close()
-    thread, _ = in_thread(lambda: two.gather("step", 2, 2, 5))
-    assert one.gather("step", 1, 2, 5) == {0: 1, 1: 2}
+    thread, _ = in_thread(lambda: two.all_gather("step", 2, 2, 5))
+    assert one.all_gather("step", 1, 2, 5) == {0: 1, 1: 2}
     thread.join()
 
 
 def test_first_failure_report_stands_and_wakes_the_waiters(server: StoreServer) -> None:
     one, two, three = (connect(server, i) for i in range(3))
-    thread, results = in_thread(lambda: one.gather("step", None, 3, 30))
+    thread, results = in_thread(lambda: one.all_gather("step", None, 3, 30))
     time.sleep(0.05)
     two.fail({"message": "rank 1 ran out of memory"})
     three.fail({"message": "rank 2 followed"})
@@ -147,9 +147,9 @@ def test_every_failure_report_is_kept_with_its_time_on_one_clock(server: StoreSe
 
 def test_whose_patience_ends_first_is_not_missed_by_the_others(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.gather("step 4", None, 3, 1.0))
+    thread, results = in_thread(lambda: two.all_gather("step 4", None, 3, 1.0))
     with pytest.raises(JoinTimeout, match="rank 2 did not come"):
-        one.gather("step 4", None, 3, 0.1)
+        one.all_gather("step 4", None, 3, 0.1)
     thread.join()
     assert str(results[0]) == "step 4: rank 2 did not come within 1 s"
 
@@ -157,27 +157,27 @@ def test_whose_patience_ends_first_is_not_missed_by_the_others(server: StoreServ
 def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     with pytest.raises(JoinTimeout) as late:
-        one.gather("step 4", None, 2, 0.1)
+        one.all_gather("step 4", None, 2, 0.1)
     assert late.value.absent == (Absence(1, "missing", "did not come to step 4 within 0.1 s"),)
     two.leave()
     with pytest.raises(WorkerFailed) as left:
-        one.gather("step 5", None, 2, 5)
+        one.all_gather("step 5", None, 2, 5)
     assert left.value.absent == (Absence(1, "left", "left the job while others waited for it at step 5"),)
     connect(server, 1).close()
-    while one.gone()[1] == "left":
+    while one.gone().get(1, "left") == "left":
         time.sleep(0.01)
     with pytest.raises(WorkerFailed) as lost:
-        one.gather("step 6", None, 2, 5)
+        one.all_gather("step 6", None, 2, 5)
     assert [each.kind for each in lost.value.absent] == ["lost"]
     one.fail({"message": "rank 0 has said it"})
     with pytest.raises(WorkerFailed) as told:
-        one.gather("step 7", None, 2, 5)
+        one.all_gather("step 7", None, 2, 5)
     assert told.value.absent == ()
 
 
 def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: StoreServer) -> None:
     launcher, one, two = connect(server, 0, group="node"), connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.gather("join", None, 3, 30))
+    thread, results = in_thread(lambda: one.all_gather("join", None, 3, 30))
     launcher.ended("rank", 1)  # it is still connected: its own goodbye counts
     launcher.ended("rank", 2)
     thread.join(timeout=5)
@@ -189,7 +189,7 @@ def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: S
 
 _FORKS = """
 import os, sys, time
-from fleet_train.cluster.store_client import StoreClient
+from fleet_train.cluster.store.client import StoreClient
 from fleet_train.errors import ClusterError
 client = StoreClient.connect(sys.argv[1], 1, describe=lambda i: f"rank {i}")
 if os.fork() == 0:
@@ -216,17 +216,17 @@ def test_a_forked_child_neither_speaks_for_its_parent_nor_hides_its_death(server
             assert one.gone() == {}
             parent.kill()  # its child lives on, with what it has inherited
             with pytest.raises(WorkerFailed, match="rank 1 was lost"):
-                one.gather("step 1", None, 2, 20)
+                one.all_gather("step 1", None, 2, 20)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_disagreement_on_the_world_size_is_told_to_both(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.gather("join", None, 4, 30))
+    thread, results = in_thread(lambda: one.all_gather("join", None, 4, 30))
     time.sleep(0.05)
     with pytest.raises(ScheduleMismatch, match="rank 0 says that the job has 4 ranks, rank 1 says 2"):
-        two.gather("join", None, 2, 5)
+        two.all_gather("join", None, 2, 5)
     thread.join(timeout=5)
     assert isinstance(results[0], ScheduleMismatch)
 
@@ -268,9 +268,9 @@ def test_stranger_that_speaks_another_protocol_does_no_harm(server: StoreServer)
 
 def test_members_that_wait_for_each_other_at_different_points_are_told(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.gather("step 12", None, 2, 30))
+    thread, results = in_thread(lambda: one.all_gather("step 12", None, 2, 30))
     with pytest.raises(ScheduleMismatch, match="rank 0 at 'step 12', rank 1 at 'all_reduce 0'"):
-        two.gather("all_reduce 0", None, 2, 30)
+        two.all_gather("all_reduce 0", None, 2, 30)
     thread.join(timeout=5)
     assert isinstance(results[0], ScheduleMismatch)
 
@@ -281,8 +281,8 @@ def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
     first.fail({"message": "the first has failed"})
     assert (second.get("key"), second.failure()) == (None, None)
     first.close()
-    thread, results = in_thread(lambda: StoreClient.connect(f"{server.endpoint}/1", 1).gather("join", "b", 2, 5))
-    assert second.gather("join", "a", 2, 5) == {0: "a", 1: "b"}
+    thread, results = in_thread(lambda: StoreClient.connect(f"{server.endpoint}/1", 1).all_gather("join", "b", 2, 5))
+    assert second.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
     thread.join()
     assert results == [{0: "a", 1: "b"}]
     assert server.connected_members(scope="1") >= {0}
@@ -300,7 +300,7 @@ def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreS
         time.sleep(0.15)  # twice as often as it must
     assert connect(server, 0).gone() == {}
     with pytest.raises(WorkerFailed, match=r"rank 1 was lost \(not heard of for 0.3 s"):
-        waiting.gather("join", 0, 2, 5)
+        waiting.all_gather("join", 0, 2, 5)
     with pytest.raises(WorkerFailed):
         silent.beat()
     assert seat().get("nothing") is None
@@ -309,9 +309,9 @@ def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreS
 
 def test_members_at_a_step_and_in_a_call_are_told_which_call_it_is(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.gather("step 5", None, 2, 10))
+    thread, results = in_thread(lambda: two.all_gather("step 5", None, 2, 10))
     with pytest.raises(ScheduleMismatch) as caught:
-        one.gather("save to out 0", None, 2, 10, "fleet.save_persistables('out')")
+        one.all_gather("save to out 0", None, 2, 10, "fleet.save_persistables('out')")
     thread.join()
     expected = (
         "the ranks wait for each other at different points: rank 0 in fleet.save_persistables('out'), rank 1 at 'step "
@@ -323,9 +323,9 @@ def test_members_at_a_step_and_in_a_call_are_told_which_call_it_is(server: Store
 
 def test_members_at_different_steps_are_asked_for_their_batches(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
-    thread, _ = in_thread(lambda: two.gather("step 5", None, 2, 10))
+    thread, _ = in_thread(lambda: two.all_gather("step 5", None, 2, 10))
     with pytest.raises(ScheduleMismatch, match=r"\(unequal numbers of batches\?\)$"):
-        one.gather("step 6", None, 2, 10)
+        one.all_gather("step 6", None, 2, 10)
     thread.join()
 
 
@@ -334,4 +334,4 @@ def test_member_that_does_not_come_to_a_call_is_told_with_the_call(server: Store
     with pytest.raises(
         JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not come within 0\.2 s; call fleet\."
     ):
-        one.gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")
+        one.all_gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")

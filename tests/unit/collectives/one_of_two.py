@@ -18,11 +18,13 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective
 from fleet_train.collectives.engines.stream import StreamEngine
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import Job, Passed
+from fleet_train.collectives.job import Job
 from fleet_train.collectives.step_clock import StepClock
+from fleet_train.collectives.step_notes import StepNotes
 from fleet_train.errors import WorkerFailed
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.profile import Profile
+from tests.support.agreeing import AgreeingJob
 from tests.support.late import LateBackend, LateDevice
 from tests.unit.collectives.recorded import unwatched
 
@@ -39,7 +41,7 @@ class Pair:
         return True
 
 
-class OneOfTwo(Job):
+class OneOfTwo(AgreeingJob):
     """Rank 0 of a job without a store."""
 
     def __init__(self) -> None:
@@ -47,14 +49,13 @@ class OneOfTwo(Job):
         self.device, self.backend = LateDevice(), LateBackend(paddle.CPUPlace(), seed=0)
         self.engine = StreamEngine(self.device, self.blame, unwatched(), self.backend)
         self.clock = StepClock(self.device.moment)
+        self.notes = StepNotes(self.cluster, self.clock, self._times_up_to)
+        self.barriers: list[str] = []
+        """The names of the step barriers, in order."""
 
-    def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
-        del name, timeout_seconds
-        return {0: value, 1: value}
-
-    def gate(self, name: str, timeout_seconds: float, note: Any = None) -> Passed:
-        del name, timeout_seconds
-        return Passed({0: note, 1: note}, 0.0)
+    def met(self, name: str) -> None:
+        if name.startswith("gate "):
+            self.barriers.append(name.removeprefix("gate "))
 
     def communicators(self, number: int) -> list[Any]:
         return [Pair(index) for index in range(number)]

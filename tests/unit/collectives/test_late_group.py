@@ -217,13 +217,13 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
 
 def test_time_at_a_gate_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computing thread stands there itself: a rank that waits for a slow one must not look slow."""
-    real, seconds = job.gate, 0.2
+    real, seconds = job.step_barrier, 0.2
 
-    def gate(name: str, timeout_seconds: float, note: Any = None) -> Passed:
+    def step_barrier(name: str, timeout_seconds: float, note: Any = None) -> Passed:
         time.sleep(seconds)
         return real(name, timeout_seconds, note)
 
-    monkeypatch.setattr(job, "gate", gate)
+    monkeypatch.setattr(job, "step_barrier", step_barrier)
     exchange = exchange_of(job, SHAPES, use_local_sgd=True, local_sgd_is_warm_steps=2, local_sgd_steps=1)
     for step in range(4):
         local = gradients(step)

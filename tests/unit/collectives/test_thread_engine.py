@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import paddle
 import pytest
 
+from fleet_train.collectives.engines import thread
 from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.engines.thread import ThreadEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
@@ -53,17 +56,17 @@ def test_one_communicator_keeps_the_order_of_the_calls(engine: ThreadEngine) -> 
     running.append(engine.start(stages(calling(lambda: order.append("second")), result=2), PLACE))
     assert order == []
     released.set()
-    assert [one.result(SECONDS) for one in running] == [1, 2]
+    assert [one.result() for one in running] == [1, 2]
     assert order == ["first", "second"]
 
 
 def test_another_communicator_goes_on_meanwhile(engine: ThreadEngine) -> None:
     released = threading.Event()
     held = engine.start(stages(calling(lambda: released.wait(SECONDS))), PLACE, communicator=0)
-    assert engine.start(stages(calling(lambda: None), result=2), PLACE, communicator=2).result(SECONDS) == 2
+    assert engine.start(stages(calling(lambda: None), result=2), PLACE, communicator=2).result() == 2
     assert not held.done()
     released.set()
-    held.result(SECONDS)
+    held.result()
 
 
 def test_all_stages_of_a_start_are_carried_out_before_the_next_one_of_its_communicator(engine: ThreadEngine) -> None:
@@ -71,7 +74,7 @@ def test_all_stages_of_a_start_are_carried_out_before_the_next_one_of_its_commun
     two = stages(calling(lambda: order.append("a1"), more=True), Stage(more=True), calling(lambda: order.append("a2")))
     running = [engine.start(two, PLACE), engine.start(stages(calling(lambda: order.append("b"))), PLACE)]
     for one in running:
-        one.result(SECONDS)
+        one.result()
     assert order == ["a1", "a2", "b"]
     engine.step_on()
     assert order == ["a1", "a2", "b"]
@@ -87,7 +90,7 @@ def test_first_part_runs_where_it_is_started_and_the_rest_on_the_thread(engine: 
         yield calling(lambda: threads.append(threading.current_thread()))
         return paddle.in_dynamic_mode()
 
-    assert engine.start(method(), PLACE).result(SECONDS)
+    assert engine.start(method(), PLACE).result()
     here = threading.current_thread()
     assert [thread is here for thread in threads] == [True, False, False]
     assert threads[1] is threads[2]
@@ -98,7 +101,7 @@ def test_start_returns_before_the_gate_is_passed_and_the_first_collective_waits_
     running = engine.start(stages(calling(begun.set), result="done"), PLACE, gate=gate)
     assert not begun.wait(0.3)
     gate.set_result(None)
-    assert running.result(SECONDS) == "done"
+    assert running.result() == "done"
     assert begun.is_set()
 
 
@@ -107,7 +110,7 @@ def test_gate_that_fails_is_raised_by_the_result_and_nothing_is_begun(engine: Th
     gate.set_exception(ScheduleMismatch("another step"))
     running = engine.start(stages(calling(lambda: begun.append(1))), PLACE, gate=gate)
     with pytest.raises(ScheduleMismatch, match="another step"):
-        running.result(SECONDS)
+        running.result()
     assert (begun, blamed.places) == ([], [])
 
 
@@ -123,12 +126,12 @@ def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
         if here:
             engine.run_here(stages(calling(lose)), PLACE)
         else:
-            engine.start(stages(calling(lose)), PLACE).result(SECONDS)
+            engine.start(stages(calling(lose)), PLACE).result()
 
     with pytest.raises(WorkerFailed, match="bucket 0: connection reset"):
         carry_out()
     assert blamed.places == [PLACE]
-    assert engine.start(stages(calling(lambda: None), result=1), PLACE).result(SECONDS) == 1
+    assert engine.start(stages(calling(lambda: None), result=1), PLACE).result() == 1
 
 
 def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
@@ -144,7 +147,7 @@ def test_what_runs_beside_stands_in_the_line_of_the_first_communicator(engine: T
     assert not behind.done()
     released.set()
     assert gate.result(SECONDS)
-    assert behind.result(SECONDS) == 1
+    assert behind.result() == 1
 
 
 def disagree() -> None:
@@ -153,7 +156,45 @@ def disagree() -> None:
 
 def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Blamed) -> None:
     with pytest.raises(ScheduleMismatch, match="ours"):
-        engine.start(stages(calling(disagree)), PLACE).result(SECONDS)
+        engine.start(stages(calling(disagree)), PLACE).result()
     with pytest.raises(ScheduleMismatch, match="ours"):
         engine.run_here(stages(calling(disagree)), PLACE)
     assert blamed.places == []
+
+
+def test_a_result_that_never_arrives_is_blamed_when_nothing_has_moved_for_the_bound(
+    engine: ThreadEngine, blamed: Blamed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "_MARGIN_SECONDS", 0.1)
+    released = threading.Event()
+    place = replace(PLACE, timeout_seconds=0.2)
+    running = engine.start(stages(calling(lambda: released.wait(SECONDS)), result=1), place)
+    with pytest.raises(WorkerFailed, match="bucket 0: no collective has ended for 0 s"):
+        running.result()
+    assert blamed.places == [place]
+    released.set()
+    assert running.result() == 1
+
+
+def test_a_result_is_awaited_while_collectives_end_before_it(
+    engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, moves = 0.0, threading.Semaphore(0)
+
+    def wait(awaited: list[Future[int]], timeout: float) -> None:
+        """Stands in for a wait of 69 seconds, in which one more of four collectives ends."""
+        nonlocal now
+        assert timeout == 70.0
+        now += 69.0
+        moves.release()
+        while engine._moved_at < now:
+            time.sleep(0.01)
+        if now == 4 * 69.0:
+            awaited[0].exception(SECONDS)
+
+    monkeypatch.setattr(thread.time, "monotonic", lambda: now)
+    monkeypatch.setattr(thread.futures, "wait", wait)
+    place = replace(PLACE, timeout_seconds=10.0)
+    running = engine.start(stages(*[calling(moves.acquire)] * 4, result=1), place)
+    assert running.result() == 1
+    assert now == 4 * 69.0

@@ -26,7 +26,7 @@ class Job:
     def count(self, _: str) -> int:
         return 0
 
-    def gate(self, moment: str, _: float) -> None:
+    def step_barrier(self, moment: str, _: float) -> None:
         self.met.append(moment)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fleet_train.cluster import Cluster
-from tests.streams.programs import record
+from fleet_train.profile import Profile
+from tests.streams.programs import record, shortened
 from tests.streams.quick import replay_quickly, schedule_of
 from tests.streams.replay import replay
 from tests.streams.tables import tables_of
@@ -50,6 +52,24 @@ def test_no_interleaving_stands_still(name: str, shape: tuple[int, int]) -> None
     for one_resident in (True, False):
         assert replay_quickly(schedule, INTERLEAVINGS, np.random.default_rng(5), one_resident).deadlocks == 0
     assert replay_quickly(schedule_of(traces), 20, np.random.default_rng(5)).deadlocks == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}, {"use_hierarchical_allreduce": True}])
+def test_steps_without_a_barrier_do_not_stand_still_either(settings: dict[str, Any]) -> None:
+    profile = shortened(Profile(barrier_every_steps=4, **settings))
+    traces = record(profile, Cluster.imagined(2, 2), 4 * STEPS)
+    gates = [gates_of(trace) for trace in traces]
+    assert gates == [gates[0]] * 4
+    assert 2 < len(gates[0]) < 4 * STEPS // profile.accumulate_steps
+    assert mismatches(traces) == []
+    schedule = schedule_of([from_first_step(trace) for trace in traces])
+    for one_resident in (True, False):
+        assert replay_quickly(schedule, INTERLEAVINGS, np.random.default_rng(8), one_resident).deadlocks == 0
+
+
+def gates_of(trace: Trace) -> list[str]:
+    actions = [action for thread in trace.threads.values() for action in thread]
+    return [action.what for action in actions if action.op is Op.MEET and action.what.startswith("gate step ")]
 
 
 @pytest.mark.parametrize("name", ["multi_node", "hierarchical, statistics", "local_sgd, travelling"])

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.gate_notes import CASES, SLEEP_SECONDS, STEPS
+from tests.parallel.step_notes import CASES, SLEEP_SECONDS, STEPS
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 Ranks = list[dict[str, Any]]
-# The step after which a request of the case becomes known: the next one that communicates.
+# The step after which a request of the case becomes known: the next one that communicates, at a barrier.
 KNOWN_AFTER = {
     "synchronous": 3,
     "two communicators": 3,
     "gradient merge": 6,
+    "few barriers": 5,
+    "few barriers, gradient merge": 4,
     "local sgd, warm-up": 2,
     "local sgd, period": 6,
 }
@@ -25,8 +27,8 @@ KNOWN_AFTER = {
 @pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2, streams"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     size, late_streams = request.param
-    folder = tmp_path_factory.mktemp("gate_notes")
-    script = ROOT / "tests/parallel/gate_notes.py"
+    folder = tmp_path_factory.mktemp("step_notes")
+    script = ROOT / "tests/parallel/step_notes.py"
     result = run_ranks(script, size, folder=folder, nodes=size, late_streams=late_streams)
     return [result.values[rank] for rank in range(size)]
 

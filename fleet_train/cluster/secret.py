@@ -1,0 +1,73 @@
+"""The job's shared secret: what tells its own processes from strangers where addresses alone cannot.
+
+It never travels. Each side of a connection draws a nonce and proves with an HMAC over both nonces that it knows the
+secret (a challenge and response as in ISO/IEC 9798-4; HMAC: RFC 2104).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from fleet_train.errors import ClusterError
+
+SECRET_FILE = "FLEET_TRAIN_JOB_SECRET_FILE"
+SECRET = "FLEET_TRAIN_JOB_SECRET"
+_LEAST_BYTES = 16
+_MOST_BYTES = 4096
+_FIX = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; then copy it to every node"
+
+
+def job_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret that all processes of the job share, or None where there is none.
+
+    FLEET_TRAIN_JOB_SECRET_FILE (what ``launch --job_secret_file`` sets) goes before FLEET_TRAIN_JOB_SECRET. White
+    space around it does not count. Raises ClusterError for both at once, for a file that is missing, not a regular
+    file, or writable by others, and for a secret of fewer than 16 bytes; the message never holds the secret.
+    """
+    path, text = environ.get(SECRET_FILE, ""), environ.get(SECRET, "")
+    if path and text:
+        raise ClusterError(f"{SECRET_FILE} and {SECRET} are both set; set one of them")
+    if not path and not text:
+        return None
+    found = _read(Path(path)) if path else text.encode().strip()
+    where = f"{SECRET_FILE}={path}" if path else SECRET
+    if not _LEAST_BYTES <= len(found) <= _MOST_BYTES:
+        raise ClusterError(
+            f"{where}: the job's secret has {len(found)} bytes; it takes {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ClusterError(f"the job's secret file {path} is not a regular file: {_FIX}")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ClusterError(f"the job's secret file {path} can be changed by other users; chmod 600 {path}")
+            return file.read(_MOST_BYTES + 2).strip()
+    except OSError as error:
+        raise ClusterError(f"the job's secret file {path} cannot be read: {error.strerror or error}; {_FIX}") from None
+
+
+def new_nonce() -> str:
+    """32 random bytes as hexadecimal text."""
+    return secrets.token_hex(32)
+
+
+def proof(secret: bytes, *parts: str) -> str:
+    """HMAC-SHA256 over ``parts``, each behind its length, as hexadecimal text."""
+    message = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+
+
+def is_proof(told: object, secret: bytes, *parts: str) -> bool:
+    """Whether ``told`` is the proof over ``parts``; takes the same time for every wrong answer."""
+    return isinstance(told, str) and hmac.compare_digest(told.encode(), proof(secret, *parts).encode())

@@ -1,0 +1,45 @@
+"""What tells a job's own connections from a stranger's: the job's id, its secret, and the addresses of its nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.secret import job_secret
+
+JOB_ID = "FLEET_TRAIN_JOB_ID"
+
+
+@dataclass(frozen=True)
+class Access:
+    """``source``: this node's own address, from which its connections come (empty: whichever the kernel chooses)."""
+
+    job: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+    source: str = ""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] | None = None, source: str = "", job: str = "") -> Access:
+        """Of this process's environment. Raises ClusterError for a secret that cannot be used."""
+        environ = os.environ if environ is None else environ
+        return cls(environ.get(JOB_ID, "") or job, job_secret(environ), source)
+
+
+def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
+    """Of one rank of a job: its launcher, ours or the stock one, has told it the job's id."""
+    environ = os.environ if environ is None else environ
+    return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
+
+
+def addresses_of(hosts: Iterable[str]) -> frozenset[str] | None:
+    """Every IPv4 address of these hosts: whom a server hears. None (everybody) where a name is not known yet."""
+    found: set[str] = set()
+    for host in dict.fromkeys(hosts):
+        try:
+            found |= {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)}
+        except (OSError, UnicodeError):
+            return None
+    return frozenset(found)
