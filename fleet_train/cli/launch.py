@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 
 import click
 
+from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
 from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.hosts import parse_hosts
+from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.launch.request import (
     FaultPolicy,
     LaunchRequest,
     parse_devices,
+    read_job_id,
 )
 
 _EXAMPLES = """
@@ -53,7 +56,6 @@ _STOCK_FLAGS = {
     "--master": "the nodes are given by --cluster_node_ips=A,B and meet at the first one",
     "--nnodes": "the number of nodes is that of --cluster_node_ips=A,B",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
-    "--job_id": "jobs are told apart by --started_port",
     "--max_restart": "it is --max_restarts here, and the default is 0",
     "--elastic_level": "use --max_restarts=N, and --min_nodes=M to go on without a lost node",
     "--elastic_timeout": "use --rejoin_timeout=SECONDS",
@@ -71,7 +73,7 @@ class _LaunchCommand(click.Command):
             raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None
 
 
-def _seconds(flag: str, kind: click.FloatRange, default: float, help_text: str) -> Callable[[_Command], _Command]:
+def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Callable[[_Command], _Command]:
     """An option that takes seconds, with its default in the help."""
     return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
 
@@ -96,7 +98,7 @@ def _seconds(flag: str, kind: click.FloatRange, default: float, help_text: str) 
 @click.option(
     "--started_port",
     "--start_port",
-    type=int,
+    type=WholeNumber(),
     metavar="PORT",
     help=f"First port; rank N of a node uses PORT+N, the job store the next one. [default: {DEFAULT_STARTED_PORT}]",
 )
@@ -107,18 +109,20 @@ def _seconds(flag: str, kind: click.FloatRange, default: float, help_text: str) 
     metavar="0,1",
     help="One process per device. On a CPU build of Paddle: that many processes.",
 )
-@click.option("--nproc_per_node", type=int, metavar="N", help="Processes per node. [default: every GPU; 1 without]")
+@click.option(
+    "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
+)
 @click.option("--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.")
 @click.option("--log_dir", type=Path, default=Path("log"), show_default=True, help="Receives workerlog.N.")
 @_seconds(
     "--join_timeout",
-    click.FloatRange(min=0, min_open=True),
+    seconds(min_open=True),
     DEFAULT_JOIN_TIMEOUT_SECONDS,
     "How long to wait for the other nodes.",
 )
 @click.option(
     "--max_restarts",
-    type=click.IntRange(min=0),
+    type=WholeNumberRange(min=0),
     default=0,
     show_default=True,
     metavar="N",
@@ -127,27 +131,48 @@ def _seconds(flag: str, kind: click.FloatRange, default: float, help_text: str) 
 )
 @click.option(
     "--min_nodes",
-    type=int,
+    type=WholeNumber(),
     metavar="M",
     help="Go on with M or more nodes when a lost one does not come back. [default: all]",
 )
 @_seconds(
     "--rejoin_timeout",
-    click.FloatRange(min=0),
+    seconds(),
     _POLICY.rejoin_timeout_seconds,
     "How long to wait for a lost node before that.",
 )
 @_seconds(
     "--lost_node_timeout",
-    click.FloatRange(min=1),
+    seconds(min=1),
     _POLICY.lost_node_timeout_seconds,
     "A node that says nothing for so long is lost.",
 )
 @_seconds(
     "--grace_seconds",
-    click.FloatRange(min=0),
+    seconds(),
     _POLICY.grace_seconds,
     "After SIGTERM, how long ranks may take to save their state.",
+)
+@click.option(
+    "--job_id",
+    metavar="NAME",
+    help="Name of this job, the same on every node; connections of another one are refused. [default: made from the "
+    "script, the nodes and the port; or FLEET_TRAIN_JOB_ID]",
+)
+@click.option(
+    "--job_secret_file",
+    type=Path,
+    metavar="FILE",
+    help="A secret that all nodes share: who does not know it is refused, from whatever address. [default: the "
+    "addresses of the node list are heard; or FLEET_TRAIN_JOB_SECRET]",
+)
+@click.option(
+    "--direct_ranks",
+    type=WholeNumberRange(min=0),
+    default=FAN_IN,
+    show_default=True,
+    metavar="N",
+    help="A job of more ranks meets over relays, one per node, in a tree; one of N or fewer at the leader.",
 )
 @click.option(
     "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
@@ -161,8 +186,9 @@ def command(**flags: Any) -> None:
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
     the processes through paddle.distributed.launch, and watches them.
     """
+    from fleet_train.launch.agent import run
     from fleet_train.launch.prepare import prepare
-    from fleet_train.launch.run import run, say
+    from fleet_train.launch.terminal import finish, say
 
     dry_run = flags.pop("dry_run")
     request = read_request(**flags)
@@ -173,6 +199,7 @@ def command(**flags: Any) -> None:
     for name in launch.environment.kept:
         say(f"{name} is set in your environment, which wins over the profile's value")
     if dry_run:
+        finish()
         click.echo(launch.dry_run())
         return
     sys.exit(run(launch, os.environ))
@@ -195,6 +222,9 @@ def read_request(
     rejoin_timeout: float,
     lost_node_timeout: float,
     grace_seconds: float,
+    job_id: str | None,
+    job_secret_file: Path | None,
+    direct_ranks: int,
     use_paddlecloud: bool,
 ) -> LaunchRequest:
     """The request that the flags make. Raises ClusterError for a text that cannot be read."""
@@ -219,4 +249,7 @@ def read_request(
         log_dir=log_dir,
         join_timeout_seconds=join_timeout,
         faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds),
+        job_id=None if job_id is None else read_job_id(job_id),
+        direct_ranks=direct_ranks,
+        secret_file=None if job_secret_file is None else job_secret_file.absolute(),
     )

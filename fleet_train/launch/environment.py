@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet_train.cluster.network import is_local
+from fleet_train.cluster.secret import SECRET_FILE
+from fleet_train.cluster.store.access import JOB_ID
 from fleet_train.errors import ProfileError
 from fleet_train.launch.machine import Machine
 from fleet_train.launch.node import Node
@@ -25,7 +27,7 @@ PADDLE_LOCAL_SIZE PADDLE_GLOBAL_RANK PADDLE_LOCAL_RANK PADDLE_RANK_IN_NODE PADDL
 PADDLE_BACKUP_ENV_PATH PADDLE_TRAINERS PADDLE_PORT PADDLE_PSERVERS_IP_PORT_LIST PADDLE_TRAINING_ROLE
 DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_PORT_LIST POD_NAME
 FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
-FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT
+FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 """
 # Prints environments, starts ranks under another program, or changes where the launcher takes its flags from.
 _MEDDLERS = "FLAGS_print_launcher_env WITH_COVERAGE PADDLE_LAUNCH_WITH_ARGS"
@@ -42,6 +44,8 @@ class LaunchEnvironment:
     removed: frozenset[str]
     kept: tuple[str, ...]
     import_path: Path | None = None
+    hidden: frozenset[str] = frozenset()
+    """Names that the profile's environment section sets: their values may be secrets."""
 
     def over(self, environ: Mapping[str, str]) -> dict[str, str]:
         merged = {name: value for name, value in environ.items() if name not in self.removed} | self.ours
@@ -50,9 +54,9 @@ class LaunchEnvironment:
         return merged
 
     def shown(self) -> dict[str, str]:
-        """What we set, without any value of the user's: PYTHONPATH is only added to."""
+        """What we set, without any value of the user's: PYTHONPATH is only added to, the profile's are ``(set)``."""
         added = {"PYTHONPATH": f"...:{self.import_path}"} if self.import_path is not None else {}
-        return self.ours | added
+        return self.ours | dict.fromkeys(self.hidden & self.ours.keys(), "(set)") | added
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,14 @@ class Wanted:
     """What the profile and the flags ask to be in the environment of every rank."""
 
     profile_environment: Mapping[str, str]
+    """What its environment section and its knobs ask for."""
     strategy: str | None  # name or absolute path
     join_timeout_seconds: float
     import_path: Path | None  # where the package lies when it is not installed
+    job_id: str = ""
+    secret_file: Path | None = None
+    hidden: frozenset[str] = frozenset()
+    """Names of the environment section."""
 
 
 def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -80,7 +89,7 @@ def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Map
     )
     ours = {name: str(value) for name, value in advice.items() if name not in users}
     ours |= _told_to_ranks(node, wanted)
-    return LaunchEnvironment(ours, removed & environ.keys(), kept, wanted.import_path)
+    return LaunchEnvironment(ours, removed & environ.keys(), kept, wanted.import_path, wanted.hidden)
 
 
 def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
@@ -88,6 +97,10 @@ def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
         "FLEET_TRAIN_STORE": node.store_endpoint,
         "FLEET_TRAIN_JOIN_TIMEOUT": f"{wanted.join_timeout_seconds:g}",
     }
+    if wanted.job_id:
+        told[JOB_ID] = wanted.job_id
+    if wanted.secret_file is not None:
+        told[SECRET_FILE] = str(wanted.secret_file)
     return told | ({"FLEET_TRAIN_STRATEGY": wanted.strategy} if wanted.strategy else {})
 
 

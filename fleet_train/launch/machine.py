@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fleet_train import __version__
 from fleet_train.cluster import network
+from fleet_train.cluster.hosts import is_number
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
     if chosen is not None and chosen != "all":
         return tuple(part.strip() for part in chosen.split(",") if part.strip())
     numbers = [entry.name.removeprefix("nvidia") for entry in devices.glob("nvidia[0-9]*")]
-    return tuple(sorted((n for n in numbers if n.isdigit()), key=int)) or _gpus_of_nvidia_smi()
+    return tuple(sorted((n for n in numbers if is_number(n)), key=int)) or _gpus_of_nvidia_smi()
 
 
 def _gpus_of_nvidia_smi() -> tuple[str, ...]:
@@ -69,7 +70,7 @@ def _gpus_of_nvidia_smi() -> tuple[str, ...]:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit())
+    return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
 
 
 def usable_processors() -> int:

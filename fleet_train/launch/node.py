@@ -24,12 +24,18 @@ class Node:
     processes: int
     devices: tuple[str, ...] | None
     interface: str | None
+    leader: int = 0
+    """Whose launcher leads: its position in ``addresses``. There the launchers meet."""
     numbers: tuple[int, ...] = ()
     """Where ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
 
     @property
     def address(self) -> str:
         return self.addresses[self.index]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.index == self.leader
 
     @property
     def world_size(self) -> int:
@@ -41,7 +47,7 @@ class Node:
 
     @property
     def store_endpoint(self) -> str:
-        return f"{self.addresses[0]}:{self.store_port}"
+        return f"{self.addresses[self.leader]}:{self.store_port}"
 
     @property
     def ranks(self) -> range:
@@ -49,9 +55,14 @@ class Node:
         return range(self.index * self.processes, (self.index + 1) * self.processes)
 
     def among(self, nodes: tuple[int, ...]) -> Node:
-        """This node in a job of these nodes only (positions in ``addresses``), which must contain it."""
+        """This node in a job of these nodes only (positions in ``addresses``), which must contain it
+        and the leader."""
         addresses = tuple(self.addresses[i] for i in nodes)
-        return replace(self, addresses=addresses, index=nodes.index(self.index), numbers=nodes)
+        leader = nodes.index(self.leader)
+        return replace(self, addresses=addresses, index=nodes.index(self.index), leader=leader, numbers=nodes)
+
+    def led_by(self, leader: int) -> Node:
+        return replace(self, leader=leader)
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index
@@ -172,8 +183,7 @@ def choose_interface(
 def check_ports(node: Node) -> None:
     """The ports that this node will listen on must be free now. Raises ClusterError naming who holds one."""
     wanted = [(port, f"rank {rank}") for port, rank in enumerate(node.ranks, node.started_port)]
-    if node.index == 0:
-        wanted.append((node.store_port, "the job store"))
+    wanted.append((node.store_port, "the job store"))
     for port, purpose in wanted:
         if not network.port_is_free(node.address, port):
             raise ClusterError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,13 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fleet_train
+from fleet_train.cluster.secret import SECRET_FILE
+from fleet_train.cluster.store.access import JOB_ID, Access
+from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
-from fleet_train.launch.meeting import Facts, check_told
 from fleet_train.launch.node import Node, check_ports, place
+from fleet_train.launch.rendezvous import Facts, check_told
 from fleet_train.launch.report import counted
-from fleet_train.launch.request import FaultPolicy, LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.launch.stock import stock_command
 
 if TYPE_CHECKING:
@@ -40,15 +45,18 @@ class Launch:
     strategy: str | None
     environment: LaunchEnvironment
     facts: Facts
+    access: Access
     faults: FaultPolicy = field(default_factory=FaultPolicy)
+    direct_ranks: int = FAN_IN
 
-    def for_nodes(self, nodes: tuple[int, ...]) -> Launch:
-        """The same launch with these nodes of the list only: ranks are counted anew."""
-        return replace(self, node=self.node.among(nodes))
+    def at(self, node: Node) -> Launch:
+        """The same launch with this place, among some nodes of the list: ranks are counted anew."""
+        return replace(self, node=node)
 
-    def environ_of(self, scope: int, number: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one attempt's ranks: their meeting place in the store, and which attempt it is."""
-        told = {"FLEET_TRAIN_STORE": f"{self.node.store_endpoint}/{scope}", "FLEET_TRAIN_ATTEMPT": str(number)}
+    def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one attempt's ranks: where they meet (``host:port/round``), and which attempt of which
+        job it is."""
+        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": str(number), "FLEET_TRAIN_LAUNCHED": launched}
         return self.environment.over(environ) | told
 
     def command(self, token: str, private: Path) -> list[str]:
@@ -69,11 +77,18 @@ class Launch:
     def dry_run(self) -> str:
         command = shlex.join(self.command("<token>", Path("<private folder>")))
         ours = [f"  {name}={value}" for name, value in sorted(self.environment.shown().items())]
-        lines = [self.summary(), f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}"]
+        lines = [
+            self.summary(),
+            f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}; {self._heard()}",
+        ]
         lines += [self.faults.in_words(len(self.node.addresses)), "set for the ranks:", *ours]
         if self.environment.removed:
             lines.append(f"taken out of the environment: {', '.join(sorted(self.environment.removed))}")
         return "\n".join([*lines, "would start:", f"  {command}"])
+
+    def _heard(self) -> str:
+        by = "a shared secret" if self.access.secret else "the addresses of the node list"
+        return f"job id {self.access.job}, its connections are known by {by}"
 
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
@@ -83,10 +98,17 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     strategy, profile = load_strategy(request.strategy)
     node = place(request, machine)
     check_ports(node)
+    access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir)
     check_paddle(machine, profile)
     wanted = Wanted(
-        profile.worker_environment() if profile else {}, strategy, request.join_timeout_seconds, import_path_for_ranks()
+        profile.worker_environment() if profile else {},
+        strategy,
+        request.join_timeout_seconds,
+        import_path_for_ranks(),
+        access.job,
+        request.secret_file,
+        frozenset(profile.environment) if profile else frozenset(),
     )
     return Launch(
         node=node,
@@ -97,8 +119,23 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         strategy=strategy,
         environment=build_environment(node, machine, wanted, environ),
         facts=facts_of(node, machine, profile, request),
+        access=access,
         faults=checked_faults(request.faults, node),
+        direct_ranks=request.direct_ranks,
     )
+
+
+def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, str]) -> Access:
+    """What connections of this job are known by. Without --job_id, script, node list and port give one: arguments may
+    differ between nodes."""
+    if request.secret_file is not None:
+        environ = {**environ, SECRET_FILE: str(request.secret_file)}
+    told = "\0".join([*node.addresses, str(node.started_port)])
+    name = Path(request.command[0]).name
+    name = re.sub(r"[^A-Za-z0-9._:@-]", "_", name)[:60]
+    default = f"{name}-{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:10]}"
+    access = Access.of(environ, node.address, default)
+    return replace(access, job=request.job_id or read_job_id(access.job, JOB_ID))
 
 
 def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
@@ -113,6 +150,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
             else "none",
             "--max_restarts": request.faults.max_restarts,
             "--min_nodes": request.faults.min_nodes or len(node.addresses),
+            "--direct_ranks": request.direct_ranks,
             "the kind of device": "GPU" if node.devices else "CPU",
             "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
             "the fleet_train version": machine.versions["fleet_train"],
@@ -145,6 +183,7 @@ def check_program(request: LaunchRequest) -> None:
             raise ClusterError(f"-m {name}: there is no such module on Python's path or in {Path.cwd()}")
         return
     path = Path(name)
+    check_name("the training script ", path)
     if path.is_dir():
         raise ClusterError(f"{name} is a folder; give the Python script that every rank runs")
     if not path.is_file():
@@ -154,7 +193,19 @@ def check_program(request: LaunchRequest) -> None:
         raise ClusterError(f"the training script {name} does not exist; {hint}")
 
 
+def check_name(what: str, path: Path) -> None:
+    """Raise ClusterError for a path that cannot even be asked for: too long, a NUL in it, in a closed folder."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise ClusterError(f"{what}{str(path)[:100]} cannot be used: {reason}; give another path") from None
+
+
 def check_log_dir(log_dir: Path) -> None:
+    check_name("--log_dir=", log_dir)
     nearest = next(folder for folder in [log_dir.absolute(), *log_dir.absolute().parents] if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a folder that can be written to; choose another")

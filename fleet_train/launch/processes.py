@@ -53,7 +53,7 @@ def freeze(stock: subprocess.Popen[bytes]) -> None:
 def ask_to_stop(wrapper_pids: Iterable[int]) -> None:
     """Let the ranks have SIGTERM, without a bound on how long they take to end."""
     for pid in wrapper_pids:
-        _signal(pid, worker.ORDERLY_STOP)
+        _signal(pid, worker.GRACEFUL_STOP)
 
 
 def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) -> None:

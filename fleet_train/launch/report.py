@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fleet_train.launch.ends import RankEnd, choose_culprit
+from fleet_train.launch.worker_result import WorkerResult, choose_culprit
 
 _ROWS_FOR_FOLLOWERS = 8
 
 
-def failure_report(ends: Iterable[RankEnd], silent_nodes: Sequence[str] = ()) -> str:
+def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
     """The culprit's last log lines, then a table: the culprit first, then those who followed.
 
     ``silent_nodes`` are nodes that have not told how their ranks ended.
@@ -24,14 +24,14 @@ def failure_report(ends: Iterable[RankEnd], silent_nodes: Sequence[str] = ()) ->
     return "\n".join(parts)
 
 
-def headline(culprit: RankEnd) -> str:
+def headline(culprit: WorkerResult) -> str:
     """One line for other nodes and for whoever waits in the store."""
     return (
         f"rank {culprit.rank} ({culprit.endpoint}) failed first: {culprit.how()} after {culprit.failed_seconds:.1f} s"
     )
 
 
-def _last_lines(culprit: RankEnd) -> str:
+def _last_lines(culprit: WorkerResult) -> str:
     host = culprit.endpoint.rpartition(":")[0]
     told = culprit.report.traceback if culprit.report else ()
     if told and told[-1] not in culprit.last_lines:  # much was printed since, or the log cannot be reached
@@ -43,7 +43,7 @@ def _last_lines(culprit: RankEnd) -> str:
     return f"last lines of rank {culprit.rank} ({host}:{culprit.log_file}):\n{lines}"
 
 
-def _table(culprit: RankEnd, others: list[RankEnd]) -> str:
+def _table(culprit: WorkerResult, others: list[WorkerResult]) -> str:
     rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", culprit)]
     followers = [end for end in others if not end.succeeded or end.failed]
     rows += [_row("followed", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
@@ -54,11 +54,11 @@ def _table(culprit: RankEnd, others: list[RankEnd]) -> str:
     return "\n".join(lines)
 
 
-def _row(role: str, end: RankEnd) -> tuple[str, ...]:
+def _row(role: str, end: WorkerResult) -> tuple[str, ...]:
     return (role, str(end.rank), end.endpoint, end.how(), f"{end.failed_seconds:.1f} s", end.log_file)
 
 
-def _rest(role: str, ends: list[RankEnd]) -> list[str]:
+def _rest(role: str, ends: list[WorkerResult]) -> list[str]:
     if not ends:
         return []
     return [f"{role}: {'rank' if len(ends) == 1 else 'ranks'} {spans(sorted(end.rank for end in ends))}"]

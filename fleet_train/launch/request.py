@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
-from fleet_train.cluster.hosts import refuse_repeated
+from fleet_train.cluster.hosts import is_number, refuse_repeated
+from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.errors import ClusterError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -52,12 +54,25 @@ class LaunchRequest:
     log_dir: Path = Path("log")
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     faults: FaultPolicy = field(default_factory=FaultPolicy)
+    job_id: str | None = None
+    secret_file: Path | None = None
+    direct_ranks: int = FAN_IN
+    """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+
+
+def read_job_id(text: str, name: str = "--job_id") -> str:
+    """Raises ClusterError unless it is a name that can stand in a message: letters, digits, and . _ : @ -"""
+    if not re.fullmatch(r"[A-Za-z0-9._:@-]{1,100}", text):
+        raise ClusterError(
+            f"{name}={text[:100]!r}: 1 to 100 letters, digits, dots, dashes, colons, @ or underscores name a job"
+        )
+    return text
 
 
 def parse_devices(text: str, flag: str = "--selected_gpus") -> tuple[str, ...]:
     """``"0,1"`` -> ``("0", "1")``. Raises ClusterError for anything but different whole numbers."""
     devices = tuple(part.strip() for part in text.split(","))
-    wrong = [device for device in devices if not (device.isascii() and device.isdigit())]
+    wrong = [device for device in devices if not is_number(device)]
     if wrong:
         raise ClusterError(f"{flag}={text}: {wrong[0]!r} is not a device number; write for example {flag}=0,1")
     devices = tuple(str(int(device)) for device in devices)

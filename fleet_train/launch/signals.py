@@ -1,4 +1,4 @@
-"""What signals ask of a launcher: an orderly stop while ranks run, an end at once otherwise."""
+"""What signals ask of a launcher: a graceful stop while ranks run, an end at once otherwise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ORDERLY = (signal.SIGTERM, signal.SIGUSR1)
+GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
 """Kubernetes, Slurm and ``kill`` send SIGTERM; Slurm's ``--signal=USR1@seconds`` comes earlier."""
-_HANDLED = (signal.SIGINT, signal.SIGHUP, *ORDERLY)
+_HANDLED = (signal.SIGINT, signal.SIGHUP, *GRACEFUL)
 
 
 class StopRequested(BaseException):
@@ -21,15 +21,15 @@ class StopRequested(BaseException):
 
 
 class Stopping:
-    """``asked``: the orderly signal that came while ranks were watched; 0 when none did."""
+    """``asked``: the graceful signal that came while ranks were watched; 0 when none did."""
 
     def __init__(self) -> None:
         self.asked = 0
         self._watching = False
 
     @contextmanager
-    def orderly(self) -> Iterator[None]:
-        """Within the block the first orderly signal is only noted, so that the ranks can save their state."""
+    def gracefully(self) -> Iterator[None]:
+        """Within the block the first graceful signal is only noted, so that the ranks can save their state."""
         self._watching = True
         try:
             yield
@@ -37,7 +37,7 @@ class Stopping:
             self._watching = False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        if number in ORDERLY and self._watching and not self.asked:
+        if number in GRACEFUL and self._watching and not self.asked:
             self.asked = number
             return
         for each in _HANDLED:

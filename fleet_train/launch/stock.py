@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from fleet_train.launch import worker
+from fleet_train.launch.holding import hold, remove_abandoned
 from fleet_train.launch.node import Node
 
 # As a folder it cannot be made, so the stock launcher cannot write <job>.<pod>.log, which opens with str(os.environ).
@@ -28,17 +32,34 @@ def stock_command(
     return [*command, worker.__file__, str(log_dir), token, json.dumps([*(["-m"] if is_module else []), *program])]
 
 
-def make_private_folder(processes: range) -> Path:
+class PrivateFolder:
     """A folder for the stock launcher's own files, which nobody else can read.
 
     It writes the whole environment into ``envlog.N`` and ``backup_env.RANK.json``: both lead to /dev/null here.
     """
-    private = Path(tempfile.mkdtemp(prefix=worker.PRIVATE_PREFIX))
-    for local, rank in enumerate(processes):
-        (private / f"envlog.{local}").symlink_to("/dev/null")
-        (private / f"backup_env.{rank}.json").symlink_to("/dev/null")
-    return private
+
+    def __init__(self, ranks: range) -> None:
+        remove_abandoned_folders()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=worker.PRIVATE_PREFIX))
+            with suppress(BlockingIOError):  # another launcher has come between, and takes it for abandoned
+                self._held = hold(self.path)
+                if self.path.is_dir():
+                    break
+        for local, rank in enumerate(ranks):
+            (self.path / f"envlog.{local}").symlink_to("/dev/null")
+            (self.path / f"backup_env.{rank}.json").symlink_to("/dev/null")
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._held is not None:
+            self._held.close()
 
 
-def remove_private_folder(private: Path) -> None:
-    shutil.rmtree(private, ignore_errors=True)
+def remove_abandoned_folders() -> None:
+    """Those of this user's launchers that were killed together with their ranks, so that nobody was left to do it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{worker.PRIVATE_PREFIX}*"):
+        with suppress(OSError):
+            about = folder.lstat()
+            if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode):
+                remove_abandoned(folder)

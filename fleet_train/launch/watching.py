@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.launch import processes, worker
-from fleet_train.launch.ends import RankEnd, end_from_record, last_lines
+from fleet_train.files import read_regular
+from fleet_train.launch import processes, terminal, worker
 from fleet_train.launch.node import Node
+from fleet_train.launch.terminal import Outlet
+from fleet_train.launch.worker_result import WorkerResult, last_lines, result_from_record
 
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES = _RECORD_BYTES = 64 * 1024
+
+Records = dict[int, dict[str, Any]]
 
 
 class RankFiles:
-    """The logs and end records of this node's ranks, in ``log_dir``."""
+    """The logs and end records of this node's ranks, in ``log_dir``.
 
-    def __init__(self, node: Node, log_dir: Path, token: str, attempt: int = 0) -> None:
+    ``heard`` gives the records that could not be written there, by local rank.
+    """
+
+    def __init__(
+        self, node: Node, log_dir: Path, token: str, attempt: int = 0, heard: Callable[[], Records] = dict
+    ) -> None:
         self.node = node
         self.log_dir = log_dir
         self.token = token
         self.attempt = attempt
+        self._heard = heard
 
     def prepare(self) -> None:
         """Make the folder; remove what an earlier job has left, keep the logs of this job's earlier attempts."""
@@ -40,15 +51,19 @@ class RankFiles:
     def log_file(self, local_rank: int) -> Path:
         return self.log_dir / worker.log_name(local_rank)
 
-    def records(self) -> dict[int, dict[str, Any]]:
-        """Local rank -> what its wrapper has written down so far."""
+    def records(self) -> Records:
+        """Local rank -> what its wrapper has written down, or told, so far."""
         found = {}
         for local in range(self.node.processes):
-            # Absent until the rank has started; unreadable is impossible, records are replaced in one piece.
-            with suppress(FileNotFoundError):
-                record = json.loads((self.log_dir / worker.record_name(local)).read_text())
-                if record["token"] == self.token:
+            # Absent until the rank has started, and where the disk is in the way. Ours are replaced in one piece: what
+            # cannot be read is a stranger's.
+            with suppress(OSError, ValueError, RecursionError):
+                record = json.loads(read_regular(self.log_dir / worker.record_name(local), _RECORD_BYTES))
+                if isinstance(record, dict) and record.get("token") == self.token:
                     found[local] = record
+        for local, record in self._heard().items():
+            if local not in found or "ended_monotonic" in record:
+                found[local] = record
         return found
 
     def all_have_started(self) -> bool:
@@ -63,10 +78,10 @@ class RankFiles:
     def wrapper_pids(self) -> list[int]:
         return [record["wrapper_pid"] for record in self.records().values() if "ended_monotonic" not in record]
 
-    def ends(self, start: float) -> dict[int, RankEnd]:
+    def ends(self, start: float) -> dict[int, WorkerResult]:
         """Local rank -> its end, for those that have ended."""
         return {
-            local: end_from_record(record, start, self.endpoint(local), self.node.index, str(self.log_file(local)))
+            local: result_from_record(record, start, self.endpoint(local), self.node.index, str(self.log_file(local)))
             for local, record in self.records().items()
             if "ended_monotonic" in record
         }
@@ -74,10 +89,10 @@ class RankFiles:
     def endpoint(self, local_rank: int) -> str:
         return f"{self.node.address}:{self.node.started_port + local_rank}"
 
-    def end_without_trace(self, local_rank: int, seconds: float) -> RankEnd:
+    def result_without_trace(self, local_rank: int, seconds: float) -> WorkerResult:
         """For a rank that is gone although nobody has written down how."""
         rank, log_file = self.node.ranks[local_rank], str(self.log_file(local_rank))
-        return RankEnd(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
+        return WorkerResult(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
         return last_lines(end_of(self.log_file(local_rank)))
@@ -95,11 +110,17 @@ def end_of(log: Path) -> str:
 
 
 class Follower:
-    """Copies a growing file to the terminal, byte for byte, so that progress bars work."""
+    """Shows a growing file on the terminal, byte for byte, so that progress bars work.
 
-    def __init__(self, path: Path, sink: BinaryIO | None = None) -> None:
+    The file is all the memory that a slow reader needs: what there is no room for is read later.
+    """
+
+    def __init__(
+        self, path: Path, outlet: Outlet = terminal.out, show: Callable[[bytes], None] = terminal.show
+    ) -> None:
         self._path = path
-        self._sink = sink or sys.stdout.buffer
+        self._outlet = outlet
+        self._show = show
         self._file: BinaryIO | None = None
         self._last = b"\n"
 
@@ -109,24 +130,22 @@ class Follower:
                 self._file = self._path.open("rb")
             except OSError:
                 return
-        while chunk := self._file.read(1 << 16):
+        while self._outlet.has_room() and (chunk := self._file.read(1 << 16)):
             self._show(chunk)
             self._last = chunk
 
     def close(self) -> None:
-        """Copy the rest and end the line, so that what comes after does not stick to a progress bar."""
+        """Show the rest and end the line, so that what comes after does not stick to a progress bar.
+
+        Bounded: what nobody reads within seconds is counted and left out.
+        """
         self.pump()
+        while not self._outlet.has_room() and self._outlet.drain():
+            self.pump()
         self._show(b"" if self._last.endswith(b"\n") else b"\n")
         if self._file is not None:
+            self._outlet.leave_out(sum(chunk.count(b"\n") for chunk in iter(partial(self._file.read, 1 << 20), b"")))
             self._file.close()
-
-    def _show(self, chunk: bytes) -> None:
-        try:
-            self._sink.write(chunk)
-            self._sink.flush()
-        except BrokenPipeError:
-            # "| head" has seen enough: the job goes on, and Python must not fail on this pipe when it exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._sink.fileno())
 
 
 class NoFollower:

@@ -14,18 +14,20 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
-# How long a rank that has to end may take to do so. An orderly stop has no bound here: its sender bounds it.
+# How long a rank that has to end may take to do so. A graceful stop has no bound here: its sender bounds it.
 GRACE_SECONDS = 3.0
-ORDERLY_STOP = signal.SIGUSR1
+GRACEFUL_STOP = signal.SIGUSR1
 # A signal for the whole group reaches the child and us in any order.
 _SIGNAL_RACE_SECONDS = 0.05
+_TELL_SECONDS = 2.0
 PRIVATE_PREFIX = "fleet_train-launch-"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,6 +39,11 @@ def record_name(local_rank: int) -> str:
 
 def log_name(local_rank: int) -> str:
     return f"workerlog.{local_rank}"
+
+
+def inbox_address(token: str) -> str:
+    """Where our launcher hears of what could not be written: a socket of Linux that is no file."""
+    return f"\0fleet_train-{token}"
 
 
 def launcher_pid(token: str) -> int:
@@ -69,13 +76,14 @@ class RankProcess:
         self.log_path = log_path
         self.environ = environ
         self.asked_to_stop = 0  # the first signal that the child was given
+        self.trouble = ""  # why there is no log
         self._must_end = False
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
-        signal.signal(ORDERLY_STOP, self._on_orderly_stop)
+        signal.signal(GRACEFUL_STOP, self._on_graceful_stop)
         signal.signal(signal.SIGALRM, self._on_grace_over)
         tie_to_us = dying_with_us()
 
@@ -83,7 +91,7 @@ class RankProcess:
             os.setpgid(0, 0)
             tie_to_us()
 
-        with open(self.log_path, "wb") as log:
+        with self._open_log() as log:
             self.child = subprocess.Popen(
                 self.command,
                 env=self.environ,
@@ -94,6 +102,14 @@ class RankProcess:
             )
         if self.asked_to_stop:  # came while the child was being made
             self.child.send_signal(self.asked_to_stop)
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            os.makedirs(os.path.dirname(self.log_path), exist_ok=True)
+            return open_new(self.log_path)
+        except OSError as error:
+            self.trouble = f"{self.log_path} cannot be written: {error.strerror}"
+            return open(os.devnull, "wb")
 
     def wait(self) -> int:
         """The child's end as subprocess gives it (negative: the signal); nothing of a failed rank is left behind."""
@@ -113,7 +129,7 @@ class RankProcess:
             self._forward(number)
             signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
 
-    def _on_orderly_stop(self, _: int, __: FrameType | None) -> None:
+    def _on_graceful_stop(self, _: int, __: FrameType | None) -> None:
         if not self.asked_to_stop:
             self._forward(signal.SIGTERM)
 
@@ -131,11 +147,35 @@ class RankProcess:
             os.killpg(self.child.pid, number)
 
 
+def open_new(path: str) -> BinaryIO:
+    """A new file of this name, as `fleet_train.files.open_new` makes it: a link that has the name is not followed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+
+
 def write_record(path: str, record: dict[str, Any]) -> None:
     temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(record, file)
+    with open_new(temporary) as file:
+        file.write(json.dumps(record).encode())
     os.replace(temporary, path)
+
+
+def write_down(path: str, record: dict[str, Any]) -> None:
+    """Into the file; where a disk is in the way of that, or of the log (``trouble``), the launcher is told directly."""
+    trouble = record["trouble"]
+    try:
+        write_record(path, record)
+    except OSError as error:
+        trouble = trouble or f"{path} cannot be written: {error.strerror}"
+    if trouble:
+        tell_launcher(record | {"trouble": trouble})
+
+
+def tell_launcher(record: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(_TELL_SECONDS)  # it may be busy, or gone
+        sender.sendto(json.dumps(record).encode(), inbox_address(record["token"]))
 
 
 def remove_abandoned(private: str) -> None:
@@ -168,11 +208,11 @@ def main(log_dir: str, token: str, program: str) -> None:
     private = os.environ.get("PADDLE_LOG_DIR", "")
     environ = dict(os.environ, PADDLE_LOG_DIR=log_dir)
     environ.pop("PADDLE_BACKUP_ENV_PATH", None)  # it leads to /dev/null, see stock.py
-    os.makedirs(log_dir, exist_ok=True)
     path = os.path.join(log_dir, record_name(local_rank))
     record: dict[str, Any] = {
         "token": token,
         "rank": int(os.environ["PADDLE_TRAINER_ID"]),
+        "local_rank": local_rank,
         "endpoint": os.environ["PADDLE_CURRENT_ENDPOINT"],
         "wrapper_pid": os.getpid(),
     }
@@ -181,8 +221,8 @@ def main(log_dir: str, token: str, program: str) -> None:
     began = time.monotonic()
     rank.start()
     assert rank.child is not None
-    record |= {"pid": rank.child.pid, "began_monotonic": began}
-    write_record(path, record)
+    record |= {"pid": rank.child.pid, "began_monotonic": began, "trouble": rank.trouble}
+    write_down(path, record)
     status = rank.wait()
     ended = time.monotonic()
     record |= {
@@ -192,7 +232,7 @@ def main(log_dir: str, token: str, program: str) -> None:
         "signal": -status if status < 0 else None,
         "asked_to_stop": rank.asked_to_stop or None,
     }
-    write_record(path, record)
+    write_down(path, record)
     if os.getppid() != parent:
         remove_abandoned(private)
     end_as(status)

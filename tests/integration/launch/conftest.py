@@ -30,14 +30,22 @@ class Bench:
         flags: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         node: int | None = None,
+        shell: str = '"$@"',
+        job: str = "",
     ) -> Started:
-        """One launcher; ``node`` 0 or 1 of two, or None for a job on this machine alone."""
+        """One launcher; ``node`` 0 or 1 of two, or None for a job on this machine alone.
+
+        ``shell``: what a user types around the command (``"$@"``), such as a pipe; a failure anywhere is the exit code.
+        ``job`` tells the launchers of several jobs in one folder apart.
+        """
         path = write_script(script, self.folder)
         where = [f"--cluster_node_ips={','.join(HOSTS)}", f"--node_ip={HOSTS[node]}"] if node is not None else []
         command = ["-m", "fleet_train", "launch", *where, f"--started_port={self.first_port}", *flags]
         name = f"node{node or 0}"
         environment = clean_environ({"SECRET_TOKEN": SECRET, "TMPDIR": str(self.temporary), **(environ or {})})
-        return self.job.start(name, python(*command, str(path), *arguments), environment, cwd=self.folder / name)
+        typed = ["bash", "-c", f"set -o pipefail; {shell}", "bash"] if shell != '"$@"' else []
+        command = [*typed, *python(*command, str(path), *arguments)]
+        return self.job.start(f"{name}{job}", command, environment, cwd=self.folder / name)
 
     def start_two(self, script: str | Path, *arguments: str, flags: Sequence[str] = ()) -> tuple[Started, Started]:
         return (

@@ -81,6 +81,8 @@ FAULTS: dict[str, Any] = {
     "sys.exit 3": lambda: sys.exit(3),
     "raise SystemExit 3": exit_directly,
     "exit 0": lambda: sys.exit(0),
+    "exit 0, missed late": lambda: sys.exit(0),
+    "os._exit 0": lambda: os._exit(0),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": loop,
     "children": make_children,
@@ -103,6 +105,8 @@ def main() -> None:
     for step in range(1, 7):
         if step == 3 and fleet.worker_index() == 1:
             FAULTS[sys.argv[1]]()
+        elif step == 3 and sys.argv[1] == "exit 0, missed late":
+            time.sleep(80)  # in nobody's company, as between two averagings
         exe.run(fleet.main_program, feed={"x": np.ones((8, 4), "float32")}, fetch_list=[loss])
     print("all steps made", flush=True)
 

@@ -68,7 +68,11 @@ def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path
         job.wait_until(lambda: said(first, lost), 30, lost)
         assert time.monotonic() - began < 6.0, job.report()
         job.wait_until(lambda: said(first, "waiting for node 1 (10.77.0.2) to come back"), 20, "node 0 waits")
-        job.wait_until(lambda: said(second, "node 0 (10.77.0.1), whose launcher hosts"), 20, "node 1 waits")
+        job.wait_until(
+            lambda: said(second, "the launcher of node 0 (10.77.0.1), which led the job, cannot be reached"),
+            20,
+            "node 1 waits",
+        )
         machines[1].set_link("up")
         assert [one.exit_code for one in job.wait(60)] == [0, 0], job.report()
         assert [p.read_text() for p in logs] == ["attempt 1 rank 0\n", "attempt 1 rank 1\n"]

@@ -144,3 +144,38 @@ def test_help_answers_in_less_than_half_a_second(bench: Bench) -> None:
         assert bench.start("", flags=["--help"]).process.wait(timeout=30) == 0
         seconds.append(time.monotonic() - began)
     assert min(seconds) < 0.5
+
+
+def test_the_next_launcher_removes_what_one_left_that_was_killed_with_its_ranks(bench: Bench) -> None:
+    (bench.folder / "here").mkdir()
+    bench.start(_ENDINGS, "wait", "wait", str(bench.folder / "here"), flags=_TWO)
+    bench.wait_for_output("began", "node0/log/workerlog.0", "node0/log/workerlog.1")
+    bench.job.kill_leftovers()  # all at once, as the kernel does with a control group
+    assert len(list(bench.temporary.glob("fleet_train-launch-*"))) == 1
+    assert bench.start("", flags=_TWO).process.wait(timeout=30) == 0
+    assert list(bench.temporary.iterdir()) == []
+
+
+_ONE_OF_TWO_JOBS = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+here.joinpath(sys.argv[2]).touch()
+while len(os.listdir(here)) < 2:
+    time.sleep(0.01)
+print("rank of", sys.argv[2], flush=True)
+"""
+
+
+def test_two_jobs_from_one_folder_keep_their_logs_apart(bench: Bench) -> None:
+    here = bench.folder / "here"
+    here.mkdir()
+    first = bench.start(_ONE_OF_TWO_JOBS, str(here), "first")
+    bench.wait_for((here / "first").exists, "the first job is at work")
+    other_ports = [f"--started_port={bench.first_port + 2}"]
+    second = bench.start(_ONE_OF_TWO_JOBS, str(here), "second", flags=other_ports, job=" second")
+    assert [each.process.wait(timeout=60) for each in (first, second)] == [0, 0], bench.job.report()
+    assert bench.log("node0/log/workerlog.0") == "rank of first\n"
+    assert bench.log("node0/log.2/workerlog.0") == "rank of second\n"
+    said = next(line for line in second.output.splitlines() if "is in use" in line)
+    assert f"{bench.folder}/node0/log is in use by another job (process {first.process.pid} of " in said
+    assert f"logs in {bench.folder}/node0/log.2" in second.output

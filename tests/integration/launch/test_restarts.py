@@ -87,10 +87,10 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
     wait_for_attempt(bench, 1)
     send(first, signal.SIGKILL)
     first.process.wait()
-    bench.wait_for_output("node 0 (127.0.0.2), whose launcher hosts the job store, cannot be reached", "node1.log")
+    bench.wait_for_output("node 1 (127.0.0.3) leads the job from now on", "node1.log")
     start(bench, 0, words, patience)
     assert [one.exit_code for one in bench.ended()] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], bench.job.report()
-    # The new launcher of node 0 has heard from the other one how often the job has begun.
+    # The new launcher of node 0 follows, and has heard from the other one how often the job has begun.
     assert [bench.log(f"node{node}/log/workerlog.0") for node in (0, 1)] == [
         "attempt 2 rank 0 of 2\n",
         "attempt 2 rank 1 of 2\n",

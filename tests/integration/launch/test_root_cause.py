@@ -26,6 +26,7 @@ def check_table(bench: Bench, output: str, guilty: str, how: str) -> None:
 
 
 _LEFT = r"left the job while others waited for it at step 3"
+_BROKE = r"was lost \(its connection broke\) while others waited for it at step 3"
 _MISSED = r"did not come to step 3 within 2 s"
 
 
@@ -39,6 +40,7 @@ _MISSED = r"did not come to step 3 within 2 s"
         ("sys.exit text", 1, r"exit code 1 \(sys.exit\)", "no disk left", "sys.exit: no disk left"),
         ("raise SystemExit 3", 3, rf"exit code 3 \({_LEFT}\)", None, "left the job"),
         ("exit 0", 11, rf"exit code 0 \({_LEFT}\)", None, "left the job"),
+        ("os._exit 0", 11, rf"exit code 0 \({_BROKE}\)", None, "was lost"),
         ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not come within 2 s"),
     ],
 )  # fmt: skip
@@ -84,3 +86,13 @@ def test_children_of_a_rank_have_no_part_in_its_job(bench: Bench) -> None:
     assert "a child was told: process" in log
     assert "was forked from rank 1" in log
     assert "all steps made" in log
+
+
+def test_a_rank_that_left_long_before_it_was_missed_fails_on_its_own_node_too(bench: Bench) -> None:
+    """Longer than the launchers of one job ever wait for each other at its end."""
+    bench.start_two(SCRIPT, "exit 0, missed late", flags=["--join_timeout=10"])
+    ended = bench.ended(200.0)
+    assert [one.exit_code for one in ended] == [11, 11], bench.job.report()
+    for one in ended:
+        check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", rf"exit code 0 \({_LEFT}\)")
+    assert "this node's ranks have ended; waiting for those of node 0 (127.0.0.2)\n" in ended[1].output

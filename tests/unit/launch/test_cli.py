@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from fleet_train.cli import COMMANDS
 from fleet_train.cli import launch as cli
 from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
@@ -91,3 +93,41 @@ def test_paddlecloud_takes_the_place_of_the_node_flags(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     request = read("--use_paddlecloud", "train.py")
     assert (request.hosts, request.node_host, request.started_port) == (("10.0.0.1", "10.0.0.2"), "10.0.0.2", 6007)
+
+
+SECONDS = ("--join_timeout", "--rejoin_timeout", "--lost_node_timeout", "--grace_seconds")
+
+
+@pytest.mark.parametrize("flag", SECONDS)
+@pytest.mark.parametrize(
+    "value",
+    ["nan", "inf", "-inf", "Infinity", "-1", "1e400", "1e9", "1_000", "\uff11\uff12", "", " 5", "0x10", "5\x1b[31m"],
+)
+def test_seconds_are_finite_decimal_and_bounded(flag: str, value: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        read(f"{flag}={value}", "train.py")
+    assert f"'{flag}'" in caught.value.format_message()
+    assert caught.value.format_message().isprintable()
+
+
+@pytest.mark.parametrize("flag", ["--started_port", "--nproc_per_node", "--max_restarts", "--min_nodes"])
+@pytest.mark.parametrize(
+    "value", ["\uff16\uff11\uff17\uff10", "\u0661", "\u00b2", "6_170", "1e3", "0x10", " 1", "", "9" * 5000]
+)
+def test_whole_numbers_are_of_the_digits_0_to_9(flag: str, value: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        read(f"{flag}={value}", "train.py")
+    assert "is not a whole number of up to 18 digits" in caught.value.format_message()
+    assert len(caught.value.format_message()) < 200
+
+
+def test_numbers_that_are_right_are_read() -> None:
+    request = read("--join_timeout=1.5e2", "--started_port=06170", "--grace_seconds=+.5", "train.py")
+    assert (request.join_timeout_seconds, request.started_port, request.faults.grace_seconds) == (150.0, 6170, 0.5)
+
+
+def test_no_command_reads_numbers_with_pythons_own_types() -> None:
+    for name in COMMANDS:
+        for parameter in import_module(f"fleet_train.cli.{name}").command.params:
+            loose = isinstance(parameter.type, (click.types.IntParamType, click.types.FloatParamType))
+            assert not loose or type(parameter.type).__module__ == "fleet_train.cli.numbers", (name, parameter.name)

@@ -20,6 +20,14 @@ def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
     return Machine({"lo": ("127.0.0.1",)}, 4, False, None, versions)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
+def test_names_that_no_file_can_have_are_told(name: str) -> None:
+    with pytest.raises(ClusterError, match=r"the training script .* cannot be used: "):
+        prepare.check_program(LaunchRequest((name,)))
+    with pytest.raises(ClusterError, match=r"--log_dir=.* cannot be used: "):
+        prepare.check_log_dir(Path(name))
+
+
 def test_a_script_must_exist(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     prepare.check_program(request(str(tmp_path / "train.py")))
@@ -59,6 +67,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "--strategy": "none",
         "--max_restarts": 0,
         "--min_nodes": 2,
+        "--direct_ranks": 32,
         "the kind of device": "CPU",
         "the Python version": "3.11",
         "the fleet_train version": "0.1.0",

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from fleet_train.launch import worker
 from fleet_train.launch.node import Node
-from fleet_train.launch.stock import make_private_folder, remove_private_folder, stock_command
+from fleet_train.launch.stock import PrivateFolder, stock_command
+from tests.support.processes import clean_environ, python
 
 PRIVATE = Path("/tmp/private")
 
@@ -42,13 +47,38 @@ def test_a_module_is_run_as_a_module() -> None:
     assert command(Node(("10.0.0.1",), 0, 6170, 1, None, None), "a.b", is_module=True)[-1] == '["-m", "a.b"]'
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
 def test_what_the_stock_launcher_writes_about_the_environment_goes_nowhere() -> None:
-    private = make_private_folder(range(2, 4))
+    private = PrivateFolder(range(2, 4))
     try:
         names = ["backup_env.2.json", "backup_env.3.json", "envlog.0", "envlog.1"]
-        assert sorted(entry.name for entry in private.iterdir()) == names
-        assert all((private / name).resolve() == Path("/dev/null") for name in names)
-        assert private.stat().st_mode & 0o077 == 0
+        assert sorted(entry.name for entry in private.path.iterdir()) == [".lock", *names]
+        assert all((private.path / name).resolve() == Path("/dev/null") for name in names)
+        assert private.path.stat().st_mode & 0o077 == 0
     finally:
-        remove_private_folder(private)
-    assert not private.exists()
+        private.remove()
+    assert not private.path.exists()
+
+
+def test_only_folders_whose_launcher_is_gone_are_removed(temporary: Path) -> None:
+    made_by_another = "from fleet_train.launch.stock import PrivateFolder; print(PrivateFolder(range(1)).path)"
+    environ = clean_environ({"TMPDIR": str(temporary)})
+    ended = subprocess.run(python("-c", made_by_another), env=environ, capture_output=True, text=True, check=True)
+    abandoned = Path(ended.stdout.strip())
+    (temporary / "fleet_train-launch-unheld").mkdir()
+    (temporary / "fleet_train-launch-link").symlink_to(abandoned)
+    assert abandoned.is_dir()
+    first, second = PrivateFolder(range(1)), PrivateFolder(range(1))
+    try:
+        assert not abandoned.exists()
+        assert first.path.is_dir()
+        names = ["fleet_train-launch-link", "fleet_train-launch-unheld", first.path.name, second.path.name]
+        assert sorted(path.name for path in temporary.iterdir()) == sorted(names)
+    finally:
+        first.remove()
+        second.remove()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from fleet_train.launch import worker
+from fleet_train.launch.inbox import Inbox
 
 
-def start(folder: Path, code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, code: str, *arguments: str, token: str = "1-ab") -> subprocess.Popen[bytes]:
     (folder / "script.py").write_text(code)
     environ = {
         "PADDLE_LOCAL_RANK": "1",
@@ -27,7 +28,7 @@ def start(folder: Path, code: str, *arguments: str) -> subprocess.Popen[bytes]:
     }
     program = json.dumps([str(folder / "script.py"), *arguments])
     # The token's pid is that of our launcher; 1 can be no child's parent here without being gone.
-    return subprocess.Popen([sys.executable, worker.__file__, str(folder / "logs"), "1-ab", program], env=environ)
+    return subprocess.Popen([sys.executable, worker.__file__, str(folder / "logs"), token, program], env=environ)
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -44,6 +45,18 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.01)
+
+
+def test_links_that_somebody_has_placed_in_the_log_folder_are_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "logs").mkdir()
+    for name in ("workerlog.1", "workerend.1.json", "workerend.1.json.tmp"):
+        (tmp_path / "logs" / name).symlink_to(precious)
+    assert start(tmp_path, "print('fine')").wait(timeout=30) == 0
+    assert precious.read_text() == "mine"
+    assert output(tmp_path) == "fine\n"
+    assert record(tmp_path)["exit_code"] == 0
 
 
 @pytest.mark.parametrize(
@@ -122,3 +135,25 @@ def test_the_script_dies_with_its_wrapper(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "the script lives on without its wrapper"
         time.sleep(0.02)
     assert os.path.exists(tmp_path / "logs" / "workerlog.1")
+
+
+def test_what_no_disk_takes_is_told_to_the_launcher_directly(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "workerlog.1").mkdir(parents=True)  # no log can be opened there
+    (tmp_path / "logs" / "workerend.1.json.tmp").mkdir()
+    said: list[str] = []
+    token = f"1-{os.getpid()}"
+    inbox = Inbox(token, said.append)
+    try:
+        assert start(tmp_path, "print('lost'); raise SystemExit(7)", token=token).wait(timeout=20) == 7
+        told = inbox.look()[1]
+    finally:
+        inbox.close()
+    assert (told["rank"], told["exit_code"], told["signal"], told["token"]) == (3, 7, None, token)
+    assert said == [
+        f"{tmp_path}/logs/workerlog.1 cannot be written: Is a directory; the job goes on, logs are not complete"
+    ]
+
+
+def test_a_wrapper_whose_launcher_is_gone_ends_as_its_script_although_nobody_hears_of_it(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "workerend.1.json.tmp").mkdir(parents=True)
+    assert start(tmp_path, "raise SystemExit(7)").wait(timeout=20) == 7

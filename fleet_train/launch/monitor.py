@@ -11,10 +11,10 @@ from enum import Enum
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch import processes
-from fleet_train.launch.ends import RankEnd, choose_culprit, with_reports
-from fleet_train.launch.meeting import Meeting
-from fleet_train.launch.orderly import OrderlyStop
+from fleet_train.launch.graceful_stop import GracefulStop
+from fleet_train.launch.rendezvous import NODES_PER_SECOND, Rendezvous
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
+from fleet_train.launch.worker_result import WorkerResult, choose_culprit, with_reports
 
 _TICK_SECONDS = 0.1
 _STORE_EVERY_SECONDS = 0.5
@@ -38,7 +38,7 @@ class Cause(Enum):
     STOPPED = "the job was asked to stop, and the ranks of this node have not stopped in good order"
     RANK_FAILED = "a rank of this node has failed"
     TOLD = "somebody else has reported a failure"
-    STORE_LOST = "node 0's launcher has vanished"
+    STORE_LOST = "the leader's launcher has vanished"
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ class Verdict:
     cause: Cause
     report: dict[str, object] | None = None
     message: str = ""
-    culprit: RankEnd | None = None
+    culprit: WorkerResult | None = None
 
 
-class Supervisor:
+class Monitor:
     """One look per tick at: rank 0's output, the end records, signals, the store, and the stock launcher itself."""
 
     def __init__(
         self,
         files: RankFiles,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         stock: subprocess.Popen[bytes],
         follower: Follower | NoFollower,
-        stop: OrderlyStop,
+        stop: GracefulStop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files = files
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.stock = stock
         self.follower = follower
         self.stop = stop
@@ -96,7 +96,8 @@ class Supervisor:
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._reports or self._clock() >= self._next_look_at_store:
-            self._next_look_at_store = self._clock() + _STORE_EVERY_SECONDS
+            pause = max(_STORE_EVERY_SECONDS, len(self.files.node.addresses) / NODES_PER_SECOND)
+            self._next_look_at_store = self._clock() + pause
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
@@ -105,13 +106,13 @@ class Supervisor:
             return Verdict(Cause.STOPPED)
         return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
 
-    def _tell_finished(self, ends: list[RankEnd]) -> None:
+    def _tell_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
             if end.succeeded and end.rank not in self._finished:
                 self._finished.add(end.rank)
-                self.meeting.tell_finished(end.rank)
+                self.rendezvous.tell_finished(end.rank)
 
-    def _judge(self, ends: list[RankEnd]) -> Verdict | None:
+    def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
         node = self.files.node
         culprit = choose_culprit(with_reports(ends, self._reports, node))
         if culprit is None:  # reports of ranks that this job does not have
@@ -129,7 +130,7 @@ class Supervisor:
 
     def _ask_store(self) -> Verdict | None:
         try:
-            word, self._reports = self.meeting.failures()
+            word, self._reports = self.rendezvous.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
         if word is not None:
@@ -137,21 +138,21 @@ class Supervisor:
         self.stop.ask_store()
         return None
 
-    def ends(self) -> list[RankEnd]:
+    def ends(self) -> list[WorkerResult]:
         """How ranks have ended so far; when the stock launcher is gone, the rest has ended without a trace."""
-        since_start = self._clock() - self.meeting.start
-        ends = self.files.ends(self.meeting.start)
+        since_start = self._clock() - self.rendezvous.start
+        ends = self.files.ends(self.rendezvous.start)
         for local in self.files.without_wrapper():
-            ends.setdefault(local, self.files.end_without_trace(local, since_start))
+            ends.setdefault(local, self.files.result_without_trace(local, since_start))
         if self.stock.poll() is not None:
             self._stock_ended_at = self._stock_ended_at or self._clock()
             if self._clock() > self._stock_ended_at + _RECORD_SECONDS:
                 for local in range(self.files.node.processes):
-                    ends.setdefault(local, self.files.end_without_trace(local, since_start))
+                    ends.setdefault(local, self.files.result_without_trace(local, since_start))
         return [ends[local] for local in sorted(ends)]
 
 
-def _patience(culprit: RankEnd, *, is_here: bool) -> float:
+def _patience(culprit: WorkerResult, *, is_here: bool) -> float:
     """How long after the first sign of a failure its conclusion is drawn, when this is the root cause so far."""
     report = culprit.report
     if report is None:

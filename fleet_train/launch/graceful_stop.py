@@ -1,4 +1,4 @@
-"""The orderly stop of one attempt: who wants it, who is told, how long ranks may take."""
+"""The graceful stop of one attempt: who wants it, who is told, how long ranks may take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleet_train.launch import processes
-from fleet_train.launch.meeting import Meeting
+from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.signals import Stopping, signal_name
 from fleet_train.launch.watching import RankFiles
 
@@ -15,32 +15,32 @@ _NEWS_SECONDS = 5.0
 # Before that, ranks may still be starting: they would not know what SIGTERM asks of them.
 _SETTLED_SECONDS = 20.0
 
-Newcomers = Callable[[], str | None]
+WaitingNodes = Callable[[], str | None]
 
 
-class OrderlyStop:
+class GracefulStop:
     """From its first sign on, wherever it was asked for, the ranks of this node have a bounded time to end.
 
-    A signal to this launcher ends the job. Newcomers (node 0: nodes that have come back and are ready) lead to another
-    attempt, with them.
+    A signal to this launcher ends the job. Waiting nodes (the leader sees which have come back and are ready) lead to
+    another attempt, with them.
     """
 
     def __init__(
         self,
         files: RankFiles,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         stopping: Stopping,
         grace_seconds: float,
-        newcomers: Newcomers,
+        waiting_nodes: WaitingNodes,
         clock: Callable[[], float],
     ) -> None:
         self.by_signal = False
-        self.for_newcomers = ""
+        self.for_waiting_nodes = ""
         self._files = files
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._stopping = stopping
         self._grace_seconds = grace_seconds
-        self._newcomers = newcomers
+        self._waiting_nodes = waiting_nodes
         self._clock = clock
         self._until: float | None = None
         self.is_announced = False
@@ -48,7 +48,7 @@ class OrderlyStop:
 
     @property
     def wanted_here(self) -> bool:
-        return self.by_signal or bool(self.for_newcomers)
+        return self.by_signal or bool(self.for_waiting_nodes)
 
     @property
     def signal_number(self) -> int:
@@ -71,16 +71,16 @@ class OrderlyStop:
         """Now and then: what other nodes have announced, and who has come back."""
         if self._until is not None:
             return
-        notice: dict[str, Any] | None = self._meeting.stop_announced()
+        notice: dict[str, Any] | None = self._rendezvous.stop_announced()
         if notice is not None:
             self._until = self._clock() + float(notice["grace_seconds"]) + _NEWS_SECONDS
             self.is_announced = True
-        elif self._clock() > self._meeting.start + _SETTLED_SECONDS and (why := self._newcomers()):
-            self.for_newcomers = why
+        elif self._clock() > self._rendezvous.start + _SETTLED_SECONDS and (why := self._waiting_nodes()):
+            self.for_waiting_nodes = why
             self._ask(why)
 
     def _ask(self, why: str) -> None:
         self._until = self._clock() + self._grace_seconds
         self.is_announced = True
-        self._meeting.announce_stop(why, self._grace_seconds, again=not self.by_signal)
+        self._rendezvous.announce_stop(why, self._grace_seconds, again=not self.by_signal)
         processes.ask_to_stop(self._files.wrapper_pids())

@@ -1,10 +1,11 @@
-"""The launchers of one attempt meet: before its first rank starts, while its ranks run, at its end.
+"""The rendezvous of one attempt's launchers: before its first rank starts, while its ranks run, at its end.
 
-Each attempt has a scope of its own in the job store, where its ranks meet too. Launchers are the group ``node``.
+Each attempt has a round of its own in the job store, where its ranks meet too. Launchers are the group ``node``.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -13,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.cluster.store_client import StoreClient
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.client import StoreClient, Variants
 from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
-from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.node import Node
+from fleet_train.launch.worker_result import WorkerResult
 
 GROUP = "node"
 _STOP = "launch/stop"
 _ZERO = "launch/zero"
+_ENDS = "launch/ends/"
 _POLL_SECONDS = 0.2
+# How many launchers may ask the leader something within a second, all together.
+NODES_PER_SECOND = 250
+# Of so many nodes all ends are read.
+_MOST_READ = 32
 _SAY_EVERY_SECONDS = 10.0
 _FOLDER_SECONDS = 60.0
 
@@ -29,71 +36,83 @@ Facts = dict[str, Any]
 Say = Callable[[str], None]
 
 
-class Meeting:
+class Rendezvous:
     """This launcher's place in one attempt. ``start`` is the monotonic time at which all nodes had come."""
 
     def __init__(self, node: Node, client: StoreClient) -> None:
         self.node = node
         self.start = time.monotonic()
         self._client = client
+        self.launched = ""
+        """What tells this job from every other that was ever launched; known once all have joined."""
         self._host_left = False
 
     @classmethod
-    def open(cls, node: Node, scope: int, timeout_seconds: float, answer_seconds: float = 10.0) -> Meeting:
-        """Take the place. Raises JoinTimeout when node 0's launcher, which hosts the store, does not come."""
+    def open(
+        cls,
+        node: Node,
+        round_number: int,
+        timeout_seconds: float,
+        answer_seconds: float = 10.0,
+        access: Access | None = None,
+    ) -> Rendezvous:
+        """Take the place. Raises JoinTimeout when the leader, which hosts the store, does not come."""
         client = StoreClient.connect(
-            f"{node.store_endpoint}/{scope}",
+            f"{node.store_endpoint}/{round_number}",
             node.index,
             group=GROUP,
             timeout_seconds=timeout_seconds,
             describe=node.describe,
             machine=node.address,
             answer_seconds=answer_seconds,
+            access=access,
         )
         return cls(node, client)
 
     # before the first rank
 
-    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say) -> int:
+    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say, launched: str = "") -> int:
         """The attempt's number (the highest that a node proposed), when every node has come with the same facts.
 
         Raises JoinTimeout naming the nodes that are missing, ScheduleMismatch naming what differs.
         """
         deadline = time.monotonic() + timeout_seconds
+        count = len(self.node.addresses)
         try:
-            self._await_all(facts, deadline, timeout_seconds, say)
-            proposed = self._client.gather(
-                "launch", attempt, len(self.node.addresses), max(1.0, deadline - time.monotonic())
-            )
+            brought = self._compare(facts, deadline, timeout_seconds, say)
+            refuse_variants(self.node, facts, brought)
+            left = max(1.0, deadline - time.monotonic())
+            proposed = self._client.all_gather("attempt", attempt, count, left)
+            self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
         except FleetTrainError as error:
             self.fail(str(error), type(error).exit_code)
             raise
         self.start = time.monotonic()
-        if self.node.index == 0:
+        if self.node.is_leader:
             self._client.set(_ZERO, self._client.clock())
         return int(max(proposed.values()))
 
-    def _await_all(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> None:
-        self._client.set(f"launch/facts/{self.node.index}", facts)
-        missing = set(range(len(self.node.addresses))) - {self.node.index}
-        next_word = time.monotonic() + min(1.0, _SAY_EVERY_SECONDS)
-        while missing:
-            for index in sorted(missing):
-                theirs = self._client.get(f"launch/facts/{index}")
-                if theirs is not None:
-                    missing.remove(index)
-                    refuse_differences(self.node, facts, index, theirs)
-            self._refuse_failure()
-            awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
-            if missing and time.monotonic() > deadline:
-                raise JoinTimeout(
-                    f"{awaited} did not come within {timeout_seconds:g} s (--join_timeout); start the launcher there "
-                    "with the same node list in the same order"
-                )
-            if missing and time.monotonic() > next_word:
-                say(f"waiting for {awaited} (until --join_timeout, {deadline - time.monotonic():.0f} s more)")
-                next_word = time.monotonic() + _SAY_EVERY_SECONDS
-            time.sleep(_POLL_SECONDS if missing else 0)
+    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
+        """Who was started with which facts, once all have come; says now and then for whom it waits."""
+        count, patience = len(self.node.addresses), 1.0
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._client.compare("facts", facts, count, max(0.1, min(patience, left)))
+            except JoinTimeout as error:
+                self._refuse_failure()
+                awaited = ", ".join(self.node.describe(each.member) for each in error.absent) or "the other nodes"
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise JoinTimeout(
+                        f"{awaited} did not come within {timeout_seconds:g} s (--join_timeout); start the launcher "
+                        "there with the same node list in the same order"
+                    ) from None
+                say(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
+                patience = _SAY_EVERY_SECONDS
+            except WorkerFailed:
+                self._refuse_failure()
+                raise
 
     def _refuse_failure(self) -> None:
         failure = self.failure()
@@ -104,11 +123,12 @@ class Meeting:
     def shares_folder(self, folder: Path) -> bool:
         """Whether a node before this one in the list writes into the very same folder (a network file system)."""
         marker = f".launcher-{secrets.token_hex(8)}"
-        (folder / marker).touch()
+        with suppress(OSError):  # a disk that is full since: the others wait for our word all the same
+            (folder / marker).touch()
         try:
-            told = self._client.gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
+            told = self._client.all_gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
             shared = any((folder / told[index]).exists() for index in range(self.node.index))
-            self._client.gather("folders compared", shared, len(self.node.addresses), _FOLDER_SECONDS)
+            self._client.barrier("folders compared", None, len(self.node.addresses), _FOLDER_SECONDS)
             return shared
         finally:
             (folder / marker).unlink(missing_ok=True)
@@ -118,7 +138,7 @@ class Meeting:
     def failure(self) -> dict[str, Any] | None:
         """What a launcher or a rank has reported, or that a launcher was lost; None while all is well.
 
-        Raises WorkerFailed when node 0's launcher, and with it the store, has vanished before its ranks had ended.
+        Raises WorkerFailed when the leader, and with it the store, has vanished before its ranks had ended.
         """
         word, reports = self.failures()
         return word or (reports[0].to_json() if reports else None)
@@ -133,12 +153,12 @@ class Meeting:
             zero = self._zero() if told else 0.0
         except FleetTrainError:
             raise WorkerFailed(
-                f"the launcher of {self.node.describe(0)}, which hosts the job store at {self.node.store_endpoint}, "
-                "has vanished: it was killed, or its machine cannot be reached any more"
+                f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
+                f"{self.node.store_endpoint}, has vanished: it was killed, or its machine cannot be reached any more"
             ) from None
-        reports = [FailureReport.from_json(report).at(at - zero) for report, at in told if "reporter" in report]
+        reports = [report for told_, at in told if (report := _report_of(told_, at - zero)) is not None]
         word = next((report for report, _ in told if "node" in report), None) or self._lost(gone)
-        self._host_left = not told and gone.get(0) == "left" and self.node.index != 0
+        self._host_left = not told and gone.get(self.node.leader) == "left" and not self.node.is_leader
         return word, reports
 
     def _lost(self, gone: Mapping[int, str]) -> dict[str, Any] | None:
@@ -186,31 +206,50 @@ class Meeting:
 
     # at the end
 
-    def tell_ends(self, ends: list[RankEnd]) -> None:
+    def tell_results(self, ends: list[WorkerResult]) -> None:
         with suppress(FleetTrainError):
-            self._client.set(f"launch/ends/{self.node.index}", [end.to_json() for end in ends])
+            self._client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
 
-    def ends_of_others(self, timeout_seconds: float) -> tuple[list[RankEnd], list[str]]:
-        """(ends of the other nodes' ranks, nodes that have not told theirs within the bound)."""
+    def results_of_others(self, timeout_seconds: float) -> tuple[list[WorkerResult], list[str]]:
+        """(ends of the other nodes' ranks, nodes that have not told theirs within the bound).
+
+        Of a job of many nodes only those are read whose ranks have failed first, by their reports.
+        """
         deadline = time.monotonic() + timeout_seconds
-        missing = set(range(len(self.node.addresses))) - {self.node.index}
-        ends: list[RankEnd] = []
+        missing = self._others_of_interest()
+        ends: list[WorkerResult] = []
         silent: set[int] = set()
         with suppress(FleetTrainError):  # the store may be gone: what was heard is what there is
             while missing - silent and time.monotonic() < deadline:
                 silent = {index for index, how in self._client.gone(GROUP).items() if how != "left"}
-                for index in sorted(missing):
-                    told = self._client.get(f"launch/ends/{index}")
-                    if told is not None:
-                        missing.remove(index)
-                        ends += [RankEnd.from_json(end) for end in told]
-                time.sleep(_POLL_SECONDS if missing - silent else 0)
+                for index in sorted(missing & self._ended_nodes()):
+                    missing.remove(index)
+                    told = self._client.get(f"{_ENDS}{index}") or []
+                    ends += [WorkerResult.from_json(end) for end in told]
+                time.sleep(self._poll_seconds if missing - silent else 0)
         return ends, [self.node.describe(index) for index in sorted(missing)]
 
-    def await_others(self, seconds: float, say: Say) -> dict[str, Any] | None:
+    def _others_of_interest(self) -> set[int]:
+        count = len(self.node.addresses)
+        if count <= _MOST_READ:
+            return set(range(count)) - {self.node.index}
+        first = [report.rank // self.node.processes for report in self.reports()]
+        return {index for index in list(dict.fromkeys(first))[:_MOST_READ] if index < count} - {self.node.index}
+
+    def _ended_nodes(self) -> set[int]:
+        """Whose launchers have told how their ranks ended."""
+        return {int(key.removeprefix(_ENDS)) for key in self._client.keys(_ENDS)}
+
+    @property
+    def _poll_seconds(self) -> float:
+        """The more launchers ask the leader, the less often each of them does."""
+        return max(_POLL_SECONDS, len(self.node.addresses) / NODES_PER_SECOND)
+
+    def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
         """After this node's ranks have ended well: wait until those of the others have ended, at most so long.
 
-        A failure elsewhere ends the wait and is returned, also one that came before it.
+        A failure elsewhere ends the wait and is returned, also one that came before it. A launcher that has left will
+        say no more.
         """
         deadline = time.monotonic() + seconds
         word_at = time.monotonic() + 2.0
@@ -218,21 +257,39 @@ class Meeting:
         while True:
             try:
                 failure = self.failure()
-                missing = {index for index in missing if self._client.get(f"launch/ends/{index}") is None}
+                missing -= self._ended_nodes()
+                # Who is lost is not left out: the next look finds it, as a failure.
+                missing -= {index for index, how in self._client.gone(GROUP).items() if how == "left"}
             except FleetTrainError:
                 return None  # the host has ended; our ranks have ended well
             if failure is not None or not missing or time.monotonic() > deadline:
                 return failure
             if time.monotonic() > word_at:
                 awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
-                say(f"this node's ranks have ended; waiting for those of {awaited}, {seconds:g} s at most")
+                bound = f", {seconds:g} s at most" if math.isfinite(seconds) else ""
+                say(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
                 word_at = deadline
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
 
     def close(self) -> None:
         with suppress(FleetTrainError):
             self._client.leave()
         self._client.close()
+
+
+def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:
+    """A rank's report; None for a launcher's word, or for what is no report."""
+    with suppress(TypeError, KeyError, ValueError):
+        if "reporter" in told:
+            return FailureReport.from_json(told).at(seconds)
+    return None
+
+
+def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:
+    """Raises ScheduleMismatch that names the first node that was started differently from this one."""
+    for ranges, theirs in brought:
+        if theirs is not None and theirs != ours:
+            refuse_differences(node, ours, ranges[0][0], theirs)
 
 
 def refuse_differences(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:

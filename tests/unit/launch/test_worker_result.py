@@ -5,14 +5,18 @@ import json
 import pytest
 
 from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.launch.ends import RankEnd, choose_culprit, last_lines, with_reports
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import failure_report, spans
+from fleet_train.launch.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
 
 
-def end(rank: int, seconds: float, code: int | None = None, signal: int | None = None, asked: bool = False) -> RankEnd:
+def end(
+    rank: int, seconds: float, code: int | None = None, signal: int | None = None, asked: bool = False
+) -> WorkerResult:
     host = f"10.0.0.{1 + rank // 2}:{6170 + rank % 2}"
-    return RankEnd(rank, host, rank // 2, code, signal, seconds, asked, f"/job/workerlog.{rank % 2}", ("last words",))
+    return WorkerResult(
+        rank, host, rank // 2, code, signal, seconds, asked, f"/job/workerlog.{rank % 2}", ("last words",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,7 @@ def end(rank: int, seconds: float, code: int | None = None, signal: int | None =
     ],
 )
 def test_the_culprit_is_the_first_that_did_not_merely_follow(
-    ends: list[RankEnd], culprit: int | None, shell_code: int | None
+    ends: list[WorkerResult], culprit: int | None, shell_code: int | None
 ) -> None:
     chosen = choose_culprit(ends)
     assert (chosen and chosen.rank) == culprit
@@ -66,7 +70,7 @@ def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
     ],
 )  # fmt: skip
 def test_who_was_reported_is_the_culprit_whoever_ended_first(
-    guilty: RankEnd, report: FailureReport, shell_code: int, how: str
+    guilty: WorkerResult, report: FailureReport, shell_code: int, how: str
 ) -> None:
     culprit = choose_culprit(with_reports([FOLLOWED, guilty], [report], NODE))
     assert culprit is not None
@@ -108,9 +112,9 @@ def test_the_report_shows_the_traceback_when_the_log_has_other_last_words() -> N
 
 def test_an_end_survives_the_journey_as_json() -> None:
     before = end(3, 1.25, signal=9)
-    assert RankEnd.from_json(before.to_json()) == before
+    assert WorkerResult.from_json(before.to_json()) == before
     (told,) = with_reports([end(1, 1.25, code=1)], [own(1, 1.0)], NODE)
-    assert RankEnd.from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert WorkerResult.from_json(json.loads(json.dumps(told.to_json()))) == told
 
 
 def test_last_lines_keep_what_says_something() -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's decisions, with everything around it replaced by plain values and a clock that the test turns."""
+"""The monitor's decisions, with everything around it replaced by plain values and a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from typing import Any
 
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
-from fleet_train.launch.ends import RankEnd
+from fleet_train.launch.graceful_stop import GracefulStop
+from fleet_train.launch.monitor import Cause, Monitor, Verdict
 from fleet_train.launch.node import Node
-from fleet_train.launch.orderly import OrderlyStop
 from fleet_train.launch.signals import Stopping
-from fleet_train.launch.supervise import Cause, Supervisor, Verdict
 from fleet_train.launch.watching import NoFollower
+from fleet_train.launch.worker_result import WorkerResult
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 
 
-def end(rank: int, seconds: float, code: int | None = None, killed: int | None = None, asked: bool = False) -> RankEnd:
-    return RankEnd(rank, f"10.0.0.1:{6170 + rank}", 0, code, killed, seconds, asked, "log")
+def end(
+    rank: int, seconds: float, code: int | None = None, killed: int | None = None, asked: bool = False
+) -> WorkerResult:
+    return WorkerResult(rank, f"10.0.0.1:{6170 + rank}", 0, code, killed, seconds, asked, "log")
 
 
 @dataclass
 class World:
-    """Stands in for the rank files, the meeting and the stock launcher."""
+    """Stands in for the rank files, the rendezvous and the stock launcher."""
 
     node: Node = NODE
     start: float = 0.0
     now: float = 0.0
-    ended: dict[int, RankEnd] = field(default_factory=dict)
+    ended: dict[int, WorkerResult] = field(default_factory=dict)
     word: dict[str, Any] | None = None
     reports: list[FailureReport] = field(default_factory=list)
     store_is_lost: bool = False
     stock_code: int | None = None
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
-    newcomers: str | None = None
+    waiting_nodes: str | None = None
     finished: list[int] = field(default_factory=list)
     gone_wrappers: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
@@ -56,10 +58,10 @@ class World:
     def stop_announced(self) -> dict[str, Any] | None:
         return self.notice
 
-    def ends(self, _: float) -> dict[int, RankEnd]:
+    def ends(self, _: float) -> dict[int, WorkerResult]:
         return dict(self.ended)
 
-    def end_without_trace(self, local: int, seconds: float) -> RankEnd:
+    def result_without_trace(self, local: int, seconds: float) -> WorkerResult:
         return end(local, seconds)
 
     def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
@@ -74,50 +76,50 @@ class World:
         return self.stock_code
 
 
-def supervised(world: World) -> Supervisor:
+def monitored(world: World) -> Monitor:
     def clock() -> float:
         return world.now
 
-    stop = OrderlyStop(world, world, world.stopping, 30.0, lambda: world.newcomers, clock)  # type: ignore[arg-type]
-    return Supervisor(world, world, world, NoFollower(), stop, clock)  # type: ignore[arg-type]
+    stop = GracefulStop(world, world, world.stopping, 30.0, lambda: world.waiting_nodes, clock)  # type: ignore[arg-type]
+    return Monitor(world, world, world, NoFollower(), stop, clock)  # type: ignore[arg-type]
 
 
-def look_at(world: World, supervisor: Supervisor, now: float) -> Verdict | None:
+def look_at(world: World, monitor: Monitor, now: float) -> Verdict | None:
     world.now = now
-    return supervisor.look()
+    return monitor.look()
 
 
 def test_it_waits_until_all_ranks_have_ended() -> None:
     world = World(ended={0: end(0, 1, code=0)})
-    supervisor = supervised(world)
+    monitor = monitored(world)
     for now in (1.0, 1.5):
-        assert look_at(world, supervisor, now) is None
+        assert look_at(world, monitor, now) is None
         assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
-    assert look_at(world, supervisor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
+    assert look_at(world, monitor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
 
 
 def test_a_failed_rank_ends_the_job_at_once() -> None:
     world = World(ended={1: end(1, 1, code=3)})
-    assert look_at(world, supervised(world), 1.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_this_node() -> None:
     world = World(ended={0: end(0, 1.0, code=11)})
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
     world.ended[1] = end(1, 1.2, killed=9)
-    assert look_at(world, supervisor, 1.3) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+    assert look_at(world, monitor, 1.3) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
     world = World(ended={0: end(0, 1.0, code=11)})
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
     world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
-    assert look_at(world, supervisor, 1.4) == Verdict(Cause.TOLD, world.word)
+    assert look_at(world, monitor, 1.4) == Verdict(Cause.TOLD, world.word)
     world.word = None
-    assert look_at(world, supervisor, 3.1) == Verdict(Cause.RANK_FAILED, culprit=world.ended[0])
+    assert look_at(world, monitor, 3.1) == Verdict(Cause.RANK_FAILED, culprit=world.ended[0])
 
 
 def own(rank: int, seconds: float) -> FailureReport:
@@ -128,9 +130,9 @@ def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
     return FailureReport(rank, 0, kind, "did not come", "rank ...", 11, (), seconds)
 
 
-def judged(world: World, supervisor: Supervisor, now: float) -> tuple[Cause, int] | None:
+def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | None:
     """Cause and culprit at this time; of a rank elsewhere, the one that the report is about."""
-    verdict = look_at(world, supervisor, now)
+    verdict = look_at(world, monitor, now)
     if verdict is None:
         return None
     if verdict.culprit is not None:
@@ -141,68 +143,68 @@ def judged(world: World, supervisor: Supervisor, now: float) -> tuple[Cause, int
 
 def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_code() -> None:
     world = World(reports=[own(1, 0.9)])
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)  # whoever heard of it is quicker
-    assert look_at(world, supervisor, 4.0) is None
+    assert look_at(world, monitor, 4.0) is None
     world.ended[1] = end(1, 4.5, code=1)
-    verdict = look_at(world, supervisor, 4.5)
+    verdict = look_at(world, monitor, 4.5)
     assert verdict == Verdict(Cause.RANK_FAILED, culprit=replace(world.ended[1], report=own(1, 0.9)))
 
 
 def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever() -> None:
     world = World(reports=[own(1, 0.9)])
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)
-    assert judged(world, supervisor, 5.9) is None
-    assert judged(world, supervisor, 6.1) == (Cause.RANK_FAILED, 1)
+    assert judged(world, monitor, 5.9) is None
+    assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
 
 
 def test_a_rank_that_others_have_missed_is_the_culprit_soon() -> None:
     world = World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)})
-    supervisor = supervised(world)
-    assert judged(world, supervisor, 1.0) is None
-    assert judged(world, supervisor, 3.1) == (Cause.RANK_FAILED, 1)
+    monitor = monitored(world)
+    assert judged(world, monitor, 1.0) is None
+    assert judged(world, monitor, 3.1) == (Cause.RANK_FAILED, 1)
 
 
 def test_a_rank_that_has_left_too_early_is_the_culprit() -> None:
     world = World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)})
-    supervisor = supervised(world)
-    assert judged(world, supervisor, 1.0) is None  # whoever misses it has a line to say
-    assert judged(world, supervisor, 2.1) == (Cause.RANK_FAILED, 1)
+    monitor = monitored(world)
+    assert judged(world, monitor, 1.0) is None  # whoever misses it has a line to say
+    assert judged(world, monitor, 2.1) == (Cause.RANK_FAILED, 1)
 
 
 def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() -> None:
     for report, patience in ((own(2, 0.9), 8.0), (missed(2, 0.9), 5.0)):
         world = World(reports=[report], ended={0: end(0, 1.0, code=11), 1: end(1, 1.1, code=1)})
-        supervisor = supervised(world)
-        assert judged(world, supervisor, 1.0) is None
-        assert judged(world, supervisor, 0.9 + patience) is None
-        assert judged(world, supervisor, 1.1 + patience) == (Cause.TOLD, 2)
+        monitor = monitored(world)
+        assert judged(world, monitor, 1.0) is None
+        assert judged(world, monitor, 0.9 + patience) is None
+        assert judged(world, monitor, 1.1 + patience) == (Cause.TOLD, 2)
         world.word = {"message": "rank 2 failed first: exit code 1", "exit_code": 1, "node": 1}
-        assert look_at(world, supervised(world), 2.0) == Verdict(Cause.TOLD, world.word)
+        assert look_at(world, monitored(world), 2.0) == Verdict(Cause.TOLD, world.word)
 
 
 def test_whoever_misses_a_rank_that_was_asked_to_stop_waits_for_that_stop() -> None:
     notice = {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 10.0}
     world = World(reports=[missed(2, 0.9, "left")], ended={0: end(0, 1.0, code=11)}, notice=notice)
-    supervisor = supervised(world)
+    monitor = monitored(world)
     for now in (1.0, 9.0, 15.9):
-        assert look_at(world, supervisor, now) is None
-    assert look_at(world, supervisor, 16.1) == Verdict(Cause.STOPPED)
+        assert look_at(world, monitor, now) is None
+    assert look_at(world, monitor, 16.1) == Verdict(Cause.STOPPED)
 
 
 def test_a_vanished_host_of_the_store_ends_the_job() -> None:
     world = World(store_is_lost=True)
-    assert look_at(world, supervised(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
 
 
 def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_ended() -> None:
     world = World(ended={0: end(0, 1.0, killed=15, asked=True)}, stock_code=247)
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None  # an end may be about to be written down
-    verdict = look_at(world, supervisor, 2.5)
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None  # an end may be about to be written down
+    verdict = look_at(world, monitor, 2.5)
     assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.5))
     assert verdict is not None
     assert verdict.culprit is not None
@@ -211,32 +213,32 @@ def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_
 
 def test_a_rank_whose_wrapper_was_killed_has_failed_at_once() -> None:
     world = World(gone_wrappers=[1])
-    verdict = look_at(world, supervised(world), 2.0)
+    verdict = look_at(world, monitored(world), 2.0)
     assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.0))
 
 
 def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:
     world = World()
-    supervisor = supervised(world)
+    monitor = monitored(world)
     world.stopping.asked = signal.SIGTERM
-    assert look_at(world, supervisor, 1.0) is None
+    assert look_at(world, monitor, 1.0) is None
     assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
     world.ended[0] = end(0, 2, code=12)
-    assert look_at(world, supervisor, 2.0) is None
+    assert look_at(world, monitor, 2.0) is None
     world.ended[1] = end(1, 9, code=12)
-    assert look_at(world, supervisor, 9.0) == Verdict(Cause.PREEMPTED)
+    assert look_at(world, monitor, 9.0) == Verdict(Cause.PREEMPTED)
     assert len(world.announced) == 1
 
 
 def test_ranks_without_an_answer_to_sigterm_were_stopped() -> None:
     world = World()
-    supervisor = supervised(world)
+    monitor = monitored(world)
     world.stopping.asked = signal.SIGTERM
-    assert look_at(world, supervisor, 1.0) is None
+    assert look_at(world, monitor, 1.0) is None
     world.ended[0] = end(0, 1.1, killed=15, asked=True)
-    assert look_at(world, supervisor, 1.2) is None  # the other one may be saving
+    assert look_at(world, monitor, 1.2) is None  # the other one may be saving
     world.ended[1] = end(1, 1.2, killed=15, asked=True)
-    assert look_at(world, supervisor, 1.3) == Verdict(Cause.STOPPED)
+    assert look_at(world, monitor, 1.3) == Verdict(Cause.STOPPED)
 
 
 def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere() -> None:
@@ -244,28 +246,28 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
     here.stopping.asked = signal.SIGTERM
     of_a_rank.ended[0] = end(0, 1.0, code=12)
     for world, patience in ((here, 30.0), (elsewhere, 15.0), (of_a_rank, 30.0)):
-        supervisor = supervised(world)
-        assert look_at(world, supervisor, 1.0) is None
-        assert look_at(world, supervisor, 1.0 + patience) is None
-        assert look_at(world, supervisor, 1.1 + patience) == Verdict(Cause.STOPPED)
+        monitor = monitored(world)
+        assert look_at(world, monitor, 1.0) is None
+        assert look_at(world, monitor, 1.0 + patience) is None
+        assert look_at(world, monitor, 1.1 + patience) == Verdict(Cause.STOPPED)
 
 
-def test_nodes_that_have_come_back_are_reason_for_an_orderly_stop_once_the_ranks_have_settled() -> None:
-    world = World(newcomers="node 2 (10.0.0.3) can be taken in again")
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 19.0) is None
+def test_nodes_that_have_come_back_are_reason_for_a_graceful_stop_once_the_ranks_have_settled() -> None:
+    world = World(waiting_nodes="node 2 (10.0.0.3) can join again")
+    monitor = monitored(world)
+    assert look_at(world, monitor, 19.0) is None
     assert world.announced == []
-    assert look_at(world, supervisor, 21.0) is None
-    assert world.announced == [("node 2 (10.0.0.3) can be taken in again", 30.0, True)]
+    assert look_at(world, monitor, 21.0) is None
+    assert world.announced == [("node 2 (10.0.0.3) can join again", 30.0, True)]
     world.stopping.asked = signal.SIGTERM  # whoever ends the job is stronger
-    assert look_at(world, supervisor, 22.0) is None
+    assert look_at(world, monitor, 22.0) is None
     assert world.announced[1:] == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
 
 
 def test_a_signal_reaches_the_ranks_of_this_node_also_when_another_node_had_one_first() -> None:
     world = World(notice={"why": "node 1 ...", "grace_seconds": 10.0})
-    supervisor = supervised(world)
-    assert look_at(world, supervisor, 1.0) is None
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
     world.stopping.asked = signal.SIGTERM
-    assert look_at(world, supervisor, 2.0) is None
+    assert look_at(world, monitor, 2.0) is None
     assert len(world.announced) == 1

@@ -19,7 +19,7 @@ _SHELL_SIGNAL_BASE = 128
 
 
 @dataclass(frozen=True)
-class RankEnd:
+class WorkerResult:
     """The end of one rank. ``seconds`` count from the moment at which all launchers had met, on every node alike."""
 
     rank: int
@@ -113,7 +113,7 @@ class RankEnd:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RankEnd:
+    def from_json(cls, data: dict[str, Any]) -> WorkerResult:
         report = None if data["report"] is None else FailureReport.from_json(data["report"])
         return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report})
 
@@ -125,7 +125,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def choose_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
+def choose_culprit(ends: Iterable[WorkerResult]) -> WorkerResult | None:
     """The rank that failed first by itself; None when all succeeded or stopped in good order.
 
     Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
@@ -138,7 +138,7 @@ def choose_culprit(ends: Iterable[RankEnd]) -> RankEnd | None:
     )
 
 
-def with_reports(ends: Iterable[RankEnd], reports: Iterable[FailureReport], node: Node) -> list[RankEnd]:
+def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
     """The ends with what was reported of each rank, its own words first; and who was reported and is not among them."""
     found = {end.rank: end for end in ends}
     told: dict[int, FailureReport] = {}
@@ -152,15 +152,17 @@ def with_reports(ends: Iterable[RankEnd], reports: Iterable[FailureReport], node
     return [found[rank] for rank in sorted(found)]
 
 
-def _not_ended(rank: int, report: FailureReport, node: Node) -> RankEnd:
+def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
     index, local = divmod(rank, node.processes)
     endpoint = f"{node.addresses[index]}:{node.started_port + local}"
-    return RankEnd(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
+    return WorkerResult(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
 
 
-def end_from_record(record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str) -> RankEnd:
+def result_from_record(
+    record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str
+) -> WorkerResult:
     """The end that a worker wrapper wrote down; ``start`` is on the same monotonic clock as the record."""
-    return RankEnd(
+    return WorkerResult(
         rank=record["rank"],
         endpoint=endpoint,
         node_index=node_index,

@@ -19,11 +19,11 @@ from fleet_train.errors import (
     ProfileError,
     ScheduleMismatch,
 )
-from fleet_train.launch.ends import RankEnd
 from fleet_train.launch.request import FaultPolicy
+from fleet_train.launch.worker_result import WorkerResult
 
 _USAGE = 2  # what argparse and click end with
-_COMES_AGAIN = {_USAGE} | {
+_FAILS_AGAIN = {_USAGE} | {
     kind.exit_code
     for kind in (
         PaddleUnusable,
@@ -45,12 +45,12 @@ _LONGEST_PAUSE_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """``scope`` numbers the attempts in the life of one store, ``number`` those of the job, both from 0.
+    """``round`` is the rendezvous round, ``number`` the attempt of the job, both from 0.
 
-    They differ when node 0's launcher was lost with its store and has been started again.
+    A launcher that comes anew knows the round only; the highest number that any launcher knows is the attempt's.
     """
 
-    scope: int
+    round: int
     number: int
     nodes: tuple[int, ...]
     """Positions in --cluster_node_ips of the nodes that take part, in the order of ranks."""
@@ -64,22 +64,22 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What one attempt came to, as this launcher knows it."""
 
     kind: Kind
     exit_code: int
     message: str = ""
-    ends: tuple[RankEnd, ...] = ()
+    ends: tuple[WorkerResult, ...] = ()
     """Of all nodes that were heard."""
     silent: tuple[str, ...] = ()
-    culprit: RankEnd | None = None
+    culprit: WorkerResult | None = None
     final: bool = False
     """Whoever ended it does not want it tried again."""
     without_culprit: bool = False
     """No rank is to blame: the message is all there is to say."""
     store_lost: bool = False
-    """Node 0's launcher, and the store with it, could not be reached any more."""
+    """The leader's launcher, and the store with it, could not be reached any more."""
     output: tuple[str, ...] = ()
     """Lines of the stock launcher, when no rank has started."""
 
@@ -88,31 +88,32 @@ class Outcome:
         return max((end.seconds for end in self.ends), default=0.0)
 
 
-def why_not_again(outcome: Outcome, earlier: Sequence[Outcome], policy: FaultPolicy) -> str | None:
+def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int, policy: FaultPolicy) -> str | None:
     """Why this failure is the last word ("": that needs no words); None when another attempt makes sense."""
-    culprit = outcome.culprit
-    if outcome.final or policy.max_restarts == 0:
+    culprit = result.culprit
+    if result.final or policy.max_restarts == 0:
         return ""
-    is_mistake = culprit is not None and culprit.shell_code in _COMES_AGAIN
+    is_mistake = culprit is not None and culprit.shell_code in _FAILS_AGAIN
     # With a node that is silent, a rank's error may only be how it has met that node's end.
-    if is_mistake and not outcome.without_culprit and not outcome.silent:
-        return f"exit code {outcome.exit_code} stands for a mistake in flags, profile, data or numbers: it comes again"
-    if earlier and _same_failure(outcome, earlier[-1]):
+    if is_mistake and not result.without_culprit and not result.silent:
+        mistake = "a mistake in flags, profile, data or numbers"
+        return f"exit code {result.exit_code} stands for {mistake}; a restart would fail again"
+    if earlier and _same_failure(result, earlier[-1]):
         return "it has failed twice in the same way"
-    if len(earlier) >= policy.max_restarts:
+    if restarts >= policy.max_restarts:
         return f"all restarts are used up (--max_restarts={policy.max_restarts})"
     return None
 
 
-def _same_failure(one: Outcome, other: Outcome) -> bool:
+def _same_failure(one: RunResult, other: RunResult) -> bool:
     mine, before = _signature(one), _signature(other)
     return mine is not None and mine == before and one.seconds < _PROGRESS_SECONDS
 
 
-def _signature(outcome: Outcome) -> tuple[Any, ...] | None:
+def _signature(result: RunResult) -> tuple[Any, ...] | None:
     """What two failures of one cause have in common; None for those that came from outside or only followed."""
-    culprit = outcome.culprit
-    if outcome.without_culprit or culprit is None or culprit.followed:
+    culprit = result.culprit
+    if result.without_culprit or culprit is None or culprit.followed:
         return None
     if culprit.report is not None and culprit.report.traceback:  # whatever it has printed since, and however it ended
         return culprit.rank, culprit.shell_code, None, re.sub(r"\d+", "#", culprit.report.traceback[-1])

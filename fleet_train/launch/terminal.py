@@ -1,0 +1,160 @@
+"""What the launcher shows, written by threads of its own: a reader that does not read stops nothing else.
+
+A terminal under Ctrl-S, a pipe whose reader hangs, one that has seen enough (``| head``), and a full disk behind
+``> file`` are no reason to miss a failure or a signal. The job goes on, and its exit code stays what it is.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from typing import TextIO
+
+_MOST_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 12
+# One screen shows both streams: what was said later waits for the other one, unless that is stuck.
+_ORDER_SECONDS = 0.5
+# At the end: how long for a reader that does not read, and for one that reads slowly.
+_STUCK_SECONDS = 2.0
+_SLOW_SECONDS = 10.0
+
+
+class Outlet:
+    """One stream of this process. What does not fit into its memory is left out, which is said when it moves again.
+
+    Its thread lives as long as there is something to write. ``stream`` None: there is none (``>&-``).
+    """
+
+    def __init__(self, stream: TextIO | None, moved: threading.Condition) -> None:
+        self._descriptor = -1 if stream is None else stream.fileno()
+        self._moved = moved
+        self._waiting: deque[tuple[bytes, Outlet | None, int]] = deque()
+        self._waiting_bytes = 0
+        self._written_bytes = 0
+        self._missing_lines = 0
+        self._thread: threading.Thread | None = None
+        self._is_stuck = False
+        self._given = 0
+        self._done = 0
+
+    def has_room(self) -> bool:
+        with self._moved:
+            return self._waiting_bytes < _MOST_BYTES
+
+    def put(self, text: bytes, after: Outlet | None = None) -> None:
+        """Write it soon, behind what ``after`` has been given so far. Never waits."""
+        with self._moved:
+            if self._waiting_bytes >= _MOST_BYTES:
+                self._missing_lines += _lines(text)
+            elif text and self._descriptor >= 0:
+                self._append(text, after)
+                self._start()
+
+    def leave_out(self, lines: int) -> None:
+        """Of what was to be shown, so many lines are not."""
+        with self._moved:
+            self._missing_lines += lines
+            self._start()
+
+    def drain(self) -> bool:
+        """Whether all is written. Waits for it; gives up on a reader that does not read, or takes too long."""
+        deadline = time.monotonic() + _SLOW_SECONDS
+        with self._moved:
+            while self._waiting and time.monotonic() < deadline:
+                if not self._goes_on():
+                    return False
+            return not self._waiting
+
+    def _goes_on(self) -> bool:
+        before = self._written_bytes
+        return self._moved.wait_for(lambda: self._written_bytes > before or not self._waiting, _STUCK_SECONDS)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fleet_train output", daemon=True)
+            self._thread.start()
+
+    def _append(self, text: bytes, after: Outlet | None = None) -> None:
+        self._waiting.append((text, after, after._given if after is not None else 0))
+        self._waiting_bytes += len(text)
+        self._given += 1
+
+    def _run(self) -> None:
+        works = True
+        while True:
+            with self._moved:
+                if not self._waiting and works and self._missing_lines:
+                    lines, self._missing_lines = self._missing_lines, 0
+                    self._append(b"fleet_train: %d lines could not be shown here in time\n" % lines)
+                if not self._waiting:
+                    self._thread = None
+                    return
+                text, after, position = self._waiting[0]
+                if after is not None:
+                    after._await(position)
+            works = self._write(text)
+            with self._moved:
+                self._missing_lines += 0 if works else _lines(text)
+                self._waiting.popleft()
+                self._waiting_bytes -= len(text)
+                self._done += 1
+                self._is_stuck = False
+                self._moved.notify_all()
+
+    def _await(self, position: int) -> None:
+        """For the other stream's thread: until what this one was given first is written, unless this one is stuck."""
+        if not self._is_stuck:
+            self._is_stuck = not self._moved.wait_for(lambda: self._done >= position, _ORDER_SECONDS)
+
+    def _write(self, text: bytes) -> bool:
+        """Whether all of it was written; waits as long as it takes."""
+        rest = memoryview(text)
+        while rest and self._descriptor >= 0:
+            try:
+                written = os.write(self._descriptor, rest[:_PIECE_BYTES])
+            except BlockingIOError:
+                select.select([], [self._descriptor], [], 1.0)
+            except BrokenPipeError:
+                self._descriptor = -1  # "| head" has seen enough
+            except OSError:  # a full disk, a terminal that is gone: the next lines may find room
+                return False
+            else:
+                rest = rest[written:]
+                with self._moved:
+                    self._written_bytes += written
+                    self._moved.notify_all()
+        return True
+
+
+def _lines(text: bytes) -> int:
+    return max(1, text.count(b"\n"))
+
+
+_moved = threading.Condition()
+out = Outlet(sys.__stdout__, _moved)
+_err = Outlet(sys.__stderr__, _moved)
+
+
+def show(text: bytes) -> None:
+    """Rank 0's output, byte for byte."""
+    out.put(text, after=_err)
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    tell(f"fleet_train: {text}")
+
+
+def tell(text: str) -> None:
+    """The lines of a report."""
+    _err.put(f"{text}\n".encode(errors="replace"), after=out)
+
+
+def finish() -> None:
+    """At the end: give what was said a few seconds to be written."""
+    for outlet in (out, _err):
+        outlet.drain()

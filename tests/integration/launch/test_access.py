@@ -1,0 +1,82 @@
+"""Who may speak to a job that was started by real launchers: its own nodes, by address, job and secret."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.errors import ClusterError
+from tests.integration.launch.conftest import HOSTS, Bench
+
+JOB_SECRET = "a secret of this test, 0123456789"
+
+_SAY = """
+import os
+from fleet_train import fleet, role_maker
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+print("ranks", fleet.gather(fleet.worker_index()), os.environ["FLEET_TRAIN_JOB_ID"])
+"""
+_WAIT = "import time; print('began', flush=True); time.sleep(600)"
+
+
+def secret_file(folder: Path, text: str = JOB_SECRET) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "secret"
+    path.write_text(text + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_job_with_a_secret_runs_and_writes_it_nowhere(bench: Bench, tmp_path: Path) -> None:
+    path = secret_file(tmp_path.with_name(f"{tmp_path.name}-secret"))
+    bench.start_two(_SAY, flags=[f"--job_secret_file={path}", "--job_id=digits-7"])
+    assert [one.exit_code for one in bench.ended()] == [0, 0], bench.job.report()
+    for node in (0, 1):
+        assert "ranks [0, 1] digits-7\n" in bench.log(f"node{node}/log/workerlog.0")
+    assert bench.files_with(JOB_SECRET) == []
+
+
+def test_a_node_with_another_secret_is_refused_at_once(bench: Bench, tmp_path: Path) -> None:
+    outside = tmp_path.with_name(f"{tmp_path.name}-secrets")
+    ours, theirs = secret_file(outside / "a"), secret_file(outside / "b", "another secret, 0123456789")
+    first = bench.start(_SAY, flags=[f"--job_secret_file={ours}", "--join_timeout=8"], node=0)
+    bench.start(_SAY, flags=[f"--job_secret_file={theirs}", "--join_timeout=60"], node=1)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
+    assert "another secret than this node; give every node the same --job_secret_file" in ended[1].output
+    assert f"node 1 ({HOSTS[1]}) did not come within 8 s" in first.output
+
+
+def test_the_launcher_of_another_job_is_refused_by_name(bench: Bench) -> None:
+    bench.start(_WAIT, flags=["--join_timeout=8", "--job_id=mine"], node=0)
+    bench.start(_WAIT, flags=["--join_timeout=60", "--job_id=yours"], node=1)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
+    assert "it belongs to another job, 'mine', and this is 'yours'" in ended[1].output
+
+
+def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:
+    """From another address it is told so; from a node's own address it does not know the job's name."""
+    first, second = bench.start_two(_WAIT, flags=["--job_id=mine"])
+    bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    endpoint = f"{HOSTS[0]}:{bench.first_port + 1}"
+    for access, why in (
+        (Access("mine", source="127.0.0.9"), "it hears the addresses of the node list only"),
+        (Access("", source=HOSTS[1]), "it belongs to another job, 'mine'"),
+    ):
+        with pytest.raises(ClusterError, match=why):
+            StoreClient.connect(f"{endpoint}/0", 0, group="node", timeout_seconds=5, access=access)
+    with socket.create_connection((HOSTS[0], bench.first_port + 1), timeout=10) as stranger:
+        stranger.sendall(b'{"do": "fail", "value": {"exit_code": 0}}\n')
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    bench.wait_for_output("refused a connection from 127.0.0.9, which is not in the node list", "node0.log")
+    assert first.process.poll() is None
+    assert second.process.poll() is None
+    bench.job.kill_leftovers()

@@ -1,0 +1,276 @@
+"""What node 0 decides and how the others hear of it, over a real store and without any rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.errors import ClusterError, ScheduleMismatch
+from fleet_train.launch.coordinator import Coordinator, JobEnded
+from fleet_train.launch.membership import Membership
+from fleet_train.launch.node import Node
+from fleet_train.launch.request import FaultPolicy
+from fleet_train.launch.restart_policy import Attempt, Kind, RunResult
+from fleet_train.launch.worker_result import WorkerResult
+
+ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+POLICY = FaultPolicy(max_restarts=3, min_nodes=2, rejoin_timeout_seconds=1.0, lost_node_timeout_seconds=2.0)
+FIRST = Attempt(0, 0, (0, 1, 2))
+KILLED = WorkerResult(1, "127.0.0.2:6170", 1, None, 9, 4.0, False, "log")
+STORE_LOST = RunResult(Kind.FAILED, 11, "the leader has vanished", without_culprit=True, store_lost=True)
+FAILED = RunResult(Kind.FAILED, 137, ends=(KILLED,), culprit=KILLED)
+
+
+@dataclass
+class Seats:
+    """Launchers that sit down one after the other, and what each of them has said."""
+
+    port: int
+    policy: FaultPolicy = POLICY
+    memberships: list[Membership] = field(default_factory=list)
+    said: dict[int, list[str]] = field(default_factory=dict)
+
+    def take(self, index: int, facts: dict[str, Any] | None = None, policy: FaultPolicy | None = None) -> Coordinator:
+        node = Node(ADDRESSES, index, self.port, 1, None, "lo")
+        membership = Membership(
+            node, policy or self.policy, 5.0, Access(source=node.address), self.said.setdefault(index, []).append
+        )
+        self.memberships.append(membership)
+        return Coordinator(membership, policy or self.policy, facts or {"a": 1}, self.said[index].append)
+
+
+@pytest.fixture
+def seats(free_ports: Callable[..., int]) -> Iterator[Seats]:
+    seats = Seats(free_ports(2, list(ADDRESSES)))
+    yield seats
+    for membership in reversed(seats.memberships):
+        membership.close()
+
+
+def together(**calls: Callable[[], Any]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+
+    def one(name: str) -> None:
+        try:
+            results[name] = calls[name]()
+        except Exception as error:
+            results[name] = error
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return results
+
+
+def die(coordinator: Coordinator) -> None:
+    """What the kernel does when the process is killed."""
+    coordinator.membership._disconnect()
+    coordinator.membership._server.stop()
+
+
+def begin(seats: Seats) -> list[Coordinator]:
+    coordinators = [seats.take(index) for index in range(3)]
+    assert [coordinator.first() for coordinator in coordinators] == [FIRST] * 3
+    for coordinator in coordinators:
+        coordinator.begun(FIRST)
+    return coordinators
+
+
+def test_all_nodes_go_on_after_a_rank_was_killed(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    found = together(
+        lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED), two=lambda: two.next(FIRST, FAILED)
+    )
+    assert found == dict.fromkeys(("lead", "one", "two"), Attempt(1, 1, (0, 1, 2)))
+    assert seats.said[0] == [
+        "attempt 0: rank 1 (127.0.0.2:6170) failed first: killed by SIGKILL after 4.0 s; restart 1 of 3 in 1 s"
+    ]
+
+
+def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    die(two)
+    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    second = Attempt(1, 1, (0, 1))
+    assert found == {"lead": second, "one": second}
+    assert seats.said[0][-1] == ("node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); going on without")
+    back = seats.take(2)
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(back.first()))
+    thread.start()
+    while not seats.said[2]:
+        time.sleep(0.01)
+    assert seats.said[2] == ["the job is at work; node 2 (127.0.0.3) joins at the next restart"]
+    while (why := lead.waiting_nodes(second)) is None:
+        time.sleep(0.01)
+    assert why == "node 2 (127.0.0.3) can join again"
+    assert one.waiting_nodes(second) is None
+    resumes = RunResult(Kind.RESUMES, 12, why)
+    found = together(lead=lambda: lead.next(second, resumes), one=lambda: one.next(second, resumes))
+    thread.join(timeout=10)
+    third = Attempt(2, 2, (0, 1, 2))
+    assert found == {"lead": third, "one": third}
+    assert lead.waiting_nodes(third) is None
+    # The one that comes back does not know how often the job has begun: the highest number that is proposed counts.
+    assert waiting == [Attempt(2, 1, (0, 1, 2))]
+
+
+def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    die(one)
+    die(two)
+    assert lead.next(FIRST, FAILED) is None
+    said = (
+        "not restarted: node 1 (127.0.0.2), node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout), and "
+        "2 nodes are needed (--min_nodes)"
+    )
+    assert seats.said[0][-1] == said
+    lead.end(FAILED)
+    with pytest.raises(JobEnded, match="not restarted: node 1") as caught:
+        seats.take(1).first()
+    assert caught.value.exit_code == 137
+
+
+def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    two.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
+
+    def decide() -> Attempt | None:
+        following = lead.next(FIRST, FAILED)
+        lead.end(FAILED)
+        return following
+
+    assert together(lead=decide, one=lambda: one.next(FIRST, FAILED)) == {"lead": None, "one": None}
+    why = "not restarted: node 2 (127.0.0.3) was stopped by SIGTERM"
+    assert seats.said[0][-1] == why
+    assert seats.said[1][-1] == f"node 0 (127.0.0.1) has ended the job: {why}"
+
+
+def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    two.membership.close()
+    seats.memberships.remove(two.membership)
+    waiting = seats.take(2)
+    waiting.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
+    waiting.membership.close()
+    seats.memberships.remove(waiting.membership)
+    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    assert found == {"lead": Attempt(1, 1, (0, 1)), "one": Attempt(1, 1, (0, 1))}
+
+
+def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats: Seats) -> None:
+    begin(seats)[2].membership.close()
+    seats.memberships.pop()
+    with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here"):
+        seats.take(2, {"a": 2}).first()
+
+
+def test_without_restarts_a_late_launcher_is_refused(seats: Seats) -> None:
+    begin(seats)[2].membership.close()
+    seats.memberships.pop()
+    with pytest.raises(ClusterError, match="has begun without this launcher of node 2"):
+        seats.take(2, policy=FaultPolicy()).first()
+
+
+def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    die(lead)
+    found = together(one=lambda: one.next(FIRST, STORE_LOST), two=lambda: two.next(FIRST, STORE_LOST))
+    second = Attempt(1, 1, (1, 2))
+    assert found == {"one": second, "two": second}
+    assert (one.membership.leader, two.membership.leader, one.membership.term) == (1, 1, 1)
+    assert "node 1 (127.0.0.2) leads the job from now on" in seats.said[1]
+    assert "node 1 (127.0.0.2) leads the job" in seats.said[2]
+    assert one.membership.place_of(second.nodes).store_endpoint == f"127.0.0.2:{seats.port + 1}"
+    # Node 0 comes back, and whoever leads keeps the lead.
+    back = seats.take(0)
+    assert (back.membership.is_leader, back.membership.leader) == (False, 1)
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(back.first()))
+    thread.start()
+    while (why := one.waiting_nodes(second)) is None:
+        time.sleep(0.01)
+    assert why == "node 0 (127.0.0.1) can join again"
+    resumes = RunResult(Kind.RESUMES, 12, why)
+    found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
+    thread.join(timeout=10)
+    assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
+    assert waiting[0].nodes == (0, 1, 2)
+
+
+def test_a_new_leader_goes_on_counting_restarts(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    attempt = FIRST
+    for number in (1, 2):
+        failed = RunResult(Kind.FAILED, 137, ends=(KILLED,), culprit=KILLED)
+        next_of = {name: each.next for name, each in (("lead", lead), ("one", one), ("two", two))}
+        found = together(**{name: partial(following, attempt, failed) for name, following in next_of.items()})
+        attempt = Attempt(number, number, (0, 1, 2))
+        assert found == dict.fromkeys(("lead", "one", "two"), attempt)
+    die(lead)
+    found = together(one=lambda: one.next(attempt, STORE_LOST), two=lambda: two.next(attempt, STORE_LOST))
+    assert found == dict.fromkeys(("one", "two"), Attempt(3, 3, (1, 2)))
+    assert any("restart 3 of 3" in line for line in seats.said[1])
+    third = Attempt(3, 3, (1, 2))
+    found = together(one=lambda: _ended(one, third), two=lambda: two.next(third, FAILED))
+    assert found == {"one": None, "two": None}
+    assert seats.said[1][-1] == "not restarted: all restarts are used up (--max_restarts=3)"
+
+
+def _ended(leader: Coordinator, attempt: Attempt) -> Attempt | None:
+    following = leader.next(attempt, FAILED)
+    leader.end(FAILED)
+    return following
+
+
+def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None:
+    seats.policy = replace(POLICY, rejoin_timeout_seconds=4.0)
+    lead, one, two = begin(seats)
+    # Its launcher is frozen: its server neither answers nor closes anything.
+    resume = threading.Event()
+    lead.membership._server._loop.call_soon_threadsafe(resume.wait)
+    found = together(one=lambda: one.next(FIRST, STORE_LOST), two=lambda: two.next(FIRST, STORE_LOST))
+    assert found == dict.fromkeys(("one", "two"), Attempt(1, 1, (1, 2)))
+    resume.set()
+    waiting: list[Any] = []
+    lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_culprit=True)
+    thread = threading.Thread(target=lambda: waiting.append(lead.next(FIRST, lost)))
+    thread.start()
+    second = Attempt(1, 1, (1, 2))
+    while one.waiting_nodes(second) is None:
+        time.sleep(0.01)
+    resumes = RunResult(Kind.RESUMES, 12, "node 0 can join again")
+    found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
+    thread.join(timeout=10)
+    assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
+    assert waiting[0].nodes == (0, 1, 2)
+    assert "this launcher was away for too long, and node 1 (127.0.0.2) leads now" in seats.said[0]
+
+
+def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Seats) -> None:
+    lead, one, two = begin(seats)
+    die(two)
+    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    second = Attempt(1, 1, (0, 1))
+    assert found == {"lead": second, "one": second}
+    back = seats.take(2)
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(back.first()))
+    thread.start()
+    while not seats.said[2]:
+        time.sleep(0.01)
+    die(lead)
+    found = together(one=lambda: one.next(second, STORE_LOST))
+    thread.join(timeout=20)
+    assert found == {"one": Attempt(2, 2, (1, 2))}
+    assert waiting == [Attempt(2, 1, (1, 2))]
+    assert (back.membership.leader, back.membership.term) == (1, 1)

@@ -1,0 +1,259 @@
+"""Launchers that meet, as threads over a real store."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.server import StoreServer
+from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.launch.node import Node
+from fleet_train.launch.rendezvous import Rendezvous, refuse_differences
+from fleet_train.launch.worker_result import WorkerResult
+
+FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
+END = WorkerResult(0, "127.0.0.1:6170", 0, 3, None, 1.5, False, "/logs/workerlog.0", ("x",))
+
+
+@pytest.fixture
+def nodes(free_ports: Callable[..., int]) -> list[Node]:
+    addresses = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    port = free_ports(3)
+    return [Node(addresses[:2], index, port, 1, None, "lo") for index in range(2)]
+
+
+@pytest.fixture
+def server(nodes: list[Node]) -> Iterator[StoreServer]:
+    server = StoreServer(nodes[0].address, nodes[0].store_port).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
+    assert server.port == nodes[0].store_port
+    opened = [Rendezvous.open(node, 0, 5.0) for node in nodes]
+    yield opened
+    for rendezvous in reversed(opened):
+        rendezvous.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run the calls side by side; each one's result, or the error that it raised."""
+    results: list[Any] = [None] * len(calls)
+
+    def one(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return results
+
+
+def quiet(_: str) -> None: ...
+
+
+def test_nodes_that_agree_start_together(pair: list[Rendezvous]) -> None:
+    assert together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in pair)) == [0, 0]
+    assert abs(pair[0].start - pair[1].start) < 0.5
+    assert pair[0].failure() is None
+
+
+def test_the_highest_proposed_number_counts(pair: list[Rendezvous]) -> None:
+    """A launcher of node 0 that was started again does not know how often the job has begun before."""
+    joins = (
+        lambda: pair[0].join(FACTS, 0, 5.0, quiet),
+        lambda: pair[1].join(FACTS, 4, 5.0, quiet),
+    )
+    assert together(*joins) == [4, 4]
+
+
+def test_nodes_that_differ_are_both_told_what_differs(pair: list[Rendezvous]) -> None:
+    other = {**FACTS, "the number of processes per node": 4}
+    first, second = together(lambda: pair[0].join(FACTS, 0, 5.0, quiet), lambda: pair[1].join(other, 0, 5.0, quiet))
+    assert isinstance(first, ScheduleMismatch)
+    assert isinstance(second, ScheduleMismatch)
+    assert "node 1 (127.0.0.2) and node 0 (127.0.0.1) were not started alike" in str(first)
+    assert "the number of processes per node is 4 there and 2 here" in str(first)
+    assert "the Paddle version" not in str(first)
+
+
+def test_a_fact_that_only_one_side_has_differs(nodes: list[Node]) -> None:
+    with pytest.raises(ScheduleMismatch, match="b is None there and 1 here"):
+        refuse_differences(nodes[0], {"a": 1, "b": 1}, 1, {"a": 1})
+
+
+@pytest.mark.usefixtures("server")
+def test_a_missing_node_is_named(nodes: list[Node]) -> None:
+    said: list[str] = []
+    rendezvous = Rendezvous.open(nodes[0], 0, 1.0)
+    with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not come within 1.5 s"):
+        rendezvous.join(FACTS, 0, 1.5, said.append)
+    assert said[0].startswith("waiting for node 1 (127.0.0.2)")
+    rendezvous.close()
+
+
+def test_a_shared_folder_is_noticed_by_the_later_node(pair: list[Rendezvous], tmp_path: Path) -> None:
+    assert together(*(lambda m=m: m.shares_folder(tmp_path) for m in pair)) == [False, True]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    pairs = zip(pair, folders, strict=True)
+    assert together(*(lambda m=m, f=f: m.shares_folder(f) for m, f in pairs)) == [False, False]
+    assert list(tmp_path.rglob(".launcher-*")) == []
+
+
+def test_ends_are_told_and_a_silent_node_is_named(pair: list[Rendezvous]) -> None:
+    pair[0].tell_results([END])
+    assert pair[1].results_of_others(2.0) == ([END], [])
+    assert pair[0].results_of_others(0.3) == ([], ["node 1 (127.0.0.2)"])
+
+
+def test_the_first_failure_reaches_the_other_node(pair: list[Rendezvous]) -> None:
+    pair[1].fail("rank 1 failed", 7)
+    pair[0].fail("rank 0 failed", 1)
+    for rendezvous in pair:
+        assert rendezvous.failure() == {
+            "message": "rank 1 failed", "exit_code": 7, "node": 1, "no_culprit": False, "final": False,
+        }  # fmt: skip
+
+
+REPORT = FailureReport(1, 0, "missing", "did not come to step 4", "step 4: rank 1 ...", 11)
+
+
+def test_reports_of_ranks_are_one_story_on_all_nodes_and_a_launchers_word_comes_first(
+    pair: list[Rendezvous], server: StoreServer
+) -> None:
+    together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in pair))
+    rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
+    rank.fail(REPORT.to_json())
+    word, reports = pair[0].failures()
+    assert word is None
+    assert [replace(report, seconds=0.0) for report in reports] == [REPORT]
+    assert 0.0 <= reports[0].seconds < 5.0
+    assert pair[1].failures() == (None, reports)  # also the time is the same number
+    failure = pair[1].failure()
+    assert failure is not None
+    assert failure["message"] == "step 4: rank 1 ..."
+    pair[1].fail("rank 1 failed first", 1)
+    word, reports = pair[0].failures()
+    assert word is not None
+    assert word["message"] == "rank 1 failed first"
+    assert pair[0].reports() == reports
+    assert len(reports) == 1
+
+
+def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
+    pair: list[Rendezvous], server: StoreServer
+) -> None:
+    rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
+    rank.fail(REPORT.to_json())
+    pair[1]._client.close()
+    while (word := pair[0].failures()[0]) is None:
+        time.sleep(0.01)
+    assert "the launcher of node 1 (127.0.0.2) was lost" in word["message"]
+    assert word["no_culprit"]
+
+
+def test_a_lost_launcher_is_reported(pair: list[Rendezvous]) -> None:
+    pair[1]._client.close()  # what the kernel does when the process is killed
+    failure = None
+    for _ in range(50):
+        failure = failure or pair[0].failure()
+    assert failure is not None
+    assert "the launcher of node 1 (127.0.0.2) was lost" in failure["message"]
+
+
+def test_the_host_that_left_is_not_missed(pair: list[Rendezvous]) -> None:
+    pair[0]._client.leave()
+    assert pair[1].failure() is None
+    pair[0].close()
+    assert pair[1].failure() is None
+
+
+def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: StoreServer) -> None:
+    server.stop()
+    with pytest.raises(WorkerFailed, match=r"the launcher of node 0 \(127.0.0.1\).*has vanished"):
+        pair[1].failure()
+
+
+def test_whoever_has_ended_well_waits_for_the_others_within_a_bound(pair: list[Rendezvous]) -> None:
+    said: list[str] = []
+    began = time.monotonic()
+    assert pair[0].exit_barrier(2.2, said.append) is None
+    assert 2.2 <= time.monotonic() - began < 4.0
+    assert said == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 2.2 s at most"]
+    pair[1].tell_results([])
+    began = time.monotonic()
+    assert pair[0].exit_barrier(5.0, said.append) is None
+    assert time.monotonic() - began < 2.0
+
+
+def test_whoever_waits_without_a_bound_waits_neither_for_who_has_left_nor_for_who_is_lost(
+    pair: list[Rendezvous],
+) -> None:
+    def leave_later() -> None:
+        time.sleep(2.5)
+        pair[1].close()
+
+    said: list[str] = []
+    assert together(lambda: pair[0].exit_barrier(math.inf, said.append), leave_later) == [None, None]
+    assert said == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2)"]
+    pair[1]._client = StoreClient.connect(pair[1].node.store_endpoint + "/0", 1, group="node", timeout_seconds=5.0)
+    pair[1]._client.close()  # without a goodbye
+    lost = pair[0].exit_barrier(math.inf, quiet)
+    assert lost is not None
+    assert lost["exit_code"] == 11
+
+
+@pytest.mark.parametrize("how", ["left", "lost"])
+def test_nobody_waits_for_a_leader_that_is_gone_whichever_node_it_is(nodes: list[Node], how: str) -> None:
+    led = [node.led_by(1) for node in nodes]
+    server = StoreServer(led[1].address, led[1].store_port).start()
+    waiting, leader = (Rendezvous.open(node, 0, 5.0) for node in led)
+
+    def go() -> None:
+        time.sleep(0.5)
+        if how == "left":
+            leader.close()
+        else:
+            server.stop()
+
+    try:
+        assert together(lambda: waiting.exit_barrier(math.inf, quiet), go) == [None, None]
+    finally:
+        waiting.close()
+        leader.close()
+        server.stop()
+
+
+def test_whoever_waits_hears_of_a_failure_even_if_nobody_is_left(pair: list[Rendezvous]) -> None:
+    pair[1].fail("rank 1 failed", 7)
+    pair[1].tell_results([])
+    pair[1].close()
+    failure = pair[0].exit_barrier(5.0, quiet)
+    assert failure is not None
+    assert failure["exit_code"] == 7
+
+
+def test_a_stop_is_announced_to_all(pair: list[Rendezvous]) -> None:
+    assert pair[0].stop_announced() is None
+    pair[1].announce_stop("node 1 was asked to stop by SIGTERM", 30.0)
+    assert pair[0].stop_announced() == {
+        "why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 30.0, "again": False,
+    }  # fmt: skip
