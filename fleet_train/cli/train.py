@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fleet_train.cli.numbers import Number, WholeNumber
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
 from fleet_train.train.model_names import MODELS
@@ -39,28 +40,28 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "digits (scikit-learn), synthetic, or synthetic:<channels>x<height>x<width>x<classes>.")
 @_option("--data_dir", "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.")
-@_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=int)
+@_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=WholeNumber())
 @_option(
     "--augment", "Random change of training images; auto: crop_flip for folders.", type=click.Choice(AUGMENTATIONS)
 )
 @_option("--loader", "Who decodes; auto: worker processes for folders.", type=click.Choice(LOADERS))
-@_option("--workers", "Decoding processes per rank. Default: the cores of this rank, at most 8.", type=int)
-@_option("--prefetch_depth", "Batches that lie ready while a step runs.", type=int)
+@_option("--workers", "Decoding processes per rank. Default: the cores of this rank, at most 8.", type=WholeNumber())
+@_option("--prefetch_depth", "Batches that lie ready while a step runs.", type=WholeNumber())
 @_option("--shard_by", "Machines share the same files, or each reads all of its own.", type=click.Choice(SHARDINGS))
 @_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
 @_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
-@_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=float)
+@_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=Number())
 @_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
-@_option("--epochs", "Passes over the training data.", type=int)
-@_option("--batch_size", "Samples per rank and step.", type=int)
-@_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=float, default=None)
+@_option("--epochs", "Passes over the training data.", type=WholeNumber())
+@_option("--batch_size", "Samples per rank and step.", type=WholeNumber())
+@_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=Number(), default=None)
 @_option("--scale_lr", "Multiply the learning rate by the number of ranks.", is_flag=True)
 @_option("--optimizer", "Optimizer (momentum: 0.9).", type=click.Choice(OPTIMIZERS))
-@_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=float)
+@_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=Number())
 @_option("--no_decay_norm_bias", "No weight decay for biases and scales of norms.", is_flag=True)
-@_option("--clip_norm", "Largest global norm of the averaged gradients; 0 = no clipping.", type=float)
-@_option("--label_smoothing", "Share of the target that is spread over all classes.", type=float)
-@_option("--ema_decay", "Decay of the weights' moving average, which is then evaluated; 0 = none.", type=float)
+@_option("--clip_norm", "Largest global norm of the averaged gradients; 0 = no clipping.", type=Number())
+@_option("--label_smoothing", "Share of the target that is spread over all classes.", type=Number())
+@_option("--ema_decay", "Decay of the weights' moving average, which is then evaluated; 0 = none.", type=Number())
 @_option("--lr_schedule", "Learning rate over the run, down from the peak.", type=click.Choice(SCHEDULES))
 @_option(
     "--lr_milestones",
@@ -68,24 +69,28 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     default="",
     callback=_epochs,
 )
-@_option("--lr_decay", "What the step schedule multiplies the rate by at a milestone.", type=float)
-@_option("--lr_power", "Power of the polynomial schedule.", type=float)
-@_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=float)
-@_option("--seed", "Start of all random streams; the same seed gives the same run.", type=int)
+@_option("--lr_decay", "What the step schedule multiplies the rate by at a milestone.", type=Number())
+@_option("--lr_power", "Power of the polynomial schedule.", type=Number())
+@_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=Number())
+@_option("--seed", "Start of all random streams; the same seed gives the same run.", type=WholeNumber())
 @_option("--output_dir", "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).")
-@_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=int)
-@_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=int)
-@_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=int)
+@_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=WholeNumber())
+@_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=WholeNumber())
+@_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=WholeNumber())
 @_option("--keep_best", "Also keep the checkpoint with the best evaluation.", is_flag=True)
 @_option("--background_checkpoints", "Write checkpoints while training goes on.", is_flag=True)
-@_option("--evaluate_every", "Epochs between two evaluations.", type=int)
-@_option("--log_every", "Steps between two metric records.", type=int)
-@_option("--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=float)
+@_option("--checkpoint_timeout", "Seconds to wait for a disk that hangs, before the job ends.", type=Number())
+@_option("--checkpoint_copies", "Nodes that keep each checkpoint, the first one included.", type=WholeNumber())
+@_option("--evaluate_every", "Epochs between two evaluations.", type=WholeNumber())
+@_option("--log_every", "Steps between two metric records.", type=WholeNumber())
+@_option(
+    "--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=Number()
+)
 @_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
 @_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
-@_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=int)
+@_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=WholeNumber())
 def command(lr: float | None, **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
     config = TrainConfig(learning_rate=lr, **options)

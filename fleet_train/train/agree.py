@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from fleet_train import errors, fleet
+
+_MEETING_SECONDS = 1.0
+"""Between two meetings of all ranks while one of them works."""
 
 
 def ask_first_worker(question: Callable[[], Any]) -> Any:
@@ -30,3 +34,30 @@ def ask_first_worker(question: Callable[[], Any]) -> Any:
 def share(value: Any) -> Any:
     """Rank 0's JSON value on every rank."""
     return fleet.gather(value)[0]
+
+
+def together(work: Callable[[], Any] | None) -> list[dict[str, Any]]:
+    """Do ``work`` on the ranks that bring some; its JSON value, or the problem, by rank. All ranks call it.
+
+    It may last: in a thread, while all ranks meet every second, so that nobody is missed in a longer wait.
+    """
+    outcome: dict[str, Any] = {"value": None, "problem": None}
+
+    def run() -> None:
+        assert work is not None
+        try:
+            outcome["value"] = work()
+        except (errors.FleetTrainError, OSError) as error:
+            outcome["problem"] = str(error)
+        except BaseException as error:
+            outcome["problem"] = repr(error)
+
+    thread = threading.Thread(target=run, name="fleet_train copies", daemon=True)
+    if work is not None:
+        thread.start()
+    while True:
+        if work is not None:
+            thread.join(_MEETING_SECONDS)
+        told: list[dict[str, Any]] = fleet.gather({"done": not thread.is_alive(), **outcome})
+        if all(each["done"] for each in told):
+            return told

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from fleet_train.files import publish_where_linked
+
 
 class AppendOnlyFile:
     """Records that are there whole or not at all, readable by others as soon as `append` returns."""
@@ -14,11 +16,10 @@ class AppendOnlyFile:
     def __init__(self, path: Path, kept: Iterable[bytes] = ()) -> None:
         """Begin with the records `kept` of an earlier file of that name. Raises OSError when it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_bytes(b"".join(kept))
-        os.replace(draft, path)  # a job that is killed right now keeps the earlier file
+        path = publish_where_linked(path, b"".join(kept))  # a job that is killed right now keeps the earlier file
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)
         self._size = self._file.tell()
         self._in_trouble = False
 

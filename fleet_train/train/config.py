@@ -12,7 +12,7 @@ from fleet_train.data.open import LoaderSettings
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.model_names import MODELS
 from fleet_train.train.schedules import SCHEDULES, Schedule
-from fleet_train.train.settings import TrainerSettings, at_least
+from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, TrainerSettings, at_least
 
 ON_NAN = ("stop", "skip")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -80,6 +80,10 @@ class TrainConfig:
     """Also keep the checkpoint with the best evaluation, however old it is."""
     background_checkpoints: bool = False
     """Write checkpoints in a thread while training goes on."""
+    checkpoint_timeout: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
+    """Seconds for which a checkpoint that is being written is waited for: a disk that hangs must not keep the job."""
+    checkpoint_copies: int = 1
+    """Nodes that keep each checkpoint in their own output_dir, the first one included. 1 = the first alone."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     log_every: int = 10
@@ -101,7 +105,7 @@ class TrainConfig:
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
         _one_of("--on_nan", self.on_nan, ON_NAN)
         _one_of("--lr_schedule", self.lr_schedule, SCHEDULES)
-        for name in ("batch_size", "keep_checkpoints"):
+        for name in ("batch_size", "keep_checkpoints", "checkpoint_timeout", "checkpoint_copies"):
             at_least(name, getattr(self, name), 1)
         for name in ("weight_decay", "warmup_epochs", "clip_norm"):
             at_least(name, getattr(self, name), 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,11 @@ from typing import IO
 
 from fleet_train.cluster import network
 from fleet_train.errors import FleetTrainError
+from fleet_train.train import dashboard_server
 
 _START_TIMEOUT_SECONDS = 30.0
 _STOP_TIMEOUT_SECONDS = 5.0
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class DashboardUnusable(FleetTrainError):
@@ -59,17 +63,29 @@ def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], N
     return free
 
 
+def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
+    """Names and addresses under which readers may ask for the page; ``allowed_hosts``: what only the user knows."""
+    own = [*network.local_addresses(), socket.gethostname()] if host in _EVERY_ADDRESS else []
+    return sorted({"127.0.0.1", "localhost", "::1", host, *own, *map(dashboard_server.name_in, allowed_hosts)})
+
+
 class Dashboard:
     """Use as a context manager: on leaving, neither the server nor a child of it is left."""
 
     def __init__(
-        self, folders: Sequence[Path], host: str, port: int, in_child: Callable[[], None] | None = None
+        self,
+        folders: Sequence[Path],
+        host: str,
+        port: int,
+        in_child: Callable[[], None] | None = None,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
-        """`in_child` is called in the new process, before it becomes the server."""
+        """`in_child` is called in the new process, before it becomes the server. `allowed_hosts`: see `names_of`."""
         self.address = f"http://{host}:{port}"
         # Without --disable-telemetry it reports to Baidu at each start, and overwrites its own code if told to.
         self._command = [
-            *(sys.executable, "-m", "visualdl.server.app", "--logdir", *map(str, folders)),
+            *(sys.executable, dashboard_server.__file__, json.dumps(names_of(host, allowed_hosts))),
+            *("--logdir", *map(str, folders)),
             *("--host", host, "--port", str(port), "--disable-telemetry"),
         ]
         self._in_child = in_child

@@ -36,6 +36,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         config.keep_checkpoints,
         keep_best=config.keep_best,
         background=config.background_checkpoints,
+        timeout_seconds=config.checkpoint_timeout,
+        copies=config.checkpoint_copies,
         say=progress.say,
     )
     found = start_or_resume(config, checkpoints)
@@ -72,6 +74,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     finally:
         inputs.close()
         sinks.close()
+        checkpoints.close()
     summary = summarize(config, outcome, corrupt_images, time.perf_counter() - began)
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
     say_results(progress, config, summary)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fleet_train.files import publish_where_linked
 from fleet_train.train.append import AppendOnlyFile
 from fleet_train.train.metrics import Pixels, Scalars, Settings
 
@@ -60,9 +60,7 @@ class JsonLinesSink:
             encoded = io.BytesIO()
             Image.fromarray(pixels).save(encoded, "PNG")
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".{path.name}.draft")
-            draft.write_bytes(encoded.getvalue())
-            os.replace(draft, path)
+            publish_where_linked(path, encoded.getvalue())
         except (ImportError, OSError) as error:
             self._images_work = False
             print(f"fleet_train: no images in {path.parent} ({error}); training goes on", file=sys.stderr, flush=True)
@@ -77,5 +75,5 @@ def _records_until(path: Path, step: int) -> Iterator[bytes]:
         try:
             if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 yield line
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # a killed run may have left half a line

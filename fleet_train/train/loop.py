@@ -13,10 +13,11 @@ import paddle
 from fleet_train import fleet
 from fleet_train.data import Loader, agree_steps
 from fleet_train.data.datasets import Arrays
-from fleet_train.errors import Preempted
+from fleet_train.errors import CheckpointError, Preempted
 from fleet_train.train import finite
 from fleet_train.train.average import WeightAverage
 from fleet_train.train.checkpoint import Checkpoints, Found
+from fleet_train.train.copies import STOP_SECONDS
 from fleet_train.train.evaluate import Evaluator
 from fleet_train.train.meter import StepMeter
 from fleet_train.train.metrics import MetricSink, NullSink
@@ -109,6 +110,7 @@ class Trainer:
                 self._progress.end(self.outcome.line())
         self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
         self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
+        self._reporter.saved(self.position, self._saver.scalars())
         return self.outcome
 
     def _train_epoch(self) -> None:
@@ -117,7 +119,7 @@ class Trainer:
         began = time.perf_counter()
         with self._loader.epoch(at.epoch, at.consumed_samples) as batches:
             steps = agreed_steps(len(self._loader))
-            at.step = (at.epoch + 1) * self._steps_per_epoch - steps
+            self._begin_at_step((at.epoch + 1) * self._steps_per_epoch - steps)
             self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
             self._meter.restart()
             self._reporter.begin_stretch()
@@ -134,6 +136,15 @@ class Trainer:
         self.outcome.train_loss = self._losses.mean()
         self._losses = EpochLoss()
         at.epoch, at.consumed_samples = at.epoch + 1, 0
+
+    def _begin_at_step(self, step: int) -> None:
+        """What an epoch has left says which step comes next: a resume on another number of ranks knew a rounded one.
+
+        The schedule goes there, too, so that a run that is stopped again goes on with the rate that it had.
+        """
+        if step != self.position.step and self._scheduler is not None:
+            self._scheduler.step(step // fleet.profile().accumulate_steps)
+        self.position.step = step
 
     def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
         """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
@@ -167,7 +178,7 @@ class Trainer:
             return
         self._reported = inside
         rate = None if self._scheduler is None else float(self._scheduler.get_lr())
-        self._reporter.interval(self.position, loss, rate, self._meter.read())
+        self._reporter.interval(self.position, loss, rate, self._meter.read(), self._saver.scalars())
         self._meter.restart()
 
     def _evaluate(self) -> None:
@@ -189,7 +200,8 @@ class Trainer:
         why = fleet.stop_requested()
         if why is not None:
             self._save()
-            saved = self._saver.finish()
+            saved = self._saver.finish(STOP_SECONDS)
+            self._reporter.saved(self.position, self._saver.scalars())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
             raise Preempted(f"stopped after step {self.position.step}: {why}; {kept}")
 
@@ -214,12 +226,18 @@ class Trainer:
         at = self.position
         inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
         self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
-        if found.state.profile["digest"] != fleet.profile().digest():
-            was, now = found.state.profile["name"], fleet.profile().name
+        if found.state.profile.get("digest") != fleet.profile().digest():
+            was, now = found.state.profile.get("name"), fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
 
     def _resume_schedule(self, found: Found) -> None:
-        self._scheduler.set_state_dict(found.state.scheduler)
+        try:
+            self._scheduler.set_state_dict(found.state.scheduler)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
+                "schedule that it was saved with"
+            ) from error
         # A function of the step is computed anew: the same for the same run, and right if its settings have changed.
         # Other schedules compute a rate from the one before, which only their state gives back bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)

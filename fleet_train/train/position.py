@@ -54,7 +54,7 @@ def resumed(state: TrainState, steps_per_epoch: int) -> Resumed:
 
     The losses of an epoch under way go back to the rank that had them, or all to rank 0 when the ranks are others.
     """
-    inside = state.step - state.epoch * state.steps_per_epoch
+    inside = max(0, state.step - state.epoch * state.steps_per_epoch)
     step = state.epoch * steps_per_epoch + inside * steps_per_epoch // max(1, state.steps_per_epoch)
     losses = [EpochLoss(float(total), int(count)) for total, count in state.epoch_losses]
     rank = fleet.worker_index()

@@ -70,10 +70,12 @@ class Reporter:
         """Training goes on after something else: what that has cost is no step's time."""
         fleet.communication()
 
-    def interval(self, at: Position, loss: float, learning_rate: float | None, speed: Speed) -> None:
-        """Some steps are done. All ranks call it after the same step."""
+    def interval(
+        self, at: Position, loss: float, learning_rate: float | None, speed: Speed, more: Mapping[str, float]
+    ) -> None:
+        """Some steps are done; ``more`` is recorded beside. All ranks call it after the same step."""
         communication = fleet.communication()
-        scalars = {"train/loss": loss, "train/epoch": float(at.epoch), **speed_scalars(speed, communication)}
+        scalars = {"train/loss": loss, "train/epoch": float(at.epoch), **speed_scalars(speed, communication), **more}
         if learning_rate is not None:
             scalars["train/learning_rate"] = learning_rate
         scale = fleet.loss_scale()
@@ -83,6 +85,11 @@ class Reporter:
         said = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
         if said is not None:
             self._progress.say(said)
+
+    def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
+        """The last checkpoint of this call is written; nothing where there is nothing to say of it."""
+        if scalars:
+            self._sinks.write(at.step, scalars)
 
     def evaluated(self, at: Position, evaluation: Evaluation, epoch_loss: float) -> None:
         """An evaluation is done; its confusion matrix and its mistakes, if it has them, become pictures."""
@@ -141,5 +148,5 @@ def profile_settings(profile: Profile) -> dict[str, Any]:
 
 
 def profile_text(profile: Profile) -> str:
-    """The profile as a YAML file that makes it again."""
-    return yaml.safe_dump(dict(profile.settings()), sort_keys=False, allow_unicode=True).rstrip()
+    """The profile as a YAML file that makes it again but for the values of variables, which may be secrets."""
+    return yaml.safe_dump(profile.shown_settings(), sort_keys=False, allow_unicode=True).rstrip()

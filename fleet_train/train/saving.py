@@ -12,6 +12,7 @@ from fleet_train.errors import CheckpointError
 from fleet_train.train import finite
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints, Found, TrainState
+from fleet_train.train.copies import FINISH_SECONDS
 from fleet_train.train.evaluate import Evaluation
 from fleet_train.train.position import EpochLoss, Position
 from fleet_train.train.settings import TrainerSettings
@@ -46,9 +47,13 @@ class Saver:
         ask_first_worker(lambda: finite.refuse_state(fleet.main_program, at.step))
         return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
 
-    def finish(self) -> Path | None:
-        """Wait for a checkpoint that is being written; the folder of the last one that this call has saved."""
-        return None if self.checkpoints is None else self.checkpoints.finish()
+    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+        """Wait for a checkpoint that is being written, and at most so long for its copies; the last one's folder."""
+        return None if self.checkpoints is None else self.checkpoints.finish(copy_seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """What the metrics have of checkpoints; most jobs have nothing."""
+        return {} if self.checkpoints is None else self.checkpoints.scalars()
 
     def load(self, found: Found) -> None:
         if self.checkpoints is None:

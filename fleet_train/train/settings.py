@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fleet_train.errors import FleetTrainError
 
+DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 1800.0
+
 
 @dataclass(frozen=True)
 class TrainerSettings:

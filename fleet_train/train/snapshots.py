@@ -8,25 +8,59 @@
 A folder is written under another name, synced, marked, and renamed; to be removed, it is renamed first. A reader
 ignores folders without a marker and names that begin with a dot, but for one case: a run that comes to the same step
 again moves its earlier checkpoint out of the way, and until the new one is in place, that one counts.
+
+`checkpoints` may be a link to a folder of another disk. The link stays; what is removed is what has the name of a
+checkpoint in there, and where such a name is itself a link, the link and not what it leads to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_train.cluster.environment import launched_job
 from fleet_train.errors import CheckpointError
+from fleet_train.files import open_regular, parse_json, read_regular, write_new
 
 STATE, MARKER = "state.json", "complete.json"
+RECORD = "run.json"
+"""Beside the checkpoints: the run that this node has last heard of, also where it keeps no checkpoint of it."""
 FORMAT = 2
-_REPLACED, _REMOVING = ".replaced-", ".removing-"
+_FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_MOST_BYTES = 64 << 20
+_WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
+_PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
+_OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step-\d{8,}", re.ASCII)
 _TENSORS = ".safetensors"  # checked tensor by tensor when they are loaded, so that the first offending one is named
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """Which run a checkpoint belongs to, from its first start over all its resumes; the one begun later is greater."""
+
+    began: float = 0.0
+    """Unix seconds, on the clock of the rank 0 that began it. 0 = written before runs were told apart."""
+    id: str = ""
+
+    @classmethod
+    def new(cls, after: Run | None = None) -> Run:
+        """A run that begins now, and later than ``after`` whatever the clock says. It has its launched job's name."""
+        began = max(time.time(), 0.0 if after is None else after.began + 1.0)
+        return cls(began, launched_job(os.environ) or secrets.token_hex(8))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -35,7 +69,12 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def draft_of(checkpoints: Path, step: int) -> Path:
     """Where a checkpoint is written before it is published."""
-    return checkpoints / f".writing-step-{step:08d}"
+    return checkpoints / f"{_WRITING}step-{step:08d}"
+
+
+def copy_of(checkpoints: Path, name: str) -> Path:
+    """Where a checkpoint of another node is written before it counts."""
+    return checkpoints / f"{_COPYING}{name}"
 
 
 def _out_of_the_way(final: Path) -> Path:
@@ -45,10 +84,14 @@ def _out_of_the_way(final: Path) -> Path:
 
 def begin(checkpoints: Path, step: int) -> Path:
     """A new empty draft; the remains of a killed attempt are removed."""
-    draft = draft_of(checkpoints, step)
+    return begin_draft(draft_of(checkpoints, step))
+
+
+def begin_draft(draft: Path) -> Path:
+    """That empty folder in the folder of the checkpoints."""
     _remove(draft)
     draft.mkdir(parents=True)
-    _sync(checkpoints.parent)
+    _sync(draft.parent.parent)
     return draft
 
 
@@ -57,42 +100,139 @@ def discard(checkpoints: Path, step: int) -> None:
     shutil.rmtree(draft_of(checkpoints, step), ignore_errors=True)
 
 
-def publish(checkpoints: Path, step: int, state: Mapping[str, Any], score: float | None = None) -> Path:
+def publish(
+    checkpoints: Path, step: int, state: Mapping[str, Any], score: float | None = None, run: Run | None = None
+) -> Path:
     """Complete the draft of that step with `state` and the marker, and put it in place. Returns its final path.
 
     What is in the draft already has been synced by who wrote it.
     """
     draft, final = draft_of(checkpoints, step), folder_of(checkpoints, step)
-    (draft / STATE).write_text(json.dumps(dict(state), indent=1), encoding="utf-8")
+    write_new(draft / STATE, json.dumps(dict(state), indent=1).encode())
     _sync(draft / STATE)
     files = sorted(path for path in draft.iterdir() if path.is_file())
     marker = {path.name: None if path.suffix == _TENSORS else _sha256(path) for path in files}
     known = None if score is None or math.isnan(score) else float(score)
-    content = {"format": FORMAT, "score": known, "files": marker}
-    (draft / MARKER).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    content = {"format": FORMAT, "score": known, "run": (run or Run()).as_json(), "files": marker}
+    write_new(draft / MARKER, json.dumps(content, indent=1).encode())
     _sync(draft / MARKER)
+    return put_in_place(draft, final)
+
+
+def put_in_place(draft: Path, final: Path) -> Path:
+    """Rename a draft that is complete, its files synced; an earlier checkpoint of that name goes when it is there."""
     _sync(draft)
-    if final.exists():  # os.replace refuses a folder that is not empty
+    if os.path.lexists(final):  # os.replace refuses a folder that is not empty
         _remove(_out_of_the_way(final))
         os.replace(final, _out_of_the_way(final))
     os.replace(draft, final)
-    _sync(checkpoints)
+    _sync(final.parent)
     return final
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The published checkpoints, oldest first."""
+    """The published checkpoints, the one that has trained least first.
+
+    That is not the order of names: a run that goes on with more ranks has fewer steps in an epoch, and counts lower.
+    Raises CheckpointError where no folder can be.
+    """
+    refuse_no_folder(checkpoints)
     if not checkpoints.is_dir():
         return []
-    candidates = [*checkpoints.glob(f"{_REPLACED}step-*"), *checkpoints.glob("step-*")]
-    by_name = {path.name.removeprefix(_REPLACED): path for path in candidates if (path / MARKER).is_file()}
-    return [by_name[name] for name in sorted(by_name)]
+    by_name: dict[str, Path] = {}
+    for path in sorted(checkpoints.iterdir()):  # one that was moved out of the way comes before the one in its place
+        name = _PUBLISHED.fullmatch(path.name)
+        if name is not None and (path / MARKER).is_file():
+            by_name[name[1]] = path
+    places = {name: place_of(path) for name, path in by_name.items()}
+    known = [(name, place) for name, place in places.items() if place is not None]
+    return [
+        by_name[name] for name in sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
+    ]
+
+
+def _step(name: str) -> int:
+    """The step in the name of a published checkpoint, also while it is out of the way."""
+    return int(name.rpartition("-")[2])
+
+
+Place = tuple[int, int, int]
+"""How far a checkpoint has trained: epochs, samples of the next one, steps. The first two know no number of ranks."""
+
+
+def behind(name: str, known: Iterable[tuple[str, Place]]) -> Place:
+    """Where a damaged checkpoint is put that cannot say how far it has trained: behind all that have lower names.
+
+    A copy on another node, of the same name, says it for both.
+    """
+    return max((place for other, place in known if _step(other) <= _step(name)), default=(0, 0, 0))
+
+
+def place_of(folder: Path) -> Place | None:
+    """How far a published checkpoint has trained; None where that cannot be read."""
+    try:
+        state = _read_json(folder / STATE)
+        return int(state.get("epoch", 0)), int(state.get("consumed_samples", 0)), int(state["step"])
+    except (CheckpointError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def refuse_no_folder(path: Path) -> None:
+    """Raises CheckpointError when something that is no folder has this name, such as a link to a disk that is away."""
+    if path.is_dir() or not os.path.lexists(path):
+        return
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}, which is no folder: nothing can be read or saved there; mount "
+            "its disk, make that folder, or remove the link"
+        )
+    raise CheckpointError(f"{path} is not a folder; move it away, or give another folder for the run")
+
+
+def clear(checkpoints: Path) -> None:
+    """Remove every checkpoint, what killed runs left, and the record of the run; whatever else is there stays.
+
+    Raises OSError when one cannot be removed. None of them counts any more as soon as the first is being removed.
+    """
+    if not checkpoints.is_dir():
+        return
+    doomed = [_put_away(path) for path in _ours(checkpoints)]
+    (checkpoints / RECORD).unlink(missing_ok=True)
+    _sync(checkpoints)
+    for path in doomed:
+        _remove(path)
+
+
+def name_of(folder: Path) -> str:
+    """The name of a published checkpoint, also while it is out of the way of a new one of that step."""
+    return folder.name.removeprefix(_REPLACED)
 
 
 def score_of(folder: Path) -> float | None:
     """The score that a published checkpoint was given."""
-    score: float | None = _read_json(folder / MARKER).get("score")
+    score: float | None = _read_marker(folder)["score"]
     return score
+
+
+def run_of(folder: Path) -> Run:
+    """The run that a published checkpoint belongs to."""
+    return run_from(_read_marker(folder).get("run"))
+
+
+def run_from(told: Any) -> Run:
+    """A run as its ``as_json`` has it; ``Run()`` for anything else."""
+    try:
+        return Run(float(told["began"]), str(told["id"]))
+    except (TypeError, KeyError, ValueError):
+        return Run()
+
+
+def marker_digest(folder: Path) -> str:
+    """SHA-256 of the marker, which has the hash of every file, or of the file that has each tensor's: of all of it."""
+    try:
+        return _sha256(folder / MARKER)
+    except OSError as error:
+        raise CheckpointError(f"{folder / MARKER} cannot be read: {error}; {_WAY_OUT}") from error
 
 
 def best(checkpoints: Path) -> Path | None:
@@ -105,22 +245,70 @@ def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
     """Remove all but the newest `keep` checkpoints (and the best), and what killed runs left."""
     published = complete(checkpoints)
     kept = {*published[-keep:], *([best(checkpoints)] if keep_best else [])}
-    for path in list(checkpoints.iterdir()):
-        if "step-" in path.name and path not in kept:
-            _remove(path)
+    keep_only(checkpoints, {path.name for path in kept if path is not None})
+
+
+def keep_only(checkpoints: Path, names: Collection[str]) -> None:
+    """Remove every other checkpoint, and what killed runs left. Nothing where there is no such folder."""
+    if checkpoints.is_dir():
+        for path in _ours(checkpoints):
+            if path.name not in names:
+                _remove(path)
+
+
+def set_aside(checkpoints: Path, run: Run) -> list[Path]:
+    """Move the checkpoints of other runs into folders, ``checkpoints/of-run-<id>``, which are returned."""
+    aside: dict[Path, None] = {}
+    for path in complete(checkpoints):
+        with contextlib.suppress(CheckpointError):  # a damaged marker names no run
+            other = run_of(path)
+            if other != run:
+                aside[move_aside(path, f"of-run-{_plain(other.id)}")] = None
+    return list(aside)
+
+
+def move_aside(path: Path, why: str) -> Path:
+    """Move a checkpoint into the folder ``checkpoints/<why>``, where it counts no longer. Returns that folder."""
+    aside = path.parent / why  # within, because `checkpoints` may be a link to another disk
+    aside.mkdir(exist_ok=True)
+    place = aside / name_of(path)
+    _remove(place)
+    os.replace(path, place)
+    _sync(path.parent)
+    return aside
+
+
+def _plain(run_id: str) -> str:
+    """As part of a folder's name."""
+    return "".join(sign for sign in run_id if sign.isalnum())[:32] or "unknown"
+
+
+def _ours(checkpoints: Path) -> list[Path]:
+    """What has one of our names; users keep copies and notes beside it."""
+    return sorted(path for path in checkpoints.iterdir() if _OURS.fullmatch(path.name))
 
 
 def _remove(folder: Path) -> None:
     """Remove a folder that may be there. A removal that is interrupted must not leave what looks complete."""
-    if not folder.is_dir():
+    if _is_own_folder(folder):
+        shutil.rmtree(_put_away(folder))
+    else:
         folder.unlink(missing_ok=True)
-        return
-    if not folder.name.startswith(_REMOVING):
-        doomed = folder.with_name(_REMOVING + folder.name.lstrip("."))
-        _remove(doomed)
-        os.replace(folder, doomed)
-        folder = doomed
-    shutil.rmtree(folder)
+
+
+def _put_away(folder: Path) -> Path:
+    """Where it is removed, under a name that does not count."""
+    if folder.name.startswith(_REMOVING):
+        return folder
+    doomed = folder.with_name(_REMOVING + folder.name.lstrip("."))
+    _remove(doomed)
+    os.replace(folder, doomed)
+    return doomed
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether it is a folder and no link to one: what a link leads to is not ours to remove."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -128,10 +316,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
     Of the files with tensors only their presence is checked: whoever loads them checks them tensor by tensor.
     """
-    marker = _read_json(folder / MARKER)
-    if marker.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: format {marker.get('format')}; this version reads format {FORMAT}")
-    for name, written in marker["files"].items():
+    for name, written in _read_marker(folder)["files"].items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {_WAY_OUT}")
@@ -143,16 +328,41 @@ def read_state(folder: Path) -> dict[str, Any]:
 _WAY_OUT = "remove this folder to resume from the checkpoint before it"
 
 
+def _read_marker(folder: Path) -> dict[str, Any]:
+    marker = _read_json(folder / MARKER)
+    if marker.get("format") != FORMAT:
+        told = f"{marker.get('format')!r:.40}"
+        raise CheckpointError(f"{folder}: format {told}; this version reads format {FORMAT}")
+    files, score = marker.get("files"), marker.get("score")
+    # A name that leads out of the folder, and a file that is not listed, are nothing that was published.
+    if (
+        not isinstance(files, dict)
+        or not all(isinstance(sha256, (str, type(None))) for sha256 in files.values())
+        or not all(_FILE_NAME.fullmatch(name) for name in files)
+        or not isinstance(files.get(STATE), str)
+    ):
+        raise CheckpointError(f"{folder / MARKER} is damaged: its files are no names with SHA-256; {_WAY_OUT}")
+    if score is not None and (type(score) not in (int, float) or not abs(score) < math.inf):
+        raise CheckpointError(f"{folder / MARKER} is damaged: its score is no number; {_WAY_OUT}")
+    return {**marker, "score": score}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_regular(path, _MOST_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; {_WAY_OUT}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it is no section of names and values; {_WAY_OUT}")
     return value
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
+from pathlib import Path
 
 from fleet_train import fleet
-from fleet_train.cluster.environment import attempt
+from fleet_train.cluster.environment import attempt, launched_job
 from fleet_train.errors import CheckpointError, ScheduleMismatch
+from fleet_train.train import snapshots
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import Checkpoints, Found
 from fleet_train.train.config import TrainConfig
@@ -35,21 +36,35 @@ def agree_on_flags(config: TrainConfig) -> None:
 def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:
     """The checkpoint to go on from, or None for a fresh start; refuses to mix two runs in one folder.
 
-    A job that the launcher has started again goes on as with --resume, whatever its command says.
+    A job that the launcher has started again goes on as with --resume, whatever its command says, but only from what it
+    has saved itself: an attempt may have died before it could put an earlier run away. CheckpointError where the
+    folder, or its `checkpoints`, cannot be one: a file, or a link to a disk that is away.
     """
-    ask_first_worker(lambda: config.output_path.mkdir(parents=True, exist_ok=True))
+    ask_first_worker(lambda: _make_folder(config.output_path))
     if config.resume or attempt(os.environ) > 0:
         found = checkpoints.newest()
-        if found is not None:
+        if found is None:
+            return None
+        if config.resume or found.run_id == launched_job(os.environ) or not launched_job(os.environ):
             _check_same_run(config, found)
-        return found
-    if checkpoints.exist() and not config.overwrite:
+            return found
+    holders = checkpoints.holders()
+    if holders and not config.overwrite:
+        where = "" if holders[0].partition(" (")[0] == "rank 0" else f" on {', '.join(holders)}"
         raise CheckpointError(
-            f"{config.output_dir} holds checkpoints of an earlier run; go on with it by --resume, "
+            f"{config.output_dir} holds checkpoints of an earlier run{where}; go on with it by --resume, "
             "start anew by --overwrite (deletes them), or give another --output_dir"
         )
-    ask_first_worker(lambda: shutil.rmtree(checkpoints.folder, ignore_errors=True))
+    # What stays would be taken for this run's: a checkpoint that cannot be removed ends the job here.
+    ask_first_worker(lambda: snapshots.clear(checkpoints.folder))
+    checkpoints.begin_anew()
     return None
+
+
+def _make_folder(output: Path) -> None:
+    for path in (*reversed(output.parents), output):
+        snapshots.refuse_no_folder(path)
+    output.mkdir(parents=True, exist_ok=True)
 
 
 def _check_same_run(config: TrainConfig, found: Found) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet
+from fleet_train.files import publish_where_linked
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.outcome import Outcome
 from fleet_train.train.progress import Progress
@@ -58,9 +58,7 @@ def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, second
 
 def publish_summary(output: Path, summary: dict[str, Any]) -> None:
     """Write summary.json: the whole of it, or nothing."""
-    draft = output / ".summary.json"
-    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, output / "summary.json")
+    publish_where_linked(output / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
 
 
 def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]) -> None:

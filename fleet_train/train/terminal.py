@@ -6,6 +6,9 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from fleet_train.errors import printable
+
+_MOST = 1e300
 _LEVELS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
 
@@ -18,14 +21,14 @@ def read_curves(path: Path) -> tuple[int, Curves]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if "kind" in record:
+        if not isinstance(record, dict) or "kind" in record or not isinstance(record.get("step"), int):
             continue
         step = record["step"]
         for tag, value in record.items():
-            if "/" in tag and value is not None:
-                curves.setdefault(tag, []).append(float(value))
+            if "/" in tag and isinstance(value, (int, float)) and abs(value) < _MOST:
+                curves.setdefault(printable(tag), []).append(float(value))
     return step, curves
 
 

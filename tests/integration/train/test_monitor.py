@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,8 +61,8 @@ def address_of(job: Job, started: Started) -> str:
     return line.removesuffix("/app/scalar")
 
 
-def fetch(url: str) -> str:
-    request = urllib.request.Request(url, headers={"Accept-Language": "en"})
+def fetch(url: str, **headers: str) -> str:
+    request = urllib.request.Request(url, headers={"Accept-Language": "en", **headers})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
         return str(answer.read().decode())
 
@@ -84,6 +85,10 @@ def test_page_answers_once_the_address_is_printed_and_nobody_else_is_asked(tmp_p
         assert address.startswith("http://127.0.0.1:")
         assert "<title>VisualDL</title>" in fetch(f"{address}/app/scalar")
         assert json.loads(fetch(f"{address}/app/api/runs"))["data"] == ["runs/demo/visualdl"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            fetch(f"{address}/app/api/runs", Host="evil.example")
+        assert refused.value.code == 403
+        assert "'evil.example' is no name of this page, which has 127.0.0.1" in refused.value.read().decode()
         points = json.loads(fetch(f"{address}/app/api/scalar/list?run=runs/demo/visualdl&tag=train/loss"))["data"]
         assert [step for _, step, _ in points] == list(range(0, 100, 10))
         started.process.send_signal(signal.SIGINT)

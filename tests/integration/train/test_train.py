@@ -170,3 +170,17 @@ def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alon
     assert 93 <= int(said[2]) <= 96
     assert "the last checkpoint is untouched" in job.report()
     assert {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()} == before
+
+
+def test_an_overwritten_run_whose_checkpoints_are_a_link_is_resumed_and_not_the_old_one(
+    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
+) -> None:
+    output, disk = tmp_path / "run", tmp_path / "disk"
+    shutil.copytree(two_ranks[1], output)
+    (output / "checkpoints").rename(disk)
+    (output / "checkpoints").symlink_to(disk)
+    train(tmp_path / "anew", 2, output, "--overwrite", "--stop_after_epochs", "1")
+    assert [path.name for path in disk.iterdir()] == ["step-00000023"]
+    resumed = train(tmp_path / "again", 2, output, "--resume", "--stop_after_epochs", "1")
+    assert "(epoch 1, step 23)" in resumed.ranks[0].output
+    assert sorted(path.name for path in disk.iterdir()) == ["step-00000023", "step-00000046"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import paddle
 import pytest
 
 from fleet_train import fleet
+from fleet_train.errors import CheckpointError
 from fleet_train.train import snapshots
 from fleet_train.train.checkpoint import Checkpoints, TrainState
 
@@ -70,3 +74,47 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
     checkpoints.save(None, state(40))
     assert checkpoints.finish() == checkpoints.folder / "step-00000040"
     assert (kept(checkpoints), len(said)) == (["step-00000030", "step-00000040"], 2)
+
+
+@pytest.fixture
+def hanging_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is published waits for a pipe that nobody writes to, as for a file server that is away."""
+    os.mkfifo(tmp_path / "pipe")
+
+    def hangs(*_: object) -> Path:
+        (tmp_path / "pipe").read_bytes()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(snapshots, "publish", hangs)
+    yield
+    with (tmp_path / "pipe").open("w"):  # lets the thread go
+        pass
+
+
+@pytest.mark.usefixtures("hanging_disk")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_hangs_is_waited_for_as_long_as_was_asked(tmp_path: Path, background: bool) -> None:
+    checkpoints = Checkpoints(tmp_path, background=background, timeout_seconds=0.2)
+    said = r"the checkpoint of step 10 was not written within 0.2 s: .* at \S+/checkpoints/.writing-step-00000010; "
+    if background:
+        checkpoints.save(None, state(10))
+    else:
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.save(None, state(10))
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints.finish()
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints.save(None, state(20))
+
+
+def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = snapshots.publish
+
+    def slow(*arguments: Any) -> Path:
+        time.sleep(0.5)
+        return published(*arguments)
+
+    monkeypatch.setattr(snapshots, "publish", slow)
+    monkeypatch.setattr("fleet_train.train.checkpoint._ROUND_SECONDS", 0.05)
+    checkpoints = Checkpoints(tmp_path, timeout_seconds=60.0)
+    assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"

@@ -19,8 +19,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train import fleet
-from fleet_train.convert import tensor_file
+from fleet_train import files, fleet
+from fleet_train.convert import persistables, tensor_file
 from fleet_train.train import snapshots
 from fleet_train.train.checkpoint import Checkpoints, TrainState
 from tests.support.processes import ROOT, clean_environ, python
@@ -44,7 +44,9 @@ class Disk:
         for name in self._CALLS:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
         monkeypatch.setattr(io, "open", self._opened(io.open))
-        monkeypatch.setattr(tensor_file, "_write_all", self._torn(tensor_file._write_all))
+        torn = self._torn(files.write_all)
+        for module in (files, tensor_file, persistables):
+            monkeypatch.setattr(module, "write_all", torn)
 
     def _count(self) -> None:
         self.operations += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,29 @@ def test_a_resume_under_gradient_merge_goes_on_with_the_rate_of_its_updates(tmp_
             assert made.fit().epochs == epochs
     # Two updates are done; the third is behind step 6, the first of this epoch.
     assert sinks.values_of("train/learning_rate") == pytest.approx([1 / 4, 1 / 4, 1 / 5, 1 / 5, 1 / 6])
+
+
+def test_the_rate_follows_the_steps_that_are_left_where_an_epoch_has_another_number_of_them(tmp_path: Path) -> None:
+    def train(batch_size: int, resumed: bool) -> Recorder:
+        with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
+            settings = TrainerSettings(epochs=2, stop_after_epochs=1, checkpoint_every_steps=3, log_every=1)
+            loader = BatchLoader(synthetic(SAMPLES, (6,), 3).train, ShardedBatchSampler(SAMPLES, batch_size, seed=1))
+            made, sinks = trainer(loader, settings, checkpoints=Checkpoints(tmp_path, keep=9))
+            if resumed:
+                found = Checkpoints(tmp_path).newest()
+                assert found is not None
+                made.resume(found)
+            made.fit()
+        return sinks
+
+    train(8, resumed=False)
+    shutil.rmtree(
+        tmp_path / "checkpoints" / "step-00000005"
+    )  # the one of step 3 is left: 3 of 5 steps, 24 of 40 samples
+    again = train(16, resumed=True)
+    # The last 16 samples are step 3 of 3; 3 of 5 steps would be 1 of 3.
+    assert again.steps_of("train/learning_rate") == [3]
+    assert again.values_of("train/learning_rate") == pytest.approx([1 / 4])
 
 
 def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(tmp_path: Path) -> None:

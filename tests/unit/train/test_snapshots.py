@@ -31,6 +31,18 @@ def test_newest_comes_last_and_a_folder_without_marker_is_ignored(tmp_path: Path
     assert [path.name for path in snapshots.complete(tmp_path)] == ["step-00000020", "step-00000030", "step-00000100"]
 
 
+def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_steps(tmp_path: Path) -> None:
+    for step, epoch, consumed in ((150, 10, 0), (253, 11, 0), (172, 11, 672), (180, 12, 0)):
+        snapshots.begin(tmp_path, step)
+        snapshots.publish(tmp_path, step, {"epoch": epoch, "step": step, "consumed_samples": consumed})
+    names = ["step-00000150", "step-00000253", "step-00000172", "step-00000180"]
+    assert [path.name for path in snapshots.complete(tmp_path)] == names
+    (tmp_path / "step-00000253" / "state.json").write_text("{")  # behind those with lower names
+    assert [path.name for path in snapshots.complete(tmp_path)] == [names[0], *names[2:], names[1]]
+    snapshots.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000180", "step-00000253"]
+
+
 def test_no_folder_means_no_checkpoints(tmp_path: Path) -> None:
     assert snapshots.complete(tmp_path / "nothing") == []
 
@@ -55,6 +67,73 @@ def test_prune_keeps_the_newest_and_removes_what_killed_runs_left(tmp_path: Path
     snapshots.begin(tmp_path, 40)
     snapshots.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+
+
+def test_what_users_put_beside_the_checkpoints_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    write(tmp_path, 10).rename(tmp_path / "step-00000900-before-the-change")
+    (tmp_path / "step-by-step.txt").touch()
+    for step in (20, 30):
+        write(tmp_path, step)
+    assert [path.name for path in snapshots.complete(tmp_path)] == ["step-00000020", "step-00000030"]
+    snapshots.prune(tmp_path, keep=1)
+    users = ["step-00000900-before-the-change", "step-by-step.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", *users]
+    snapshots.clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == users
+
+
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    for step in (100_000_000, 99_999_999):
+        write(tmp_path, step)
+    assert [path.name for path in snapshots.complete(tmp_path)] == ["step-99999999", "step-100000000"]
+
+
+def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    elsewhere, checkpoints = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for step in (10, 40):
+        write(elsewhere, step)
+        (checkpoints / f"step-{step:08d}").symlink_to(elsewhere / f"step-{step:08d}")
+    (checkpoints / "step-00000050").symlink_to(elsewhere / "nowhere")
+    write(checkpoints, 50)
+    snapshots.prune(checkpoints, keep=2)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000040", "step-00000050"]
+    snapshots.clear(checkpoints)
+    assert list(checkpoints.iterdir()) == []
+    assert [path.name for path in snapshots.complete(elsewhere)] == ["step-00000010", "step-00000040"]
+
+
+def test_clearing_removes_what_killed_runs_left_too(tmp_path: Path) -> None:
+    write(tmp_path, 10).rename(tmp_path / ".replaced-step-00000010")
+    write(tmp_path, 20).rename(tmp_path / ".removing-step-00000020")
+    write(tmp_path, 20)
+    snapshots.begin(tmp_path, 30)
+    for name in (".copying-step-00000040", ".removing-copying-step-00000040", ".removing-writing-step-00000040"):
+        (tmp_path / name).mkdir()
+    snapshots.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clearing_forgets_the_run_and_leaves_what_was_moved_aside(tmp_path: Path) -> None:
+    for step, why in ((10, "damaged"), (20, "of-run-aa")):
+        snapshots.move_aside(write(tmp_path, step), why)
+    (tmp_path / snapshots.RECORD).write_text("{}")
+    snapshots.clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa"]
+
+
+def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    for step in (10, 20):
+        write(tmp_path, step)
+    monkeypatch.setattr(snapshots.shutil, "rmtree", fails)
+    with pytest.raises(OSError, match="busy"):
+        snapshots.clear(tmp_path)
+    assert snapshots.complete(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", ['{"epoch": 2,', '{"epoch": 3, "step": 20}'])

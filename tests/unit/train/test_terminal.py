@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fleet_train.train.terminal import read_curves, sparkline, table
@@ -29,3 +30,10 @@ def test_table_has_scalars_only_and_bears_a_half_line(tmp_path: Path) -> None:
 def test_run_without_a_record_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert table(tmp_path) == f"{tmp_path}: no record yet"
+
+
+def test_lines_that_are_no_record_are_left_out_and_names_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+    lines = ["[]", "7", "[" * 100_000, '{"a/b": 1}', '{"step": "x", "a/b": 1}', '{"step": 3, "a/b": "x", "a/c": 1e999}']
+    lines += [json.dumps({"step": 4, "\x1b[2Ja/d": 10**5, "a/e": True})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_curves(tmp_path / "metrics.jsonl") == (4, {"\\x1b[2Ja/d": [1e5], "a/e": [1.0]})

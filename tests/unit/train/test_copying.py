@@ -1,0 +1,397 @@
+"""One checkpoint over one connection: taken whole or not at all, from nobody but the job's own sender."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fleet_train.errors import CheckpointError
+from fleet_train.train import copy_wire, receiving, snapshots
+from fleet_train.train.copier import Copier
+from fleet_train.train.copy_wire import Channel, Lost, key_of
+from fleet_train.train.copying import Address, send
+from fleet_train.train.receiving import Receiver, listed
+from fleet_train.train.snapshots import Run
+
+HERE, THERE = "127.0.0.2", "127.0.0.3"
+RUN = Run(100.0, "aa")
+SHA256 = hashlib.sha256(b"").hexdigest()
+
+
+def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: Run = RUN) -> Path:
+    draft = snapshots.begin(checkpoints, step)
+    (draft / "persistables.safetensors").write_bytes(content)
+    (draft / "ranks.safetensors").write_bytes(b"of each rank")
+    return snapshots.publish(checkpoints, step, {"step": step}, run=run)
+
+
+def files(checkpoints: Path) -> dict[str, bytes]:
+    """Everything in the folder, drafts included."""
+    return {str(path.relative_to(checkpoints)): path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+
+
+def names(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else []
+
+
+class Two(NamedTuple):
+    ours: Path
+    theirs: Path
+    receiver: Receiver
+
+    def send(self, folder: Path, kept: list[str] | None = None) -> bool:
+        return send(self.receiver.address, HERE, folder, kept)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    """A node with checkpoints, and one that takes copies of them."""
+    ours, theirs = tmp_path / "ours" / "checkpoints", tmp_path / "theirs" / "checkpoints"
+    receiver = Receiver(theirs, THERE)
+    yield Two(ours, theirs, receiver)
+    receiver.close()
+
+
+@contextlib.contextmanager
+def channel(address: Address, proven: bool = True) -> Iterator[Channel]:
+    """A sender that says what a test wants it to say."""
+    with socket.create_connection((address.host, address.port), 5.0) as connection:
+        made = Channel(connection, key_of(address.token, None))
+        if proven:
+            made.prove_as_sender()
+        yield made
+
+
+def test_a_copy_has_every_byte_and_is_sent_once(two: Two) -> None:
+    folder = publish(two.ours, 10, bytes(range(256)) * 10_000)
+    assert two.send(folder) is True
+    assert files(two.theirs) == files(two.ours)
+    assert two.send(folder) is False
+    assert files(two.theirs) == files(two.ours)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(two: Two) -> None:
+    two.send(publish(two.ours, 10, b"before", Run(100.0, "aa")))
+    assert two.send(publish(two.ours, 10, b"after", Run(101.0, "aa"))) is True
+    assert files(two.theirs) == files(two.ours)
+
+
+def test_what_the_sender_has_removed_is_removed_and_another_run_is_put_aside(two: Two) -> None:
+    for step in (10, 20):
+        two.send(publish(two.ours, step))
+    publish(two.theirs, 99, run=Run(50.0, "other"))
+    two.theirs.joinpath(".copying-step-00000015").mkdir()
+    assert two.send(publish(two.ours, 30), ["step-00000020", "step-00000030"]) is True
+    assert names(two.theirs) == ["of-run-other", "step-00000020", "step-00000030"]
+    assert names(two.theirs / "of-run-other") == ["step-00000099"]
+
+
+def test_who_does_not_know_the_token_or_the_secret_is_told_nothing(two: Two) -> None:
+    folder, address = publish(two.ours, 10), two.receiver.address
+    for token, secret in (("0" * 64, None), (address.token, b"a secret of the job")):
+        with pytest.raises(CheckpointError, match="is not this job's receiver: it does not know the job's token"):
+            send(Address(THERE, address.port, token), HERE, folder, secret=secret)
+    with channel(address, proven=False) as stranger:  # does not mind who the receiver is
+        stranger.send({"nonce": "00"})
+        stranger.receive()
+        stranger.send({"proof": "00"})
+        with pytest.raises(Lost):
+            stranger.receive()
+    assert names(two.theirs) == []
+
+
+def test_the_jobs_secret_is_mixed_in(tmp_path: Path) -> None:
+    receiver = Receiver(tmp_path / "theirs", THERE, b"a secret of the job")
+    folder = publish(tmp_path / "ours", 10)
+    with pytest.raises(CheckpointError, match="does not know the job's token"):
+        send(receiver.address, HERE, folder)
+    assert send(receiver.address, HERE, folder, secret=b"a secret of the job") is True
+    receiver.close()
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(two: Two) -> None:
+    def reflect(connection: socket.socket) -> None:
+        while piece := connection.recv(65536):
+            connection.sendall(piece)
+
+    with answered_by(reflect) as port, pytest.raises(CheckpointError, match="is not this job's receiver"):
+        send(Address(THERE, port, "token"), HERE, publish(two.ours, 10))
+
+
+@contextlib.contextmanager
+def answered_by(answer: Callable[[socket.socket], Any]) -> Iterator[int]:
+    """The port of somebody else, who answers one connection."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            answer(connection)
+
+    with socket.create_server((THERE, 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def test_a_receiver_that_says_nothing_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_wire, "CONNECT_SECONDS", 0.3)
+    began = time.monotonic()
+    with answered_by(lambda _: time.sleep(1.0)) as port:
+        with pytest.raises(CheckpointError, match="nothing got through within 0 s"):
+            send(Address(THERE, port, "token"), HERE, publish(two.ours, 10))
+        assert time.monotonic() - began < 0.9
+
+
+def test_a_transfer_that_stands_still_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_nothing(connection: socket.socket) -> None:
+        peer = Channel(connection, key_of("token", None))
+        peer.prove_as_receiver()
+        for answer in ("send", "go"):
+            peer.receive()
+            peer.send({"answer": answer})
+        time.sleep(1.0)
+
+    monkeypatch.setattr(copy_wire, "STALL_SECONDS", 0.3)
+    with answered_by(takes_nothing) as port, pytest.raises(CheckpointError, match="nothing got through within 0 s"):
+        send(Address(THERE, port, "token"), HERE, publish(two.ours, 10, bytes(32 << 20)))
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_wire, "CONNECT_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        for _ in range(7):
+            stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
+        assert two.send(publish(two.ours, 10)) is True
+
+
+def request(**changed: Any) -> dict[str, Any]:
+    return {"name": "step-00000010", "marker": SHA256, "kept": None, **changed}
+
+
+def told(size: int, name: str = "a.json") -> dict[str, Any]:
+    return {"files": [{"name": name, "size": size}, {"name": "complete.json", "size": 0}]}
+
+
+def test_a_wrong_hash_leaves_nothing(two: Two) -> None:
+    with channel(two.receiver.address) as sender:
+        sender.send(request())
+        assert sender.receive() == {"answer": "send"}
+        sender.send(told(3))
+        assert sender.receive() == {"answer": "go"}
+        sender.send_bytes(b"abc")
+        sender.send({"sha256": [SHA256, SHA256]})
+        assert sender.receive() == {"problem": "a file was altered on its way (SHA-256 differs)"}
+    assert names(two.theirs) == []
+
+
+def test_another_marker_than_was_announced_leaves_nothing(two: Two) -> None:
+    with channel(two.receiver.address) as sender:
+        sender.send(request(marker="f" * 64))
+        sender.receive()
+        sender.send(told(0))
+        sender.receive()
+        sender.send({"sha256": [SHA256, SHA256]})
+        assert sender.receive() == {"problem": "step-00000010 is another one than was announced"}
+    assert names(two.theirs) == []
+
+
+def test_the_state_of_another_step_leaves_nothing(two: Two) -> None:
+    folder = publish(two.ours, 10)
+    folder.rename(two.ours / "step-00000020")
+    with pytest.raises(CheckpointError, match="step-00000020 holds the state of step 10"):
+        two.send(two.ours / "step-00000020")
+    assert names(two.theirs) == []
+
+
+def test_a_connection_that_is_cut_leaves_nothing_and_the_next_copy_is_taken(two: Two) -> None:
+    with channel(two.receiver.address) as sender:
+        sender.send(request())
+        sender.receive()
+        sender.send(told(1000))
+        sender.receive()
+        sender.send_bytes(b"a" * 500)
+        while not names(two.theirs):  # it is made when the first bytes arrive
+            time.sleep(0.01)
+        assert names(two.theirs) == [".copying-step-00000010"]
+    assert two.send(publish(two.ours, 10)) is True
+    assert names(two.theirs) == ["step-00000010"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"name": "../step-00000010"}, "'../step-00000010' is no name of a checkpoint; they are called step-00000440"),
+        ({"name": "/tmp/step-00000010"}, "'/tmp/step-00000010' is no name of a checkpoint"),
+        ({"name": None}, "None is no name of a checkpoint"),
+        ({"kept": [".."]}, "'..' is no name of a checkpoint"),
+        ({"marker": "0"}, "a SHA-256 is missing; it has 64 hexadecimal digits"),
+    ],
+)
+def test_a_request_for_another_place_is_refused(two: Two, changed: dict[str, Any], problem: str) -> None:
+    with channel(two.receiver.address) as sender:
+        sender.send(request(**changed))
+        assert str(sender.receive()["problem"]).startswith(problem)
+    assert names(two.theirs.parent) == []
+
+
+MARKER = {"name": "complete.json", "size": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "a.json",
+        [],
+        [{"name": "../a.json", "size": 1}, MARKER],
+        [{"name": "/etc/a.json", "size": 1}, MARKER],
+        [{"name": "below/a.json", "size": 1}, MARKER],
+        [{"name": "..", "size": 1}, MARKER],
+        [{"name": ".hidden", "size": 1}, MARKER],
+        [{"name": "a\n", "size": 1}, MARKER],
+        [{"name": "a" * 201, "size": 1}, MARKER],
+        [{"name": "a.json", "size": -1}, MARKER],
+        [{"name": "a.json", "size": True}, MARKER],
+        [{"name": "a.json", "size": "1"}, MARKER],
+        [{"name": "a.json"}, MARKER],
+        [MARKER, MARKER],
+        [{"name": "a.json", "size": 1}],
+        [MARKER, *({"name": f"{number}.json", "size": 1} for number in range(1000))],
+        [None],
+    ],
+)
+def test_a_list_that_is_no_checkpoints_is_refused(wrong: Any) -> None:
+    assert [one.name for one in listed([{"name": "a.json", "size": 0}, MARKER])] == ["a.json", "complete.json"]
+    with pytest.raises(CheckpointError):
+        listed(wrong)
+
+
+def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Two) -> None:
+    with channel(two.receiver.address, proven=False) as stranger:
+        stranger.send({"nonce": "0" * 5000})
+        with pytest.raises(Lost):
+            stranger.receive()
+    with channel(two.receiver.address) as sender:
+        with pytest.raises(CheckpointError, match="is too large; 4194304 are the limit"):
+            sender.send({"files": "a" * (4 << 20)})
+        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
+        assert "more than 4194304 bytes" in sender.receive()["problem"]
+
+
+def test_a_message_that_was_altered_is_refused(two: Two) -> None:
+    with channel(two.receiver.address) as sender:
+        body = b'{"name": "step-00000010"}'
+        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
+        assert sender.receive() == {"problem": "a message was altered on its way (its HMAC differs)"}
+    assert names(two.theirs) == []
+
+
+def test_a_disk_without_room_is_asked_first(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = publish(two.ours, 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, receiving.SPARE_BYTES + 1))  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"has 1048577 bytes free, and the checkpoint has \d+; make room there"):
+        two.send(folder)
+    assert names(two.theirs) == []
+    monkeypatch.undo()
+    assert two.send(folder) is True
+
+
+def test_a_disk_that_fills_up_leaves_what_was_there(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, pieces: Iterator[bytes]) -> None:
+        next(pieces)
+        raise OSError(28, "No space left on device", str(path))
+
+    two.send(publish(two.ours, 10))
+    monkeypatch.setattr(receiving, "_write_file", fails)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        two.send(publish(two.ours, 20, bytes(5 << 20)))
+    assert names(two.theirs) == ["step-00000010"]
+
+
+# the sender's thread
+
+
+def copier(ours: Path, *receivers: Receiver, said: list[str]) -> Copier:
+    return Copier(ours, {f"node {n}": each.address for n, each in enumerate(receivers, 1)}, HERE, say=said.append)
+
+
+def test_two_receivers_become_what_the_first_node_is(tmp_path: Path) -> None:
+    ours, said = tmp_path / "ours", []
+    others = [Receiver(tmp_path / str(n), f"127.0.0.{n}") for n in (3, 4)]
+    made = copier(ours, *others, said=said)
+    for step in (10, 20):
+        publish(ours, step)
+        made.offer()
+    assert made.wait(10.0)
+    publish(ours, 30)
+    snapshots.prune(ours, keep=2)
+    made.offer()
+    assert made.wait(10.0)
+    for n in (3, 4):
+        assert names(tmp_path / str(n)) == ["step-00000020", "step-00000030"]
+        assert files(tmp_path / str(n)) == files(ours)
+    assert (made.made, made.failed, said) == (6, 0, [])
+    for each in others:
+        each.close()
+
+
+def test_a_receiver_that_is_gone_is_said_and_the_other_gets_its_copy(tmp_path: Path) -> None:
+    ours, said = tmp_path / "ours", []
+    gone, there = (Receiver(tmp_path / str(n), f"127.0.0.{n}") for n in (3, 4))
+    gone.close()
+    made = copier(ours, gone, there, said=said)
+    for step in (10, 20):
+        publish(ours, step)
+        made.offer()
+        assert made.wait(10.0)
+    assert names(tmp_path / "4") == ["step-00000010", "step-00000020"]
+    assert (made.made, made.failed) == (2, 2)
+    assert said[0].startswith(f"no copy on node 1: step-00000010 did not get to {gone.address}: ")
+    assert said[0].endswith("; training goes on, the next checkpoint tries again")
+    there.close()
+
+
+def test_training_does_not_wait_and_one_transfer_is_under_way(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, threads = threading.Event(), set()
+
+    def waits(*arguments: Any) -> bool:
+        threads.add(threading.current_thread())
+        assert go.wait(10.0)
+        return send(*arguments)
+
+    monkeypatch.setattr("fleet_train.train.copier.send", waits)
+    made = copier(two.ours, two.receiver, said=[])
+    for step in (10, 20, 30):
+        publish(two.ours, step)
+        made.offer()
+    assert made.wait(0.1) is False
+    assert names(two.theirs) == []
+    go.set()
+    assert made.wait(10.0) is True
+    assert (made.made, len(threads)) == (3, 1)
+    assert files(two.theirs) == files(two.ours)
+
+
+def test_what_is_removed_while_it_is_sent_is_no_failure(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(*arguments: Any) -> bool:
+        if arguments[2].name == "step-00000010":
+            shutil.rmtree(arguments[2])
+        return send(*arguments)
+
+    monkeypatch.setattr("fleet_train.train.copier.send", removed)
+    said: list[str] = []
+    made = copier(two.ours, two.receiver, said=said)
+    publish(two.ours, 10)
+    publish(two.ours, 20)
+    made.offer()
+    assert made.wait(10.0)
+    assert (made.made, made.failed, said) == (1, 0, [])

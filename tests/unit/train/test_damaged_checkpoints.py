@@ -1,0 +1,323 @@
+"""Checkpoints that are damaged, or made to do harm: a CheckpointError names the file, soon, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_train.convert import persistables
+from fleet_train.convert.local_state import refuse_damaged_position
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State
+from fleet_train.convert.velocities import to_dgc, to_momentum
+from fleet_train.errors import CheckpointError
+from fleet_train.train import snapshots
+from fleet_train.train.checkpoint import Checkpoints, TrainState
+
+ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
+KINDS = {"b": "parameter", "w": "parameter", "own": "optimizer"}
+DEEP = "[" * 100_000
+HUGE = "9" * 60_000
+
+
+@pytest.fixture(autouse=True)
+def job(one_process: None) -> None:
+    """Checkpoints are those of a job."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    own = [{"own": np.full(2, rank, "float32")} for rank in range(2)]
+    persistables.write_folder(tmp_path, State(ARRAYS, KINDS, own))
+    return tmp_path
+
+
+def refusal(read: Callable[[], Any]) -> str:
+    """The message for a checkpoint that must be refused, in less than 32 MB."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_what_was_written_is_read_back(folder: Path) -> None:
+    state = persistables.read_folder(folder)
+    assert (state.kinds, [list(own["own"]) for own in state.ranks]) == (KINDS, [[0, 0], [1, 1]])
+    np.testing.assert_array_equal(state.arrays["w"], ARRAYS["w"], strict=True)
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    return {"files": {TENSORS: {"w": {"dtype": "float32", "shape": [3, 4], "sha256": "ab", **changed}}}, "kinds": {}}
+
+
+TEXTS = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", DEEP.encode(), b'{"format": ' + HUGE.encode() + b"}", b"NaN"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_a_description_that_is_none_is_named(folder: Path, text: bytes) -> None:
+    (folder / DESCRIPTION).write_bytes(text)
+    message = refusal(lambda: persistables.read_folder(folder))
+    assert message.startswith(f"{folder / DESCRIPTION} is damaged: ")
+    assert message.endswith("; load another saved state")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": None},
+        {"format": DEEP},
+        {"files": None},
+        {"files": []},
+        {"files": {"/etc/passwd": {}}},
+        {"files": {TENSORS: []}},
+        {"files": {TENSORS: {"w": None}}},
+        entry(extra=1),
+        entry(dtype="float31"),
+        entry(dtype="O"),
+        entry(dtype="S1000000000"),
+        entry(dtype=["float32"]),
+        entry(shape=None),
+        entry(shape=12),
+        entry(shape=[-3, -4]),
+        entry(shape=[True]),
+        entry(shape=[1.5]),
+        entry(shape=["3"]),
+        entry(shape=[1 << 47, 1 << 47]),
+        entry(shape=[0, 1 << 47, 1 << 47]),
+        entry(shape=[10**4000]),
+        entry(shape=[1] * 100),
+        entry(shape=[1 << 40]),
+        entry(shape=[0]),
+        entry(sha256=None),
+        {"kinds": []},
+        {"kinds": {"b": 7}},
+        {"kinds": {"b": ["parameter"]}},
+        {"kinds": {"nothing": "parameter"}},
+        {"kinds": {"x_velocity_0": "optimizer"}},
+        {"ranks": None},
+        {"ranks": -1},
+        {"ranks": 1},
+        {"ranks": True},
+        {"ranks": 10**12},
+        {"ranks": 2.0},
+    ],
+    ids=repr,
+)
+def test_an_entry_of_the_description_that_is_wrong_is_refused(folder: Path, changed: dict[str, Any]) -> None:
+    told = json.loads((folder / DESCRIPTION).read_text())
+    (folder / DESCRIPTION).write_text(json.dumps({**told, **changed}))
+    assert str(folder) in refusal(lambda: persistables.read_folder(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["own", "rank 2/own", "rank -1/own", "rank 01/own", "rank x/own", f"rank {HUGE}/own", ""]
+)
+def test_a_tensor_of_no_rank_is_refused(folder: Path, name: str) -> None:
+    told = json.loads((folder / DESCRIPTION).read_text())
+    told["files"][RANKS][name] = told["files"][RANKS].pop("rank 1/own")
+    (folder / DESCRIPTION).write_text(json.dumps(told))
+    assert "persistables.json is damaged" in refusal(lambda: persistables.read_folder(folder))
+
+
+def with_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Put another header before the tensors of a file."""
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    changed = change(header)
+    text = changed if isinstance(changed, bytes) else json.dumps(header if changed is None else changed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: DEEP.encode(),
+        lambda _: b'{"w": ' + HUGE.encode() + b"}",
+        lambda _: b"\xff",
+        lambda _: [],
+        lambda header: header["w"].update(data_offsets=[12.0, 60.0]),
+        lambda header: header["w"].update(data_offsets=[-48, 0]),
+        lambda header: header["w"].update(data_offsets=[10**30, 10**30 + 48]),
+        lambda header: header["w"].update(data_offsets=[1 << 62, (1 << 62) + 48]),
+        lambda header: header["w"].update(data_offsets=[0, 48]),
+        lambda header: header["w"].update(data_offsets=[60, 12]),
+        lambda header: header["w"].update(data_offsets="ab"),
+        lambda header: header["w"].update(dtype="I32"),
+        lambda header: header["w"].update(shape=[12]),
+        lambda header: header["w"].pop("shape"),
+        lambda header: header.update(w=None),
+        lambda header: header.pop("w"),
+    ],
+)
+def test_a_header_that_fits_no_file_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    with_header(folder / TENSORS, change)
+    message = refusal(lambda: persistables.read_folder(folder))
+    assert message.startswith(str(folder / TENSORS))
+    assert message.endswith("; load another saved state")
+
+
+def test_a_length_that_the_file_does_not_have_takes_no_memory(folder: Path) -> None:
+    path = folder / TENSORS
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    assert "is cut off before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
+    with path.open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate((1 << 40) + 8)
+    assert "its header has 1099511627776 bytes" in refusal(lambda: persistables.read_folder(folder))
+
+
+def test_many_tensors_in_the_same_bytes_are_refused(folder: Path) -> None:
+    told = json.loads((folder / DESCRIPTION).read_text())
+    told["files"][TENSORS]["again"] = told["files"][TENSORS]["w"]
+    (folder / DESCRIPTION).write_text(json.dumps(told))
+    with_header(folder / TENSORS, lambda header: header.update(again=header["w"]))
+    assert "its bytes are another one's, too" in refusal(lambda: persistables.read_folder(folder))
+
+
+@pytest.mark.parametrize("name", [DESCRIPTION, TENSORS, RANKS])
+def test_pipes_and_folders_are_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert f"{name} is not a regular file" in refusal(lambda: persistables.read_folder(folder))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"fleet_train/step": np.empty(0)},
+        {"fleet_train/step": np.array([-1])},
+        {"fleet_train/step": np.array([np.nan])},
+        {"fleet_train/step": np.array([True])},
+        {"fleet_train/dgc/step": np.zeros(2)},
+        {"fleet_train/powersgd/step": np.array([1e300])},
+        {"fleet_train/local_sgd/numbers": np.zeros(1)},
+        {"fleet_train/local_sgd/numbers": np.array([np.inf, 0.0, 0.0, 0.0])},
+        {"fleet_train/local_sgd/numbers": np.array([0.0, 0.0, 0.0, 0.0])},
+        {"fleet_train/local_sgd/numbers": np.array([1, 0, 0, 0])},
+    ],
+    ids=repr,
+)
+def test_a_position_that_is_none_is_refused(damaged: dict[str, Any]) -> None:
+    assert next(iter(damaged)) in refusal(lambda: refuse_damaged_position(damaged, "runs/demo"))
+
+
+def test_velocities_of_other_shapes_are_refused_and_lost_ones_left_out() -> None:
+    ours = {"w": ("parameter", [3, 4], "float32"), "w_velocity_0": ("optimizer", [3, 4], "float32")}
+    saved = State({"fleet_train/dgc/step": np.ones(1)}, {}, [{"fleet_train/dgc/w.velocity": np.zeros(7, "float32")}])
+    assert "'w_velocity_0' was saved with 7 elements" in refusal(lambda: to_momentum(saved, ours))
+    assert to_dgc(State({}, {"v_velocity_0": "optimizer"}), {}).arrays == {}
+
+
+STATE: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "step", "steps_per_epoch", "world_size"), 1),
+    **{name: {} for name in ("scheduler", "config", "profile", "versions")},
+}
+
+
+def publish(output: Path, state: dict[str, Any]) -> Path:
+    snapshots.begin(output / "checkpoints", 1)
+    return snapshots.publish(output / "checkpoints", 1, state)
+
+
+def test_a_state_without_damage_is_found(tmp_path: Path) -> None:
+    publish(tmp_path, STATE)
+    found = Checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.state == TrainState(1, 1, 1, 1, {}, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": None},
+        {"step": -1},
+        {"step": 1.5},
+        {"step": True},
+        {"step": 10**300},
+        {"steps_per_epoch": "10"},
+        {"consumed_samples": [1]},
+        {"scheduler": []},
+        {"config": None},
+        {"profile": "multi_node"},
+        {"epoch_losses": 7},
+        {"epoch_losses": [[1.0]]},
+        {"epoch_losses": [[1.0, "2"]]},
+        {"epoch_losses": [None]},
+        {"strange": 1},
+        {"\x1b[31m": 1},
+    ],
+    ids=repr,
+)
+def test_an_entry_of_the_state_that_is_wrong_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = publish(tmp_path, {**STATE, **changed})
+    message = refusal(Checkpoints(tmp_path).newest)
+    (name,) = changed
+    assert message.startswith(f"{folder / 'state.json'} is damaged in ")
+    assert not name.isprintable() or f"'{name}'" in message
+
+
+@pytest.mark.parametrize("name", ["epoch", "scheduler", "versions"])
+def test_an_entry_that_the_state_does_not_have_is_named(tmp_path: Path, name: str) -> None:
+    publish(tmp_path, {key: value for key, value in STATE.items() if key != name})
+    assert f"is damaged in '{name}'" in refusal(Checkpoints(tmp_path).newest)
+
+
+MARKERS: list[Any] = [
+    None,
+    [],
+    7,
+    {},
+    {"format": [[]]},
+    {"format": 2},
+    {"format": 2, "files": []},
+    {"format": 2, "files": {}},
+    {"format": 2, "files": {"state.json": None}},
+    {"format": 2, "files": {"state.json": 7}},
+    {"format": 2, "files": {"state.json": "ab", "../../../etc/passwd": "ab"}},
+    {"format": 2, "files": {"state.json": "ab", "/dev/zero": "ab"}},
+    {"format": 2, "files": {"state.json": "ab", "a\0b": "ab"}},
+    {"format": 2, "files": {"state.json": "ab", "": None}},
+    {"format": 2, "files": {"state.json": "ab", "..": None}},
+    {"format": 2, "files": {"state.json": "ab", "9" * 5_000: None}},
+    {"format": 2, "files": {"state.json": "ab"}, "score": "high"},
+    {"format": 2, "files": {"state.json": "ab"}, "score": float("inf")},
+    {"format": 2, "files": {"state.json": "ab"}, "score": float("nan")},
+    {"format": 2, "files": {"state.json": "ab"}, "score": True},
+]
+
+
+@pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker)[:80])
+def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
+    folder = publish(tmp_path, STATE)
+    (folder / snapshots.MARKER).write_text(json.dumps(marker))
+    for read in (Checkpoints(tmp_path).newest, Checkpoints(tmp_path).best):
+        assert str(folder) in refusal(read)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_files_of_a_checkpoint_that_are_no_json_are_named(tmp_path: Path, text: bytes) -> None:
+    folder = publish(tmp_path, STATE)
+    (folder / snapshots.MARKER).write_bytes(text)
+    assert str(folder / snapshots.MARKER) in refusal(Checkpoints(tmp_path).newest)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = publish(tmp_path, STATE)
+    (folder / snapshots.STATE).unlink()
+    os.mkfifo(folder / snapshots.STATE)
+    assert "state.json is missing" in refusal(Checkpoints(tmp_path).newest)
+    (folder / snapshots.MARKER).unlink()
+    os.mkfifo(folder / snapshots.MARKER)
+    assert Checkpoints(tmp_path).newest() is None

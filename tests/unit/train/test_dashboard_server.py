@@ -1,0 +1,52 @@
+"""Who may ask for the page: a browser that was sent to this machine by a page on the internet may not."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from fleet_train.train.dashboard import names_of
+from fleet_train.train.dashboard_server import OnlyForNames, name_in
+
+
+def answer(host: str | None, names: list[str]) -> tuple[str, bytes]:
+    """Status and body of what is answered to a request with this Host header."""
+    status: list[str] = []
+
+    def behind(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        del environ
+        start_response("200 OK", [])
+        return [b"the curves"]
+
+    environ = {} if host is None else {"HTTP_HOST": host}
+    body = OnlyForNames(behind, names)(environ, lambda code, _: status.append(code))
+    return status[0], b"".join(body)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8040", "localhost:8040", "LOCALHOST", "[::1]:8040", "localhost.:9"])
+def test_this_machines_own_names_are_answered_at_any_port(host: str) -> None:
+    assert answer(host, names_of("127.0.0.1")) == ("200 OK", b"the curves")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8040", "127.0.0.1.evil.example", "10.0.0.1", "", None, "\x1b[31m"]
+)
+def test_another_name_is_refused_with_what_to_do(host: str | None) -> None:
+    status, body = answer(host, names_of("127.0.0.1"))
+    assert (status, b"the curves" in body) == ("403 Forbidden", False)
+    assert b"monitor --allowed_host NAME" in body
+    assert body.decode().rstrip("\n").isprintable()
+
+
+def test_names_that_the_user_gives_are_answered() -> None:
+    assert answer("Curves.Lab:443", names_of("127.0.0.1", ["curves.lab"]))[0] == "200 OK"
+    assert name_in("[FE80::1]:80") == "fe80::1"
+
+
+def test_a_page_at_every_address_has_those_of_this_machine() -> None:
+    names = names_of("0.0.0.0")
+    assert {"0.0.0.0", "127.0.0.1", "localhost", socket.gethostname()} <= set(names)
+    assert "evil.example" not in names
+    assert names_of("10.0.0.7") == ["10.0.0.7", "127.0.0.1", "::1", "localhost"]
