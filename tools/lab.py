@@ -91,6 +91,14 @@ class Lab:
     def down(self) -> None:
         take_down(self.name)
 
+    def pids(self, node: int) -> list[int]:
+        """What runs on a node."""
+        return _processes([self.nodes[node].namespace])
+
+    def set_link(self, node: int, state: str) -> None:
+        """Pull a node's plug out of the switch (``down``), or put it in again (``up``)."""
+        _run("ip", "-n", self.switch, "link", "set", f"port{node}", state)
+
     def end_processes(self) -> None:
         """End whatever runs on a node; the lab stays up."""
         _end_processes([node.namespace for node in self.nodes])

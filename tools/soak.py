@@ -1,10 +1,16 @@
-"""Kill ranks of a training job at random moments, and compare its result with an undisturbed run, bit by bit.
+"""Kill ranks of a training job at random moments, or lose machines, and compare its result with an undisturbed run.
 
     python tools/soak.py --kills 3 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6
     sudo python tools/soak.py --kills 30 --output docs/benchmarks/2026-11-21-soak
+    sudo python tools/soak.py --faults machine:0,frozen:leader,cut --epochs 12
+    sudo python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --output docs/benchmarks/soak-machines
 
-The first form needs no root. The second one runs each node in a network namespace of its own (tools/lab.py) and writes
+The first form needs no root. The others run each node in a network namespace of its own (tools/lab.py). --output writes
 a record (JSON) and a page (markdown). Exit code 0: nothing was lost; 1: something was, in words.
+
+With --faults each of three nodes has a disk of its own, too, and machines are lost with it, frozen or cut off while
+training goes on with what is left: tools/soaking/faults.py has the kinds. Its reference run takes the same numbers of
+machines one after the other (tools/soaking/replay.py), and samples are counted (tools/soaking/ledger.py).
 """
 
 from __future__ import annotations
@@ -25,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.benchmarks.record import circumstances
 from tools.lab import Lab
-from tools.soaking import verdict
+from tools.soaking import machines, verdict
+from tools.soaking.faults import KINDS, Timeouts, listed_faults, plan_faults
 from tools.soaking.job import Machine, SoakJob, started
 from tools.soaking.kills import SoakFailed, carry_out, note_last_recovery, plan_kills
 from tools.soaking.page import page
@@ -76,53 +83,87 @@ def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> d
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--kills", default=30, type=click.IntRange(min=1), help="How many ranks are killed, one per attempt.")
-@click.option("--nodes", default=2, help="Machines.")
+@click.option(
+    "--faults",
+    help=f"Machine faults instead, separated by commas: {', '.join(KINDS)}; in this order, each with a node or none: "
+    "machine:0,frozen:leader,cut. They need namespaces, and run one rank per node.",
+)
+@click.option("--fault_count", type=click.IntRange(min=1), help="So many of these --faults, in a random order.")
+@click.option("--nodes", type=click.IntRange(min=2), help="Machines.  [default: 2; with --faults 3]")
 @click.option("--ranks_per_node", default=2, help="Ranks on each.")
 @click.option("--epochs", default=120, help="Length of the run; a checkpoint is saved after each epoch.")
+@click.option("--step_seconds", default=0.3, help="With --faults: a pause before each step until the last fault.")
 @click.option("--network", type=click.Choice(["namespaces", "loopback"]), default="namespaces", help="Emulation.")
 @click.option("--rate", default="1gbit", help="What each namespace may send, as tc spells it; or none.")
 @click.option("--strategy", default="multi_node", help="Profile of the job.")
 @click.option("--seed", default=1, help="Start of the random moments and ranks.")
 @click.option("--started_port", default=16400, help="First port of the job.")
-@click.option("--timeout", default=900.0, help="Seconds that a run may take after its last kill.")
+@click.option("--timeout", default=900.0, help="Seconds that a run may take after its last kill or fault.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.json and OUTPUT.md.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Run in this folder and keep logs and checkpoints.")
-def main(
-    kills: int, nodes: int, ranks_per_node: int, epochs: int, network: str, rate: str, strategy: str, seed: int,
-    started_port: int, timeout: float, output: Path | None, keep: Path | None,
-) -> None:  # fmt: skip
-    """Kill ranks of a training job at random moments; nothing may be lost."""
-    folder = keep or Path(tempfile.mkdtemp(prefix="fleet_train-soak-"))
-    train = f"--model=mlp --data=digits --augment=shift --batch_size=32 --epochs={epochs} --checkpoint_every=1"
-    train += f" --evaluate_every={epochs} --log_every=1 --optimizer=adamw --strategy={strategy}"
-    flags = tuple(train.split())  # attempts after the first resume by themselves
-    record: dict[str, Any] = {
-        "circumstances": circumstances() | {"command": " ".join(["python", "tools/soak.py", *sys.argv[1:]])},
-        "network": {"kind": network, "rate": rate if network == "namespaces" else None},
-        "nodes": nodes, "ranks_per_node": ranks_per_node, "train_flags": flags, "seed": seed,
-    }  # fmt: skip
+def main(output: Path | None, keep: Path | None, **asked: Any) -> None:
+    """Kill ranks of a training job at random moments, or lose machines; nothing may be lost."""
+    folder = (keep or Path(tempfile.mkdtemp(prefix="fleet_train-soak-"))).absolute()
+    command = " ".join(["python", "tools/soak.py", *sys.argv[1:]])
+    record: dict[str, Any] = {"circumstances": circumstances() | {"command": command}, "seed": asked["seed"]}
+    of_machines = asked["faults"] is not None
     try:
-        with machines_of(network, nodes, rate) as machines:
-            common = (machines, ranks_per_node, started_port)
-            undisturbed = SoakJob(folder / "undisturbed", *common, max_restarts=0, train_flags=flags)
-            killed = SoakJob(folder / "killed", *common, max_restarts=kills, train_flags=flags)
-            say(f"the undisturbed run, {nodes} nodes x {ranks_per_node} ranks")
-            run_to_the_end(undisturbed, timeout)
-            steps = int(verdict.summary_of(undisturbed)["steps"])
-            say(f"it made {steps} steps; now the same with {kills} kills")
-            record |= soak(killed, steps, seed, timeout) | {"comparison": verdict.compare(undisturbed, killed)}
+        record |= soaked_with_faults(asked, folder) if of_machines else soaked_with_kills(asked, folder)
     except SoakFailed as error:
         raise click.ClickException(f"{error}") from error
-    record["failures"] = verdict.failures_of(record)
+    record["failures"] = machines.failures_of(record) if of_machines else verdict.failures_of(record)
+    text = machines.page_of(record) if of_machines else page(record)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        output.with_suffix(".md").write_text(page(record))
-    click.echo(page(record))
+        output.with_suffix(".md").write_text(text)
+    click.echo(text)
     if record["failures"]:
         raise click.ClickException(f"{'; '.join(record['failures'])}; logs in {folder}")
     if keep is None:
         shutil.rmtree(folder)
+
+
+def soaked_with_kills(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The record of an undisturbed run and of one whose ranks are killed. Raises SoakFailed."""
+    network, rate, epochs, kills = asked["network"], asked["rate"], asked["epochs"], asked["kills"]
+    nodes, ranks_per_node = asked["nodes"] or 2, asked["ranks_per_node"]
+    train = f"--model=mlp --data=digits --augment=shift --batch_size=32 --epochs={epochs} --checkpoint_every=1"
+    train += f" --evaluate_every={epochs} --log_every=1 --optimizer=adamw --strategy={asked['strategy']}"
+    flags = tuple(train.split())  # attempts after the first resume by themselves
+    record: dict[str, Any] = {
+        "network": {"kind": network, "rate": rate if network == "namespaces" else None},
+        "nodes": nodes, "ranks_per_node": ranks_per_node, "train_flags": flags,
+    }  # fmt: skip
+    with machines_of(network, nodes, rate) as places:
+        common = (places, ranks_per_node, asked["started_port"])
+        undisturbed = SoakJob(folder / "undisturbed", *common, max_restarts=0, train_flags=flags)
+        killed = SoakJob(folder / "killed", *common, max_restarts=kills, train_flags=flags)
+        say(f"the undisturbed run, {nodes} nodes x {ranks_per_node} ranks")
+        run_to_the_end(undisturbed, asked["timeout"])
+        steps = int(verdict.summary_of(undisturbed)["steps"])
+        say(f"it made {steps} steps; now the same with {kills} kills")
+        soaked = soak(killed, steps, asked["seed"], asked["timeout"])
+        return record | soaked | {"comparison": verdict.compare(undisturbed, killed)}
+
+
+def soaked_with_faults(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The record of a run whose machines are lost, frozen and cut off, and of its reference. Raises SoakFailed."""
+    if asked["network"] != "namespaces":
+        raise SoakFailed("--faults needs --network namespaces: a machine is a namespace here")
+    nodes, times, seed = asked["nodes"] or 3, Timeouts(), asked["seed"]
+    words = asked["faults"].split(",")
+    listed = listed_faults(words, nodes, times, seed)
+    count = asked["fault_count"]
+    plans = listed if count is None else plan_faults([each.kind for each in listed], count, nodes, times, seed)
+    given = machines.Asked(
+        nodes, asked["rate"], asked["epochs"], asked["step_seconds"], times, asked["strategy"], asked["started_port"],
+        asked["timeout"],
+    )  # fmt: skip
+    record = {
+        "network": {"kind": "namespaces", "rate": asked["rate"]}, "nodes": nodes, "step_seconds": given.step_seconds,
+    }  # fmt: skip
+    return record | machines.soak_machines(given, plans, folder, say)
 
 
 if __name__ == "__main__":

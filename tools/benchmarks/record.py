@@ -37,6 +37,18 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def told_circumstances(at: Mapping[str, Any], network: str = "CPU and Gloo") -> list[str]:
+    """The lines of a page that say on what, and by which command, its record was made."""
+    versions = ", ".join(f"{key} {value}" for key, value in at["versions"].items() if value)
+    return [
+        f"- Machine: {at['processor']}, {at['processors']} processors for all processes, Linux {at['kernel']}, "
+        f"load average {at['load_average_before'][0]} before the start; {network}.",
+        f"- Versions: {versions}; commit {at['commit'][:10]}"
+        f"{' with uncommitted changes' if at['uncommitted_changes'] else ''}.",
+        f"- Command: `{at['command']}`",
+    ]
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

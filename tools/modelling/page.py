@@ -21,7 +21,7 @@ _RULES = (
         "reading a value, and `paddle.to_tensor` of an array, wait for all of the device's streams",
         "blocking streams, `GpuMemcpySync`; Paddle",
     ),
-    ("meetings wait for all ranks, futures for their thread", "`store_server.py`, `worker_thread.py`"),
+    ("meetings wait for all ranks, futures for their thread", "`store/barriers.py`, `worker_thread.py`"),
 )
 
 

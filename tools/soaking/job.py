@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "FLEET_TRAIN_SOAK"
 _STOP_SECONDS = 45.0
+
+
+def end_launchers(launchers: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM (to those that are stopped, too), then SIGKILL."""
+    running = [launcher for launcher in launchers if launcher.poll() is None]
+    for launcher in running:
+        launcher.send_signal(signal.SIGCONT)
+        launcher.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for launcher in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(max(0.1, deadline - time.monotonic()))
+        launcher.kill()
+        launcher.wait()
 
 
 @dataclass(frozen=True)
@@ -123,15 +137,7 @@ class Running:
 
     def stop(self) -> None:
         """SIGTERM, which lets the ranks save, then SIGKILL; nobody is left."""
-        running = [launcher for launcher in self.launchers if launcher.poll() is None]
-        for launcher in running:
-            launcher.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for launcher in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.1, deadline - time.monotonic()))
-            launcher.kill()
-            launcher.wait()
+        end_launchers(self.launchers)
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
         """Command lines of processes of this job that are still there, after a moment to end by themselves."""
@@ -164,7 +170,7 @@ def started(job: SoakJob) -> Iterator[Running]:
                 launchers.append(
                     subprocess.Popen(
                         job.command(node),
-                        env={**_environment(), _MARK: mark},
+                        env={**environment(), _MARK: mark},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -200,6 +206,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2"}

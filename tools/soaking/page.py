@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools.benchmarks.record import told_circumstances
 from tools.soaking.verdict import half_written
 
 
@@ -32,11 +33,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         f"- Job: `fleet_train train {' '.join(record['train_flags'])}`, {same['final_step']} steps, a checkpoint after "
         f"each epoch; test accuracy {same['test_accuracy']:.4f}.",
-        f"- Machine: {at['processor']}, {at['processors']} processors for all ranks together, Linux {at['kernel']}, "
-        f"load average {at['load_average_before'][0]} before the start; CPU and Gloo.",
-        f"- Versions: {', '.join(f'{key} {value}' for key, value in at['versions'].items() if value)}; "
-        f"commit {at['commit'][:10]}{' with uncommitted changes' if at['uncommitted_changes'] else ''}.",
-        f"- Command: `{at['command']}`",
+        *told_circumstances(at),
         f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else 'nothing was lost'}.",
         "",
         "| what | value |",

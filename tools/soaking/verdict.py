@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,13 +14,14 @@ from safetensors.numpy import load_file
 
 from tools.soaking.job import SoakJob, read_metrics
 
+Tensors = Mapping[str, np.ndarray[Any, Any]]
 _RESUMED = re.compile(r"resumed from (\S+) \(epoch")
 
 
 def compare(undisturbed: SoakJob, killed: SoakJob) -> dict[str, Any]:
     """Tensors of the final checkpoints, and the loss curves, bit by bit."""
     one, other = final_tensors(undisturbed), final_tensors(killed)
-    different = sorted(name for name in one.keys() | other.keys() if not _same_bits(one.get(name), other.get(name)))
+    different = different_tensors(one, other)
     curves = [loss_curve(job) for job in (undisturbed, killed)]
     return {
         "tensors": len(one),
@@ -30,6 +31,11 @@ def compare(undisturbed: SoakJob, killed: SoakJob) -> dict[str, Any]:
         "final_step": max(curves[0], default=0),
         "test_accuracy": summary_of(undisturbed)["test_accuracy"],
     }
+
+
+def different_tensors(one: Tensors, other: Tensors) -> list[str]:
+    """Names of those that are not the same bit by bit, or that one side only has."""
+    return sorted(name for name in one.keys() | other.keys() if not _same_bits(one.get(name), other.get(name)))
 
 
 def summary_of(job: SoakJob) -> dict[str, Any]:

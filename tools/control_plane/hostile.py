@@ -1,0 +1,57 @@
+"""What strangers and broken members may send, while members go on meeting.
+
+python tools/control_plane/hostile.py HOST:PORT KIND SECONDS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fleet_train.cluster.store.server import raise_descriptor_limit
+from fleet_train.cluster.store.wire import LENGTHS, PREAMBLE, encode
+
+_HELLO = {"do": "hello", "job": "", "nonce": "n", "round": "", "group": "stranger", "member": 9, "watched": False}
+
+
+def idle(address: tuple[str, int], until: float) -> None:
+    """Ten thousand connections that say nothing."""
+    raise_descriptor_limit(12000)
+    held: list[socket.socket] = []
+    while time.monotonic() < until and len(held) < 10_000:
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection(address, timeout=1))
+    time.sleep(max(0.0, until - time.monotonic()))
+
+
+def large(address: tuple[str, int], until: float) -> None:
+    """Values of 60 MB, one after the other."""
+    body = b"x" * (60 << 20)
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as sock:
+            sock.sendall(PREAMBLE + encode(_HELLO))
+            sock.recv(1000)
+            sock.sendall(encode({"do": "set", "key": "large"}, body))
+            sock.recv(1000)
+
+
+def deep(address: tuple[str, int], until: float) -> None:
+    """Headers of nested lists and endless numbers, and half ones."""
+    kinds = [b"[" * 4000, b"1" * 4000, b'{"a":' * 800, b""]
+    while time.monotonic() < until:
+        for head in kinds:
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as sock:
+                sock.sendall(PREAMBLE + LENGTHS.pack(4000, 0) + head)
+                if head:
+                    sock.recv(1000)
+
+
+if __name__ == "__main__":
+    host, port = sys.argv[1].rsplit(":", 1)
+    kinds = {"idle": idle, "large": large, "deep": deep}
+    kinds[sys.argv[2]]((host, int(port)), time.monotonic() + float(sys.argv[3]))

@@ -1,0 +1,69 @@
+"""A process with one server of the store, or with many relays on one event loop.
+
+    python tools/control_plane/servers.py '{"first": 1, "nodes": 64, "ranks_per_node": 8, "root": 4001, ...}'
+
+It prints the ports of its servers as JSON, then answers each line on its input with what it has used so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.hall import Hall
+from fleet_train.cluster.store.relay import Parent
+from fleet_train.cluster.store.server import listen, raise_descriptor_limit
+from fleet_train.cluster.store.session import Session
+from tools.control_plane.tree import Job
+
+HOST = "127.0.0.1"
+
+
+class Counted:
+    """Bytes that all sessions of this process have sent."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        send = Session.send
+
+        def counting(session: Session, frame: bytes) -> None:
+            self.bytes += len(frame)
+            send(session, frame)
+
+        Session.send = counting  # type: ignore
+
+
+async def serve(asked: dict[str, Any]) -> None:
+    raise_descriptor_limit(19000)
+    counted = Counted()
+    job = Job(asked["nodes"], asked["ranks_per_node"])
+    ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
+    listening = []  # a server that nobody holds is closed
+    for node in range(asked["first"], asked["last"] + 1):
+        hall = Hall(Access("bench"), frozenset({HOST}))
+        server = await listen(hall, HOST, 0)
+        listening.append(server)
+        if node == 0:
+            hall.open_root("0")
+        else:
+            parent = Parent(
+                HOST, ports[job.parent(node)], "0", node, f"node {node}", job.below(node), Access("bench"),
+                asked["silence"],
+            )  # fmt: skip
+            await hall.open_relay(parent, 60.0)
+        ports[node] = server.sockets[0].getsockname()[1]
+    print(json.dumps(ports), flush=True)
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps({"cpu_seconds": time.process_time(), "bytes": counted.bytes}), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(json.loads(sys.argv[1])))

@@ -1,0 +1,146 @@
+"""Stand-ins for ranks: event-driven clients that speak the real protocol, thousands in one process.
+
+python tools/control_plane/stand_ins.py '{"ports": [...], "ranks_per_node": 8, "gates": 50}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.greeting import Caller
+from fleet_train.cluster.store.server import raise_descriptor_limit
+from fleet_train.cluster.store.wire import PREAMBLE, Decoder, Header, encode, parse
+
+_AT_ONCE = 200
+_TIMEOUT = 120.0
+
+
+class StandIn(asyncio.Protocol):
+    """One rank: it is welcomed, then sends what it is told and counts the answer."""
+
+    def __init__(self, rank: int, everybody: Everybody) -> None:
+        self.rank = rank
+        self._everybody = everybody
+        self._decoder = Decoder(expects_preamble=False)
+        identity = {"round": "0", "group": "rank", "member": rank, "watched": True, "machine": "", "silence": None}
+        self._caller = Caller(Access("bench"), identity)
+        self._is_welcome = False
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(PREAMBLE + encode(self._caller.hello))
+
+    def data_received(self, data: bytes) -> None:
+        for head, body in self._decoder.feed(data):
+            if not self._is_welcome:
+                self._is_welcome = self._caller.heard(parse(head)) is None
+            elif b'"error"' in head:
+                self._everybody.failed.append((time.monotonic(), (head + b" " + body).decode()))
+            self._everybody.answered()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if self in self._everybody.ranks:
+            self._everybody.answered()
+
+
+class Everybody:
+    """All stand-ins of this process."""
+
+    def __init__(self) -> None:
+        self.ranks: list[StandIn] = []
+        self.failed: list[tuple[float, str]] = []
+        self._left = 0
+        self._done = asyncio.Event()
+
+    def expect(self, count: int) -> None:
+        self._left = count
+        self._done.clear()
+
+    def answered(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._done.set()
+
+    async def wait(self) -> None:
+        await asyncio.wait_for(self._done.wait(), _TIMEOUT)
+
+    async def connect(self, ports: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        self.expect(len(ports))
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(rank: int, port: int) -> None:
+            async with turn:
+                _, rank_ = await loop.create_connection(lambda: StandIn(rank, self), "127.0.0.1", port)
+                self.ranks.append(rank_)
+
+        await asyncio.gather(*(one(rank, port) for rank, port in enumerate(ports)))
+        await self.wait()
+
+    async def meet(self, header: Header, body: bytes = b"", size: int = 0) -> float:
+        """Everybody stands at one barrier (of ``size`` ranks, where some are missing); how long it took."""
+        self.expect(len(self.ranks))
+        count = size or len(self.ranks)
+        frame = encode({**header, "count": count, "timeout": 100, "call": ""}, body)
+        began = time.perf_counter()
+        for rank in self.ranks:
+            assert rank.transport is not None
+            rank.transport.write(frame)
+        await self.wait()
+        return time.perf_counter() - began
+
+
+async def wait_for_the_lost(everybody: Everybody, ports: list[int], lost: set[int]) -> None:
+    """All but the ranks of one node stand at a barrier; says when the last of them was told why, and the words."""
+    await everybody.connect(ports)
+    everybody.ranks = [rank for rank in everybody.ranks if rank.rank not in lost]
+    meeting = asyncio.ensure_future(everybody.meet({"do": "barrier", "name": "step"}, size=len(ports)))
+    await asyncio.sleep(2)
+    say({"waiting": len(everybody.ranks)})
+    await meeting
+    at, words = max(everybody.failed)
+    print(json.dumps({"at": at, "told": len(everybody.failed), "words": words}), flush=True)
+
+
+async def run(asked: dict[str, Any]) -> None:
+    raise_descriptor_limit(19000)
+    ports = asked["ports"]
+    everybody = Everybody()
+    if "lost" in asked:
+        await wait_for_the_lost(everybody, ports, set(asked["lost"]))
+        return
+    began = time.perf_counter()
+    await everybody.connect(ports)
+    say({"connected_seconds": time.perf_counter() - began})
+    endpoints = json.dumps(",".join(f"10.0.{i // 250}.{i % 250}:6170" for i in range(len(ports)))).encode()
+    await everybody.meet({"do": "compare", "name": "join"}, endpoints)
+    await everybody.meet({"do": "broadcast", "name": "port", "source": 0}, b"6170")
+    await everybody.meet({"do": "barrier", "name": "formed"})
+    say({"joined_seconds": time.perf_counter() - began})
+    gates = asked["gates"]
+    note: Header = {"do": "barrier", "times": [1, 23.45, 0.21], "slowest": 23.45, "stop": None}
+    warm_up = [await everybody.meet({**note, "name": f"warm-up {i}"}) for i in range(3)]
+    say({"warm_up": warm_up})
+    seconds = [await everybody.meet({**note, "name": f"step {i}"}) for i in range(gates)]
+    say({"gate_seconds": statistics.median(seconds), "failed": len(everybody.failed)})
+
+
+def say(facts: dict[str, Any]) -> None:
+    """One line, then wait until whoever reads it wants the next part."""
+    print(json.dumps(facts), flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(json.loads(sys.argv[1])))
