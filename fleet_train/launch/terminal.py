@@ -6,12 +6,14 @@ A terminal under Ctrl-S, a pipe whose reader hangs, one that has seen enough (``
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TextIO
 
 _MOST_BYTES = 1 << 20
@@ -40,6 +42,11 @@ class Outlet:
         self._is_stuck = False
         self._given = 0
         self._done = 0
+
+    def write_to(self, stream: TextIO | None) -> None:
+        """From now on it all goes there."""
+        with self._moved:
+            self._descriptor = -1 if stream is None else stream.fileno()
 
     def has_room(self) -> bool:
         with self._moved:
@@ -137,6 +144,17 @@ def _lines(text: bytes) -> int:
 _moved = threading.Condition()
 out = Outlet(sys.__stdout__, _moved)
 _err = Outlet(sys.__stderr__, _moved)
+
+
+@contextlib.contextmanager
+def beside_stdout() -> Iterator[None]:
+    """Ranks' output goes to stderr meanwhile: stdout is for what the caller has to say."""
+    out.write_to(sys.__stderr__)
+    try:
+        yield
+    finally:
+        finish()
+        out.write_to(sys.__stdout__)
 
 
 def show(text: bytes) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fleet_train.launch.agent import run
 from fleet_train.launch.machine import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.terminal import beside_stdout
 from fleet_train.selftest import record
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.results import Result, verdict
@@ -69,8 +69,7 @@ def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) ->
     outcome = (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
     launch = prepare(request_of(options, where, folder, outcome), os.environ)
     try:
-        # The launcher shows what rank 0 prints.
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with beside_stdout() if as_json else contextlib.nullcontext():
             code = run(launch, os.environ)
         if code or not outcome.exists():
             return code or 1

@@ -54,6 +54,6 @@ def test_a_folder_that_cannot_be_written_from_the_beginning_is_refused(bench: Be
     (ended,) = bench.ended()
     assert ended.exit_code == 5, ended.output
     assert ended.output.splitlines()[-1] == (
-        f"fleet_train: ClusterError: --log_dir={log}: {log}/workerlog.0 cannot be written: {os.strerror(21)}; make "
+        f"fleet_train: --log_dir={log}: {log}/workerlog.0 cannot be written: {os.strerror(21)}; make "
         "room, or choose another folder"
     )
