@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.hall import Hall
+from fleet_train.cluster.store.pace import Pace, PacedSelector
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import listen, raise_descriptor_limit
 from fleet_train.cluster.store.session import Session
@@ -40,14 +41,14 @@ class Counted:
         Session.send = counting  # type: ignore
 
 
-async def serve(asked: dict[str, Any]) -> None:
+async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
     raise_descriptor_limit(19000)
     counted = Counted()
     job = Job(asked["nodes"], asked["ranks_per_node"])
     ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
     listening = []  # a server that nobody holds is closed
     for node in range(asked["first"], asked["last"] + 1):
-        hall = Hall(Access("bench"), frozenset({HOST}))
+        hall = Hall(Access("bench"), frozenset({HOST}), pace=pace)
         server = await listen(hall, HOST, 0)
         listening.append(server)
         if node == 0:
@@ -66,4 +67,9 @@ async def serve(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(json.loads(sys.argv[1])))
+    what = json.loads(sys.argv[1])
+    if what["first"]:  # many relays of many nodes, which do not share a pace
+        asyncio.run(serve(what, None))
+    else:
+        own = Pace()
+        asyncio.SelectorEventLoop(PacedSelector(own)).run_until_complete(serve(what, own))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fleet_train.cluster.store import members
+from fleet_train.cluster.store.pace import Pace
 from fleet_train.cluster.store.payloads import KINDS, Payload, TooLarge, Word
 from fleet_train.cluster.store.times import Told
 from fleet_train.cluster.store.wire import Body, Fields, Header, ProtocolError, encode
@@ -39,7 +40,7 @@ class Waiter:
     deadline: float
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Arrival:
     """One participant's word: members of it have arrived at a barrier, and wait for so many seconds at most."""
 
@@ -52,9 +53,9 @@ class Arrival:
     """What members have called in their scripts to get here, where they have said so: call -> members."""
     fields: Fields
     body: Body
-    times: Told = field(default_factory=dict)
+    times: Told
     """Of a member: what it says of itself, where it does."""
-    again: bool = False
+    again: bool
     """A relay's part, told again with more members than before."""
 
 
@@ -66,6 +67,8 @@ class Barrier:
     count: int
     first: int
     payload: Payload
+    began: float
+    """When the first arrived, on the loop's clock."""
     arrived: int = 0
     withdrawn: int = 0
     """Came, and went when their own patience was over: not to blame for those that came a moment after them."""
@@ -107,17 +110,20 @@ class Barrier:
 class Barriers:
     """All barriers of a round. ``on_timeout`` is called with those whose patience, and ``grace_seconds``, are over."""
 
-    def __init__(self, on_timeout: Callable[[Barrier, list[Participant]], None], grace_seconds: float) -> None:
+    def __init__(
+        self, on_timeout: Callable[[Barrier, list[Participant]], None], grace_seconds: float, pace: Pace
+    ) -> None:
         self.pending: dict[Key, Barrier] = {}
         self._on_timeout = on_timeout
         self._grace_seconds = grace_seconds
+        self._pace = pace
 
     def take(self, arrival: Arrival, now: float) -> Barrier | None:
         """The barrier that an arrival belongs to, made by the first; None where the arrival counts no more.
 
         Raises ProtocolError for what it brings. Where that is more than can be held, the barrier is ``too_large``.
         """
-        barrier = self._of(arrival)
+        barrier = self._of(arrival, now)
         if arrival.again and arrival.participant not in barrier.waiters:
             self._close_if_idle(barrier)
             return None  # it has crossed our answer on the way
@@ -131,12 +137,13 @@ class Barriers:
             barrier.waiters[arrival.participant] = Waiter(arrival.mask, now)
         return barrier
 
-    def _of(self, arrival: Arrival) -> Barrier:
+    def _of(self, arrival: Arrival, now: float) -> Barrier:
         barrier = self.pending.get(arrival.key)
         if barrier is None:
             payload = KINDS[arrival.key.kind]()
-            barrier = Barrier(arrival.key, arrival.count, members.first(arrival.mask), payload)
+            barrier = Barrier(arrival.key, arrival.count, members.first(arrival.mask), payload, now)
             self.pending[arrival.key] = barrier
+            self._pace.began((arrival.key.group, arrival.count))
         return barrier
 
     def arm(self, barrier: Barrier, deadline: float) -> None:
@@ -179,6 +186,8 @@ class Barriers:
             barrier.timer = None
         if self.pending.get(barrier.key) is barrier:
             del self.pending[barrier.key]
+            seconds = asyncio.get_running_loop().time() - barrier.began
+            self._pace.ended((barrier.key.group, barrier.count), len(barrier.waiters), seconds)
 
     def of_group(self, group: str) -> list[Barrier]:
         return [barrier for key, barrier in self.pending.items() if key.group == group]

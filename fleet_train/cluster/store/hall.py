@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.members import MOST_MEMBERS
+from fleet_train.cluster.store.pace import Pace
 from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.rounds import Root, Round
 from fleet_train.cluster.store.session import Session
@@ -32,6 +33,7 @@ class Hall:
         most_members: int = MOST_MEMBERS,
         say: Callable[[str], None] | None = None,
         begins_rounds: bool = True,
+        pace: Pace | None = None,
     ) -> None:
         self.access = access
         self.most_members = most_members
@@ -41,6 +43,7 @@ class Hall:
         self.rounds: dict[str, Round] = {}
         self._allowed = allowed if access.secret is None else None
         self._say = say
+        self._pace = pace or Pace()
         self._begins_rounds = begins_rounds
         self._strangers: OrderedDict[Session, None] = OrderedDict()
         self._known: set[Session] = set()
@@ -114,13 +117,13 @@ class Hall:
 
     def open_root(self, name: str) -> Root:
         """A round whose root is here. What members have begun is kept."""
-        found = self.rounds.setdefault(name, Root(self.clock))
+        found = self.rounds.setdefault(name, Root(self.clock, self._pace))
         assert isinstance(found, Root)
         return found
 
     async def open_relay(self, parent: Parent, timeout_seconds: float) -> None:
         """A round whose root is elsewhere. Raises Refused when the parent does not take this relay."""
-        relay = Relay(self.clock, parent)
+        relay = Relay(self.clock, self._pace, parent)
         await relay.connect(timeout_seconds)
         self.rounds[parent.round_name] = relay
 

@@ -27,7 +27,7 @@ class TooLarge(Exception):
     """The values of all members together are more than a store may hold."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Word:
     """What the members of ``mask`` bring to a barrier of ``count``: one member's own, or a relay's part."""
 

@@ -16,6 +16,7 @@ from fleet_train.cluster.store import members, times
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.barriers import Arrival, Barrier, Key, Participant
 from fleet_train.cluster.store.greeting import Caller, Refused
+from fleet_train.cluster.store.pace import Pace
 from fleet_train.cluster.store.payloads import KINDS
 from fleet_train.cluster.store.rounds import MOST_NAME, Reply, Round
 from fleet_train.cluster.store.times import Told
@@ -66,8 +67,8 @@ class Parent:
 class Relay(Round):
     """A node's share of a round whose root is elsewhere."""
 
-    def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
-        super().__init__(clock, grace_seconds=_PARENT_GRACE_SECONDS)
+    def __init__(self, clock: Callable[[], float], pace: Pace, parent: Parent) -> None:
+        super().__init__(clock, pace, grace_seconds=_PARENT_GRACE_SECONDS)
         self.parent = parent
         self._told: dict[Key, int] = {}
         self._partial: dict[Key, asyncio.TimerHandle] = {}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.barriers import Arrival, Barrier, Barriers, Participant
+from fleet_train.cluster.store.pace import Pace
 from fleet_train.cluster.store.reports import MOST_REPORTS, checked_report
 from fleet_train.cluster.store.times import Times, Told
 from fleet_train.cluster.store.wire import Body, Fields, Header, ProtocolError, printable
@@ -34,9 +35,9 @@ Pull = Callable[[str, int], "asyncio.Future[Told]"]
 class Round(ABC):
     """What a session may ask of a round, wherever its root is."""
 
-    def __init__(self, clock: Callable[[], float], grace_seconds: float = 0.0) -> None:
+    def __init__(self, clock: Callable[[], float], pace: Pace, grace_seconds: float = 0.0) -> None:
         self.clock = clock
-        self.barriers = Barriers(self._on_timeout, grace_seconds)
+        self.barriers = Barriers(self._on_timeout, grace_seconds, pace)
         self.times: dict[str, Times] = {}
         self.pulls: dict[Participant, Pull] = {}
         """Of the relays that are connected here."""
@@ -72,8 +73,8 @@ class Round(ABC):
 class Root(Round):
     """The round itself."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+    def __init__(self, clock: Callable[[], float], pace: Pace) -> None:
+        super().__init__(clock, pace)
         self.present: dict[str, dict[int, str]] = {}
         """By group: member -> the machine that it has named."""
         self._began = clock()

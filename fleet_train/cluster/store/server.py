@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.greeting import Refused
 from fleet_train.cluster.store.hall import Hall
+from fleet_train.cluster.store.pace import Pace, PacedSelector
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.session import Session
 from fleet_train.cluster.store.wire import Json
@@ -62,7 +63,8 @@ class StoreServer:
         self._say = say
         self._begins_rounds = begins_rounds
         self._hall: Hall | None = None
-        self._loop = asyncio.new_event_loop()
+        self._pace = Pace()
+        self._loop = asyncio.SelectorEventLoop(PacedSelector(self._pace))
         self._loop.set_exception_handler(_no_traceback)
         self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
         self._bound = threading.Event()
@@ -148,7 +150,9 @@ class StoreServer:
 
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
-        self._hall = Hall(self._access, self._allowed, say=self._say, begins_rounds=self._begins_rounds)
+        self._hall = Hall(
+            self._access, self._allowed, say=self._say, begins_rounds=self._begins_rounds, pace=self._pace
+        )
         try:
             server = await listen(self._hall, self.host, self.port)
         except OSError as error:

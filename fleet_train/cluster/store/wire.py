@@ -63,13 +63,14 @@ class Decoder:
             frame, self._large, self._large_bytes = (self._head, self._large), bytearray(), 0
             yield frame
             data = data[missing:]
+        if not self._buffer and not self._expects_preamble and (whole := self._whole(data)) is not None:
+            yield whole
+            return
         self._buffer += data
         if self._expects_preamble:
             self._read_preamble()
         while not self._expects_preamble and len(self._buffer) >= LENGTHS.size:
-            header, body = LENGTHS.unpack_from(self._buffer)
-            if header > min(self.most_bytes, MOST_HEADER_BYTES) or body > self.most_bytes:
-                raise ProtocolError(f"a frame of {header} + {body} bytes is too long")
+            header, body = self._lengths(self._buffer)
             cut = LENGTHS.size + header
             end = cut + body
             if len(self._buffer) < end:
@@ -80,6 +81,20 @@ class Decoder:
             small = bytes(self._buffer[LENGTHS.size : cut]), bytes(self._buffer[cut:end])
             del self._buffer[:end]
             yield small
+
+    def _whole(self, data: bytes | memoryview) -> tuple[bytes, Body] | None:
+        """The usual case: one small frame, and nothing else."""
+        if not LENGTHS.size <= len(data) <= _LARGE_BYTES:
+            return None
+        header, body = self._lengths(data)
+        cut = LENGTHS.size + header
+        return (bytes(data[LENGTHS.size : cut]), bytes(data[cut:])) if len(data) == cut + body else None
+
+    def _lengths(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+        header, body = LENGTHS.unpack_from(data)
+        if header > min(self.most_bytes, MOST_HEADER_BYTES) or body > self.most_bytes:
+            raise ProtocolError(f"a frame of {header} + {body} bytes is too long")
+        return header, body
 
     def _read_preamble(self) -> None:
         head = self._buffer[: len(PREAMBLE)]
@@ -93,10 +108,11 @@ class Decoder:
 def parse(header: Body) -> Header:
     """The header of a frame. Raises ProtocolError for what is no JSON object, however deep or long its numbers are."""
     try:
-        parsed = _DECODER.decode(header.decode())
+        text = header.decode()
+        parsed, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         raise ProtocolError("a header is no JSON") from None
-    if not isinstance(parsed, dict):
+    if not isinstance(parsed, dict) or end != len(text):
         raise ProtocolError("a header is no JSON object")
     return parsed
 
