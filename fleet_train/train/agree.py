@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +37,13 @@ def share(value: Any) -> Any:
     return fleet.gather(value)[0]
 
 
-def together(work: Callable[[], Any] | None) -> list[dict[str, Any]]:
+def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:
     """Do ``work`` on the ranks that bring some; its JSON value, or the problem, by rank. All ranks call it.
 
     It may last: in a thread, while all ranks meet every second, so that nobody is missed in a longer wait.
+    CheckpointError on every rank, naming who has not ended, after ``most_seconds``.
     """
+    deadline = time.monotonic() + most_seconds
     outcome: dict[str, Any] = {"value": None, "problem": None}
 
     def run() -> None:
@@ -58,6 +61,13 @@ def together(work: Callable[[], Any] | None) -> list[dict[str, Any]]:
     while True:
         if work is not None:
             thread.join(_MEETING_SECONDS)
-        told: list[dict[str, Any]] = fleet.gather({"done": not thread.is_alive(), **outcome})
-        if all(each["done"] for each in told):
+        mine = {"done": not thread.is_alive(), "is_late": time.monotonic() > deadline}
+        told: list[dict[str, Any]] = fleet.gather(mine | outcome)
+        busy = [f"rank {rank} ({fleet.worker_endpoints()[rank]})" for rank, each in enumerate(told) if not each["done"]]
+        if not busy:
             return told
+        if any(each["is_late"] for each in told):
+            raise errors.CheckpointError(
+                f"{', '.join(busy)} has not read, sent or removed a checkpoint within {most_seconds:g} s: its disk "
+                "does not answer, or is too slow. Give a slow disk longer (--checkpoint_timeout)"
+            )

@@ -117,7 +117,7 @@ class Checkpoints:
         self._timeout_seconds = timeout_seconds
         self._say = say or (lambda message: print(message, file=sys.stderr, flush=True))
         at_least("checkpoint_copies", copies, 1)
-        self._copies = Copies(self.folder, copies, keep_best, self._say) if copies > 1 else None
+        self._copies = Copies(self.folder, copies, keep_best, self._say, timeout_seconds) if copies > 1 else None
         self._run: snapshots.Run | None = None
         self._attempt: _Attempt | None = None
         self._is_under_way = False

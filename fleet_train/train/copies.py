@@ -33,6 +33,7 @@ from fleet_train.train.newest import (
     write_record,
 )
 from fleet_train.train.receiving import Receiver
+from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
 from fleet_train.train.snapshots import Run
 
 FINISH_SECONDS = 300.0
@@ -50,10 +51,19 @@ class Copies:
         number: nodes that keep each checkpoint, rank 0's included.
         keep_best: also bring the best one to a rank 0 that lacks it.
         say: gets what is to be said once, on rank 0.
+        timeout_seconds: how long one node may take to read, send or remove checkpoints before a training begins.
     """
 
-    def __init__(self, checkpoints: Path, number: int, keep_best: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        number: int,
+        keep_best: bool,
+        say: Callable[[str], None],
+        timeout_seconds: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
+    ) -> None:
         self._checkpoints, self._number, self._keep_best, self._say = checkpoints, number, keep_best, say
+        self._timeout_seconds = timeout_seconds
         self._has_joined = self._has_looked = False
         self._rank = 0
         self._members: list[int] = []
@@ -273,12 +283,12 @@ class Copies:
 
     def _at(self, rank: int, work: Callable[[], None]) -> str | None:
         """Let one rank do it; what went wrong there, on every rank."""
-        problem = together(work if self._rank == rank else None)[rank]["problem"]
+        problem = together(work if self._rank == rank else None, self._timeout_seconds)[rank]["problem"]
         return None if problem is None else str(problem)
 
     def _on_members(self, work: Callable[[], str | None]) -> None:
         """Let each node do it; rank 0 says what they have to say, or what went wrong."""
-        told = together(work if self._is_member else None)
+        told = together(work if self._is_member else None, self._timeout_seconds)
         for rank, each in enumerate(told):
             if self._rank == 0 and (each["problem"] or each["value"]):
                 self._say(f"{_describe(rank)}: {each['problem'] or each['value']}")

@@ -297,7 +297,7 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         raise ValueError("not one of ours")
 
     def work(_: Copies) -> list[Any]:
-        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()))
+        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
 
     job = make_job(3)
     told = job.run(work)
@@ -307,6 +307,20 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         (None, "ValueError('not one of ours')"),
         (None, None),
     ]
+
+
+def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: MakeJob) -> None:
+    go = threading.Event()
+
+    def work(_: Copies) -> list[Any]:
+        return agree.together({1: go.wait}.get(job.worker_index()), 0.2)
+
+    job = make_job(3)
+    told = [str(each) for each in job.run(work)]
+    go.set()
+    assert told == [told[0]] * 3
+    assert told[0].startswith("rank 1 (")
+    assert "within 0.2 s: its disk does not answer" in told[0]
 
 
 @pytest.mark.parametrize(
