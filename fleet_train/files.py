@@ -30,10 +30,16 @@ def write_new(path: Path, content: bytes) -> None:
         write_all(file, content)
 
 
-def publish(path: Path, content: bytes, beside: str) -> None:
-    """Put a file in place in one piece: written as ``beside`` in the same folder, then renamed. Raises OSError."""
+def publish(path: Path, content: bytes, beside: str, *, synced: bool = False) -> None:
+    """Put a file in place in one piece: written as ``beside`` in the same folder, then renamed. Raises OSError.
+
+    ``synced``: the content is on the disk before it gets its name.
+    """
     draft = path.with_name(beside)
-    write_new(draft, content)
+    with open_new(draft) as file:
+        write_all(file, content)
+        if synced:
+            os.fsync(file.fileno())
     os.replace(draft, path)
 
 

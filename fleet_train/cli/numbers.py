@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-MOST_SECONDS = 1_000_000.0
-"""11 days; sockets take no timeout of more than 24."""
+from fleet_train.cluster.environment import MOST_SECONDS
+
 _WHOLE = re.compile(r"[-+]?[0-9]{1,18}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 

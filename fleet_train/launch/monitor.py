@@ -12,7 +12,7 @@ from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch import processes
 from fleet_train.launch.graceful_stop import GracefulStop
-from fleet_train.launch.rendezvous import NODES_PER_SECOND, Rendezvous
+from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.watching import Follower, NoFollower, RankFiles
 from fleet_train.launch.worker_result import WorkerResult, choose_culprit, with_reports
 
@@ -96,8 +96,7 @@ class Monitor:
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._reports or self._clock() >= self._next_look_at_store:
-            pause = max(_STORE_EVERY_SECONDS, len(self.files.node.addresses) / NODES_PER_SECOND)
-            self._next_look_at_store = self._clock() + pause
+            self._next_look_at_store = self._clock() + polling_seconds(self.files.node, _STORE_EVERY_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict

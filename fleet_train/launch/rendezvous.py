@@ -26,7 +26,7 @@ _ZERO = "launch/zero"
 _ENDS = "launch/ends/"
 _POLL_SECONDS = 0.2
 # How many launchers may ask the leader something within a second, all together.
-NODES_PER_SECOND = 250
+_NODES_PER_SECOND = 250
 # Of so many nodes all ends are read.
 _MOST_READ = 32
 _SAY_EVERY_SECONDS = 10.0
@@ -242,8 +242,7 @@ class Rendezvous:
 
     @property
     def _poll_seconds(self) -> float:
-        """The more launchers ask the leader, the less often each of them does."""
-        return max(_POLL_SECONDS, len(self.node.addresses) / NODES_PER_SECOND)
+        return polling_seconds(self.node, _POLL_SECONDS)
 
     def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
         """After this node's ranks have ended well: wait until those of the others have ended, at most so long.
@@ -275,6 +274,11 @@ class Rendezvous:
         with suppress(FleetTrainError):
             self._client.leave()
         self._client.close()
+
+
+def polling_seconds(node: Node, least: float) -> float:
+    """How often a launcher asks the leader something: the more of them there are, the less often."""
+    return max(least, len(node.addresses) / _NODES_PER_SECOND)
 
 
 def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:

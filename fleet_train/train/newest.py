@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
-from fleet_train.files import open_new, parse_json, read_regular, write_all
+from fleet_train.files import parse_json, publish, read_regular
 from fleet_train.train import snapshots
 from fleet_train.train.snapshots import RECORD, Place, Run
 
@@ -100,11 +99,7 @@ def read_record(checkpoints: Path) -> Run:
 def write_record(checkpoints: Path, run: Run) -> None:
     """Write it whole or not at all, synced to the disk."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    draft = checkpoints / f".{RECORD}"
-    with open_new(draft) as file:
-        write_all(file, json.dumps(run.as_json()).encode())
-        os.fsync(file.fileno())
-    os.replace(draft, checkpoints / RECORD)
+    publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)
 
 
 def words_for(number: int, nodes: int, own: Sequence[str]) -> str:
