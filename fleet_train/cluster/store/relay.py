@@ -180,10 +180,13 @@ class Relay(Round):
 
     # from the parent
 
-    def heard(self, frame: bytes, header: Header, body: Body) -> None:
-        """A frame of the parent: an answer to a barrier, to a question, or a question. Raises ProtocolError."""
+    def heard(self, head: bytes, header: Header, body: Body) -> None:
+        """A frame of the parent: an answer to a barrier or to a question, or a question. Raises ProtocolError.
+
+        ``head``: its header as it came.
+        """
         if "to" in header:
-            self._answered(frame, header)
+            self._answered(LENGTHS.pack(len(head), len(body)) + head + body, header)
         elif header.get("do") == "times":
             self._say_times(Fields(header))
         elif "beat" not in header:
@@ -260,7 +263,7 @@ class Link(asyncio.Protocol):
             for head, body in self._decoder.feed(data):
                 header = parse(head)
                 if self.ready.done():
-                    self._relay.heard(LENGTHS.pack(len(head), len(body)) + head + body, header, body)
+                    self._relay.heard(head, header, body)
                 else:
                     self._greet(header)
         except ProtocolError as error:

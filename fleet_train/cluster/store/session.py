@@ -132,18 +132,19 @@ class Session(asyncio.BufferedProtocol):
             self.close()  # a stranger, or a member that is broken: nothing it says can be trusted
 
     def _hear(self, header: Header, body: Body) -> None:
-        word = Fields(header).text("do", most=20)
+        fields = Fields(header)
+        word = fields.text("do", most=20)
         if self._round is None:
             self._greet(header)
         elif word in KINDS:
-            self._arrive(Fields(header), body)
+            self._arrive(fields, body)
         elif word == "beat":
             self.send(encode({"beat": True}))
         elif word == "leave":
             self._depart("left")
             self.send(encode({}))
         elif self._is_relay:
-            self._hear_relay(Fields(header), body)
+            self._hear_relay(fields, body)
         elif word in _RELAYS_ONLY:
             raise ProtocolError("only a relay may ask for that")
         else:
