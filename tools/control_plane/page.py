@@ -34,7 +34,8 @@ def page(record: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *map(_size_row, sizes),
             "",
-            "Before: the store as it was, measured on 2 cores; it sent every member's note to every member.",
+            "Before: the store as it was, measured earlier on 2 cores, not in this run; it sent every member's note to "
+            "every member.",
             "",
             "| two ranks, one gate | median ms | 95th percentile | longest |",
             "| --- | --- | --- | --- |",
