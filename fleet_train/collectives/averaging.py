@@ -9,8 +9,11 @@ from typing import Any
 from fleet_train.collectives.engines.device import HostCopy
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.flats import flats, write
-from fleet_train.collectives.outer import OuterOptimizer
+from fleet_train.collectives.fragments import Fragment, joined, parted
+from fleet_train.collectives.methods import Remembers
+from fleet_train.collectives.quantised import QuantisedSums
 from fleet_train.collectives.reducers import Reducer, without_cast
+from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.local_sgd import LocalSgdSchedule
 from fleet_train.profile import Profile
 
@@ -27,7 +30,7 @@ class Held:
 
 
 class ParameterAverager:
-    """Averages parameters over all ranks when the schedule says so.
+    """Averages parameters over all ranks when the schedule says so, all of them or a fragment at a time.
 
     ``rate``: the inner optimizer's learning rate; ``later``: makes a copy of a device value that the host reads later.
     """
@@ -35,43 +38,79 @@ class ParameterAverager:
     def __init__(
         self,
         profile: Profile,
+        plan: CommPlan,
         reducer: Reducer,
-        world_size: int,
+        sums: QuantisedSums | None,
         rate: Callable[[], float],
         later: Callable[[Any], HostCopy],
     ) -> None:
+        assert plan.averaging is not None
         self.schedule = LocalSgdSchedule.of(profile)
-        self.outer = OuterOptimizer(profile)
         self.overlap_steps = profile.local_sgd_overlap_steps
-        self.anchor: list[Any] | None = None
-        """What all ranks held after the last averaging, as `flats` of the parameters."""
         self._profile = profile
+        self._values = plan.averaging.values
         self._reducer = without_cast(reducer)
-        self._world_size = world_size
+        self._world_size = plan.world_size
         self._rate = rate
         self._later = later
         self._heard: tuple[HostCopy, float] | None = None
-        # The kept copy of the last agreed values is needed only where differences are sent or given momentum.
-        self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
+        self.fragments = [
+            Fragment(profile, plan.averaging, index, plan.world_size, self._reducer, sums)
+            for index in range(len(plan.averaging.parts))
+        ]
+
+    @property
+    def keeps_anchor(self) -> bool:
+        """A copy of the last agreed values is needed only where differences are sent or given momentum."""
+        return self.fragments[0].keeps_anchor
+
+    @property
+    def memories(self) -> list[tuple[Bucket, Remembers]]:
+        """What rounding has left out of averagings."""
+        return [memory for fragment in self.fragments for memory in fragment.memories]
+
+    @property
+    def anchor(self) -> list[Any] | None:
+        """The last agreed values of all parameters, as `flats`; None before there are any."""
+        anchors = [fragment.anchor for fragment in self.fragments if fragment.anchor is not None]
+        return joined(self.fragments, anchors) if anchors else None
+
+    @property
+    def velocity(self) -> list[Any] | None:
+        """The outer momentum of all parameters, as `flats`; None before there is any."""
+        if all(fragment.outer.velocity is None for fragment in self.fragments):
+            return None
+        return joined(self.fragments, [fragment.outer.velocity or fragment.zeros() for fragment in self.fragments])
+
+    def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
+        """Go on from a saved ``anchor`` and ``velocity``."""
+        nothing: list[None] = [None] * len(self.fragments)
+        anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
+        velocities = nothing if velocity is None else parted(self.fragments, velocity, self._values)
+        for fragment, own, momentum in zip(self.fragments, anchors, velocities, strict=True):
+            fragment.anchor, fragment.outer.velocity = own, momentum
 
     def before_update(self, parameters: Sequence[Any]) -> None:
         """Remember the very start: all ranks hold the same values there."""
-        if self.keeps_anchor and self.anchor is None:
-            self.anchor = flats(parameters)
+        if self.keeps_anchor and self.fragments[0].anchor is None:
+            self._remember(parameters)
 
     def after_synchronous_step(self, step: int, held: Held) -> None:
         """The last warm-up step ends with equal parameters: local training starts from them."""
-        if self.keeps_anchor and step == self.schedule.warm_steps:
-            self.anchor = flats(held.parameters)
+        if step == self.schedule.warm_steps:
+            self._remember(held.parameters)
 
-    def average(self, held: Held, loss: Any) -> Stages[None]:
-        """Make the parameters of all ranks equal and start the next period."""
+    def average(self, fragment: Fragment, held: Held, loss: Any) -> Stages[None]:
+        """Make a fragment's parameters equal on all ranks and go on in the period.
+
+        ``held``: the fragment's, see `held_of`.
+        """
         yield HAND_OVER
         sent, rate = flats(held.parameters), self._rate()
         others = flats(held.statistics)
         heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
         more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
-        agreed, means = yield from self.agree(sent, rate, [*others, *heard], more)
+        agreed, means = yield from fragment.agree(sent, rate, [*others, *heard], more)
         write(held.parameters, agreed)
         write(held.statistics, means[: len(others)])
         if more:
@@ -82,6 +121,13 @@ class ParameterAverager:
         self.schedule.begin_period()
         if heard:
             self._heard = self._later(means[-1].mean()), rate
+
+    def held_of(self, fragment: Fragment, held: Held) -> Held:
+        """What is treated with a fragment: its parameters, and with the last one everything else."""
+        if len(self.fragments) == 1:
+            return held
+        statistics = held.statistics if fragment.is_last else []
+        return Held(fragment.choose(held.parameters), statistics, [])
 
     def settle(self) -> None:
         """Read what the last averaging has brought to the host: before a step counts, and before state is saved."""
@@ -94,40 +140,14 @@ class ParameterAverager:
         yield HAND_OVER
         yield from self._mean(tensors)
 
-    def agree(
-        self, values: list[Any], rate: float, beside: Sequence[Any] = (), more: bool = False
-    ) -> Stages[tuple[list[Any], list[Any]]]:
-        """What the ranks go on from after an averaging of their ``flats``, and the means of the buffers ``beside``.
-
-        Overwrites ``beside``, and ``values`` unless ``keeps_anchor``.
-        """
-        sent = self._differences(values) if self.keeps_anchor else values
-        sums = yield from self._reducer.sum([*sent, *beside], more)
-        means = [self._mean_of(total, buffer) for total, buffer in zip(sums, [*values, *beside], strict=True)]
-        averages, others = means[: len(sent)], means[len(sent) :]
-        if not self.keeps_anchor:
-            return averages, others
-        assert self.anchor is not None
-        self.anchor = self.outer.step(self.anchor, averages, rate)
-        return self.anchor, others
-
     def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
         buffers = flats(tensors)
         sums = yield from self._reducer.sum(buffers)
-        write(tensors, [self._mean_of(total, buffer) for total, buffer in zip(sums, buffers, strict=True)])
+        write(tensors, [total.scale_(1.0 / self._world_size) for total in sums])
 
-    def _differences(self, values: list[Any]) -> list[Any]:
-        """What is sent of ``values``: how far they are from the last agreed ones."""
-        assert self.anchor is not None
-        differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
-        if self._profile.local_sgd_dtype != "bfloat16":
-            return differences
-        return [difference.cast("bfloat16") for difference in differences]
-
-    def _mean_of(self, total: Any, like: Any) -> Any:
-        """Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large."""
-        total = total if total.dtype == like.dtype else total.cast(like.dtype)
-        return total.scale_(1.0 / self._world_size)
+    def _remember(self, parameters: Sequence[Any]) -> None:
+        for fragment in self.fragments:
+            fragment.remember(parameters)
 
     @property
     def rate(self) -> float:

@@ -11,15 +11,17 @@ from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.boundaries import Boundaries
 from fleet_train.collectives.engines.engine import Place, Running
 from fleet_train.collectives.engines.stages import Stages
+from fleet_train.collectives.fragments import Fragment
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.make_methods import dtype_between_teams, make_method
-from fleet_train.collectives.methods import BucketMethod
+from fleet_train.collectives.methods import BucketMethod, Remembers
+from fleet_train.collectives.quantised import QuantisedSums
 from fleet_train.collectives.reducers import make_reducers
 from fleet_train.collectives.step_barriers import StepBarriers
 from fleet_train.collectives.step_notes import Communication
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
-from fleet_train.plan.traffic import traffic
+from fleet_train.plan.traffic import averaging_bytes, traffic
 from fleet_train.profile import Profile
 
 T = TypeVar("T")
@@ -43,11 +45,12 @@ class GradientExchange:
         self._profile = profile
         between = dtype_between_teams(profile.compression)
         reducers = make_reducers(job, plan.communicators, plan.team_size, between)
+        sums = QuantisedSums(job, plan, reducers) if plan.is_quantised else None
         self._methods: list[BucketMethod] = [
-            make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc) for bucket in plan.buckets
+            make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc, sums) for bucket in plan.buckets
         ]
         later = job.engine.device.to_host
-        averager = ParameterAverager(profile, reducers[0], plan.world_size, rate, later) if plan.averaging else None
+        averager = ParameterAverager(profile, plan, reducers[0], sums, rate, later) if plan.averaging else None
         self.averager = averager
         self.number = job.count("exchange")
         """Of the conversion that this belongs to: 0, 1, ..."""
@@ -63,10 +66,10 @@ class GradientExchange:
         self._gate: Future[Passed] | None = None
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
-        averaging = plan.averaging
-        self._averaging_bytes = traffic(plan, job.cluster).sent[rank] * averaging.period if averaging else 0.0
+        self._averaging_bytes = [sent[rank] for sent in averaging_bytes(plan)]
         self._running: dict[int, Running[list[Any]]] = {}
         self._underway: overlap.Underway | None = None
+        self._steps_beside = 0
 
     @property
     def sends_gradients(self) -> bool:
@@ -87,6 +90,11 @@ class GradientExchange:
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
         """The buckets with what carries them out; to be looked at between steps."""
         return list(zip(self._plan.buckets, self._methods, strict=True))
+
+    @property
+    def memories(self) -> list[tuple[Bucket, Remembers]]:
+        """What has state of its own, with the parameters that it belongs to; to be looked at between steps."""
+        return [*self.methods, *(self.averager.memories if self.averager is not None else [])]
 
     @property
     def looks_at_parameters(self) -> bool:
@@ -150,29 +158,40 @@ class GradientExchange:
         elif averager.schedule.is_synchronous(self.step):
             averager.after_synchronous_step(self.step, held)
             self._check(held, names, first=self.step == 1)
-        elif averager.schedule.count():
-            self._job.clock.add_sent(self._averaging_bytes)
-            if averager.overlap_steps:
-                self._start_averaging(averager, held)
-            else:
-                self._run("averaging", averager.average(held, loss))
-                self._check(held, names)
-        elif self._underway is not None and averager.schedule.local_steps >= averager.overlap_steps:
-            agreed = self.take_in(held)
-            self._check(Held(agreed, [], []), names)
+        elif (due := averager.schedule.count()) is not None:
+            self._job.clock.add_sent(self._averaging_bytes[due])
+            self._average(averager, averager.fragments[due], held, names, loss)
+        elif self._underway is not None:
+            self._steps_beside += 1
+            if self._steps_beside >= averager.overlap_steps:
+                self._check_agreed(self._underway.fragment, self.take_in(held), names)
+
+    def _average(
+        self, averager: ParameterAverager, fragment: Fragment, held: Held, names: Sequence[str], loss: Any
+    ) -> None:
+        own = averager.held_of(fragment, held)
+        if averager.overlap_steps:
+            self._start_averaging(averager, fragment, own)
+        else:
+            self._run("averaging", averager.average(fragment, own, loss))
+            self._check_agreed(fragment, own.parameters, names)
+
+    def _check_agreed(self, fragment: Fragment, parameters: Sequence[Any], names: Sequence[str]) -> None:
+        """Compare what the ranks have agreed on for a fragment, if it is time; ``names``: of all parameters."""
+        self._check(Held(list(parameters), [], []), fragment.choose(names))
 
     def take_in(self, held: Held) -> list[Any]:
         """Wait for the averaging under way and add its correction; returns what the ranks agreed on, in their shapes.
 
-        Nothing is under way: nothing is changed, and nothing is returned.
+        ``held``: all that is averaged. Nothing is under way: nothing is changed, and nothing is returned.
         """
-        if self._underway is None:
+        if self._underway is None or self.averager is None:
             return []
         underway, self._underway = self._underway, None
         with self._job.clock.exposed():
             correction = underway.correction.result()
         self._pass(underway.gate)
-        return overlap.apply(correction, held)
+        return overlap.apply(correction, self.averager.held_of(underway.fragment, held))
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
         """Make tensors equal on all ranks now, in the middle of a period or not; in place, by their variables' names.
@@ -265,10 +284,11 @@ class GradientExchange:
     def _place(self, what: str) -> Place:
         return Place(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)
 
-    def _start_averaging(self, averager: ParameterAverager, held: Held) -> None:
+    def _start_averaging(self, averager: ParameterAverager, fragment: Fragment, held: Held) -> None:
         sent = overlap.capture(held, averager.rate)
-        gate, running = self._start("averaging", overlap.correct(averager, sent))
-        self._underway = overlap.Underway(gate, running)
+        gate, running = self._start("averaging", overlap.correct(fragment, sent))
+        self._underway = overlap.Underway(gate, running, fragment)
+        self._steps_beside = 0
         averager.schedule.begin_period()
 
     def _start(self, what: str, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:

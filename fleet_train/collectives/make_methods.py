@@ -10,11 +10,14 @@ from fleet_train.collectives.dgc import DgcMethod
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import BucketMethod, DenseMethod
 from fleet_train.collectives.powersgd import PowerSgdMethod
+from fleet_train.collectives.quantised import QuantisedSums
+from fleet_train.collectives.quantised_method import QuantisedMethod
 from fleet_train.collectives.reducers import CastReducer, Reducer
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
 from fleet_train.plan.compressions import compression_of, entry_of
+from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
 
 
@@ -28,6 +31,7 @@ class _Parts:
     profile: Profile
     reducer: Reducer
     dgc: DgcSettings | None
+    quantised: QuantisedSums | None
 
 
 def _dense(parts: _Parts) -> BucketMethod:
@@ -39,6 +43,16 @@ def _in_16_bits(parts: _Parts) -> BucketMethod:
         return _dense(parts)
     reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype)
     return DenseMethod(parts.bucket, reducer, parts.plan.world_size)
+
+
+def _in_few_bits(parts: _Parts) -> BucketMethod:
+    bucket = parts.bucket
+    if parts.quantised is None:
+        raise ConversionError(f"compression: {bucket.compression} was planned without links for whole numbers")
+    settings = gradient_settings(parts.profile)
+    name = bucket.gradients[0].name
+    carried = parts.quantised.make(bucket.communicator, name, bucket.elements, settings)
+    return QuantisedMethod(bucket, carried, parts.plan.world_size)
 
 
 def _powersgd(parts: _Parts) -> BucketMethod:
@@ -60,6 +74,8 @@ METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
     "none": _dense,
     "bf16": _in_16_bits,
     "fp16": _in_16_bits,
+    "int8": _in_few_bits,
+    "int4": _in_few_bits,
     "powersgd": _powersgd,
     "dgc": _dgc,
 }
@@ -67,11 +83,17 @@ METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
 
 
 def make_method(
-    bucket: Bucket, job: Job, plan: CommPlan, profile: Profile, reducer: Reducer, dgc: DgcSettings | None
+    bucket: Bucket,
+    job: Job,
+    plan: CommPlan,
+    profile: Profile,
+    reducer: Reducer,
+    dgc: DgcSettings | None,
+    quantised: QuantisedSums | None = None,
 ) -> BucketMethod:
     """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
     make = entry_of(bucket.compression, METHODS, "method on real ranks")
-    return make(_Parts(bucket, job, plan, profile, reducer, dgc))
+    return make(_Parts(bucket, job, plan, profile, reducer, dgc, quantised))
 
 
 def dtype_between_teams(compression: str) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.methods import BucketMethod
+from fleet_train.collectives.methods import Remembers
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.plan import Bucket
 
 Array = np.ndarray[Any, Any]
-Methods = Sequence[tuple[Bucket, BucketMethod]]
+Methods = Sequence[tuple[Bucket, Remembers]]
 
 
 def read(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -13,20 +13,16 @@ from fleet_train.collectives.reducers import Reducer
 from fleet_train.plan import Bucket
 
 
-class BucketMethod(Protocol):
-    """How a bucket's gradients become averages. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
+class Remembers(Protocol):
+    """Something whose state belongs to parameters."""
 
-    kind: str
-    """Under which name its state is saved."""
-    own_state: tuple[str, ...]
-    """Ends of the names in ``state`` that differ between ranks; everything else is equal on all of them."""
+    @property
+    def kind(self) -> str:
+        """Under which name its state is saved."""
 
-    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
-
-        Up to its ``HAND_OVER`` it runs while the backward pass waits for it, and behind that it must not read
-        ``gradients`` any more. Every rank gets the same bits.
-        """
+    @property
+    def own_state(self) -> tuple[str, ...]:
+        """Ends of the names in ``state`` that differ between ranks; everything else is equal on all of them."""
 
     def state(self) -> dict[str, Any]:
         """Eager tensors that must be saved for a bit-exact resume (error feedback, warm starts).
@@ -36,6 +32,17 @@ class BucketMethod(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what ``state`` gave. What is missing starts as new; what does not fit these settings is dropped."""
+
+
+class BucketMethod(Remembers, Protocol):
+    """How a bucket's gradients become averages. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
+
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
+
+        Up to its ``HAND_OVER`` it runs while the backward pass waits for it, and behind that it must not read
+        ``gradients`` any more. Every rank gets the same bits.
+        """
 
 
 class DenseMethod:

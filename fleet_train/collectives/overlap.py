@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines.engine import Running
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.flats import add, cut, flats
+from fleet_train.collectives.fragments import Fragment
 from fleet_train.collectives.job import Passed
 
 
@@ -42,6 +43,7 @@ class Underway:
 
     gate: Future[Passed]
     correction: Running[Correction]
+    fragment: Fragment
 
 
 def capture(held: Held, rate: float) -> Sent:
@@ -49,11 +51,11 @@ def capture(held: Held, rate: float) -> Sent:
     return Sent(flats(held.parameters), flats(held.statistics), rate)
 
 
-def correct(averager: ParameterAverager, sent: Sent) -> Stages[Correction]:
+def correct(fragment: Fragment, sent: Sent) -> Stages[Correction]:
     """Average what was sent."""
     yield HAND_OVER
-    parameters = sent.parameters if averager.keeps_anchor else _copies(sent.parameters)
-    agreed, means = yield from averager.agree(parameters, sent.rate, _copies(sent.statistics))
+    parameters = sent.parameters if fragment.keeps_anchor else _copies(sent.parameters)
+    agreed, means = yield from fragment.agree(parameters, sent.rate, _copies(sent.statistics))
     return Correction(_less(agreed, sent.parameters), _less(means, sent.statistics), agreed)
 
 

@@ -25,10 +25,10 @@ class FlatReducer:
     """One allreduce per buffer over a group."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
 
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        yield Stage(tuple(Collective("all_reduce", self._group, buffer) for buffer in buffers), more)
+        yield Stage(tuple(Collective("all_reduce", self.group, buffer) for buffer in buffers), more)
         return list(buffers)
 
 
@@ -68,12 +68,22 @@ class HierarchicalReducer:
     def without_cast(self) -> HierarchicalReducer:
         """The same groups, with the buffer's own dtype between the leaders, too."""
         between = self._between.inner if isinstance(self._between, CastReducer) else self._between
+        return self.with_between(between)
+
+    def with_between(self, between: Reducer | None) -> HierarchicalReducer:
+        """The same teams, with another way between the leaders."""
         return HierarchicalReducer(self._team, self._leader, self._is_leader, between)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
         if self._team is None:
             return Stage(more=more)
         return Stage(tuple(Collective(kind, self._team, buffer, self._leader) for buffer in buffers), more)
+
+    @property
+    def leaders_group(self) -> Any:
+        """The leaders' group; None where there is one team only."""
+        plain = self.without_cast()._between
+        return plain.group if isinstance(plain, FlatReducer) else None
 
 
 def without_cast(reducer: Reducer) -> Reducer:

@@ -59,7 +59,7 @@ def position_of(exchange: GradientExchange) -> Arrays:
     if averager is not None:
         averager.settle()
         arrays[_NUMBERS] = np.array(averager.schedule.numbers())
-        for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.outer.velocity)):
+        for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):
             arrays |= {_of_dtype(name, dtype_name(buffer.dtype)): np.array(buffer.numpy()) for buffer in buffers or ()}
     return arrays
 
@@ -103,5 +103,4 @@ def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> Non
     if _NUMBERS in arrays:
         averager.schedule.take([float(number) for number in arrays[_NUMBERS]])
     with dynamic_mode():
-        averager.anchor = _buffers(arrays, _ANCHOR, place)
-        averager.outer.velocity = _buffers(arrays, _VELOCITY, place)
+        averager.take(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))

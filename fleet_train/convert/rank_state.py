@@ -17,7 +17,7 @@ from fleet_train.convert.tensor_file import Arrays
 
 def read_methods(exchange: GradientExchange) -> tuple[Arrays, Arrays]:
     """What compression remembers: (alike on every rank, this rank's own)."""
-    alike, own = method_state.read(exchange.methods)
+    alike, own = method_state.read(exchange.memories)
     return {PREFIX + name: alike[name] for name in alike}, {PREFIX + name: own[name] for name in own}
 
 

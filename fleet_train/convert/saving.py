@@ -86,7 +86,7 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
     if exchange is not None:
         take_position(exchange, arrays, job.place)
         memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
-        method_state.write(exchange.methods, memories, job.place)
+        method_state.write(exchange.memories, memories, job.place)
 
 
 def _describe(saved: State) -> Described:

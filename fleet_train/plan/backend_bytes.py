@@ -41,7 +41,8 @@ Edge = tuple[int, int]
 def flows(kind: str, ranks: Sequence[int], nbytes: int, item_bytes: int = 4) -> dict[Edge, Flow]:
     """Every edge of one collective over ``ranks``, whose root, where there is one, is the first.
 
-    ``kind``: allreduce, reduce, broadcast, allgather. ``nbytes``: the buffer of one rank (allgather: its contribution).
+    ``kind``: allreduce, reduce, broadcast, allgather, alltoall. ``nbytes``: the buffer of one rank (allgather: its
+    contribution; alltoall: what it sends to each other rank).
     """
     if len(ranks) < 2 or nbytes == 0:
         return {}
@@ -54,7 +55,14 @@ def rounds(kind: str, size: int) -> int:
     if size < 2:
         return 0
     depth = (size - 1).bit_length()
-    return {"allreduce": 2 * (size - 1), "reduce": size, "broadcast": depth, "allgather": size - 1}[kind]
+    meetings = size - 1 + size % 2  # of pairs, everybody with everybody
+    return {
+        "allreduce": 2 * (size - 1),
+        "reduce": size,
+        "broadcast": depth,
+        "allgather": size - 1,
+        "alltoall": meetings,
+    }[kind]
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,21 @@ def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
     return {(position, (position + 1) % size): flow for position in range(size)}
 
 
-_FLOWS = {"allreduce": _allreduce, "reduce": _reduce, "broadcast": _broadcast, "allgather": _allgather}
+@lru_cache(maxsize=4096)
+def _alltoall(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """An all-gather in each group of two, since Paddle's Gloo has no other way between two of several ranks."""
+    del item_bytes
+    edges = ((one, other) for one in range(size) for other in range(size) if one != other)
+    return dict.fromkeys(edges, Flow(nbytes, 2))
+
+
+_FLOWS = {
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+    "alltoall": _alltoall,
+}
 
 
 def _add(result: dict[Edge, Flow], sender: int, receiver: int, flow: Flow) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan.compressions import sent_of
+from fleet_train.plan.fragments import fragments_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.notes import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
+from fleet_train.plan.quantised import averaging_settings
 from fleet_train.profile import Profile
 
 
@@ -119,8 +121,9 @@ def _averaging(
     if not profile.use_local_sgd:
         return None
     trained = {gradient.name for gradient in gradients}
+    values = tuple(value for value in averaged or gradients if value.name in trained)
     return Averaging(
-        tuple(value for value in averaged or gradients if value.name in trained),
+        values,
         tuple(value for value in averaged if value.name not in trained),
         state_values if profile.local_sgd_momentum == "average" else 0,
         profile.local_sgd_is_warm_steps,
@@ -129,4 +132,6 @@ def _averaging(
         profile.local_sgd_dtype,
         profile.outer_optimizer,
         profile.local_sgd_overlap_steps,
+        averaging_settings(profile),
+        fragments_of(values, profile.local_sgd_fragments, profile.local_sgd_fragment_pattern),
     )

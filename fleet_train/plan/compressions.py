@@ -22,6 +22,7 @@ from fleet_train.plan.compression_settings import (
 )
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import ITEM_BYTES, Bucket
+from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
 
 Entry = TypeVar("Entry")
@@ -49,6 +50,10 @@ def _in_16_bits(bucket: Bucket, _: Profile, hierarchical: bool) -> Exchanges:
     return (Sent("allreduce", 2 * bucket.elements, 2),)
 
 
+def _in_few_bits(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
+    return (Sent("quantised", bucket.nbytes, ITEM_BYTES[bucket.dtype], quantised=gradient_settings(profile)),)
+
+
 def _factors(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
     elements = powersgd_reduced_elements(bucket, powersgd_settings(profile))
     return tuple(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
@@ -65,6 +70,8 @@ COMPRESSIONS: dict[str, Compression] = {
     "none": Compression(_dense),
     "bf16": Compression(_in_16_bits, wire_dtype="bfloat16"),
     "fp16": Compression(_in_16_bits, wire_dtype="float16"),
+    "int8": Compression(_in_few_bits, keeps_back=True),
+    "int4": Compression(_in_few_bits, keeps_back=True),
     "powersgd": Compression(_factors, keeps_back=True),
     "dgc": Compression(_largest, keeps_back=True),
 }

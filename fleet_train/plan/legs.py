@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from fleet_train.plan.backend_bytes import Edge, Flow, flows
 from fleet_train.plan.hierarchy import leaders_of, teams
+from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One exchange over all ranks: ``allreduce`` or ``allgather``, the bytes of one rank's buffer and of one item."""
+    """One exchange over all ranks, the bytes of one rank's buffer and of one item.
+
+    ``kind``: ``allreduce``, ``allgather``, or ``quantised``, a sum of float32 that travels as ``quantised`` says.
+    """
 
     kind: str
     nbytes: int
@@ -20,6 +24,7 @@ class Sent:
     """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
     flat: bool = False
     """Over all ranks at once, although the plan has teams."""
+    quantised: QuantisedSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,23 @@ def legs_of(world_size: int, team_size: int, payload: Sent) -> list[Leg]:
         nbytes = payload.nbytes // payload.item_bytes * item_bytes
         return Leg(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
-    if not team_size or payload.flat or payload.kind != "allreduce":
-        return [leg(payload.kind, [range(world_size)])]
+    if not team_size or payload.flat or payload.kind == "allgather":
+        everybody = range(world_size)
+        return _quantised(payload, everybody) if payload.quantised else [leg(payload.kind, [everybody])]
     members = teams(world_size, team_size)
-    between = leg("allreduce", [leaders_of(members)], payload.between_item_bytes or payload.item_bytes)
-    return [leg("reduce", members), between, leg("broadcast", members)]
+    leaders = leaders_of(members)
+    between = [leg("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
+    if payload.quantised:
+        between = _quantised(payload, leaders)
+    return [leg("reduce", members), *between, leg("broadcast", members)]
+
+
+def _quantised(payload: Sent, ranks: Sequence[int]) -> list[Leg]:
+    """All to all with the parts, if there are parts, and an all-gather."""
+    assert payload.quantised is not None
+    layout = QuantisedLayout(payload.nbytes // payload.item_bytes, len(ranks), payload.quantised)
+    kinds = ("alltoall", "allgather") if layout.parts > 1 else ("allgather",)
+    return [Leg(kind, (tuple(ranks),), layout.part_bytes, 1) for kind in kinds]
 
 
 def sent_by_rank(legs: Iterable[Leg], world_size: int) -> tuple[float, ...]:

@@ -23,6 +23,8 @@ class LocalSgdSchedule:
     local_steps: int = 0
     first_rate: float = 0.0
     first_loss: float = 0.0
+    fragments: int = 1
+    """Parts of the parameters that are averaged in turn, each once in a period; with a constant period only."""
 
     def __post_init__(self) -> None:
         if self.period == 0:
@@ -35,19 +37,32 @@ class LocalSgdSchedule:
             profile.local_sgd_steps,
             profile.local_sgd_schedule,
             profile.local_sgd_max_steps,
+            fragments=profile.local_sgd_fragments,
         )
 
     def is_synchronous(self, step: int) -> bool:
         """Whether gradients are averaged in this step."""
         return step <= self.warm_steps
 
-    def count(self) -> bool:
-        """Count one local step; True when the period ends with it."""
+    def count(self) -> int | None:
+        """Count one local step; the fragment that is averaged behind it, if one is: the last one where a period ends.
+
+        Fragments are spread evenly over a period.
+        """
         self.local_steps += 1
-        return self.local_steps >= self.period
+        if self.local_steps >= self.period:
+            return self.fragments - 1
+        due = [fragment for fragment in range(self.fragments) if self.local_steps == self._ends_at(fragment)]
+        return due[0] if due else None
+
+    def _ends_at(self, fragment: int) -> int:
+        return (fragment + 1) * self.period // self.fragments
 
     def begin_period(self) -> None:
-        """Start the next period; an adaptive schedule is told with ``adapt``, too, before it counts."""
+        """An averaging has been started: behind a period's last one, start the next period. An adaptive schedule is
+        told with ``adapt``, too, before it counts."""
+        if self.local_steps < self.period:
+            return
         self.local_steps = 0
         if self.kind == "doubling":
             self.period = min(2 * self.period, self.steps)

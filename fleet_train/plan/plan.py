@@ -12,6 +12,7 @@ from typing import Any
 
 from fleet_train.errors import ConversionError
 from fleet_train.plan.legs import Leg, Sent, legs_of, sent_by_rank
+from fleet_train.plan.quantised import QuantisedSettings
 
 MEGABYTE = 2**20
 ITEM_BYTES = {
@@ -88,6 +89,11 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self.gradients)
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it travels as whole numbers of few bits."""
+        return any(sent.quantised is not None for sent in self.sent)
+
     def describe(self) -> str:
         first, last = self.gradients[0].name, self.gradients[-1].name
         names = first if first == last else f"{first} .. {last}"
@@ -112,17 +118,34 @@ class Averaging:
     outer_optimizer: str
     overlap_steps: int = 0
     """Local steps of the next period beside which an averaging travels; 0 = the ranks wait for it."""
+    quantised: QuantisedSettings | None = None
+    """How the parameters' differences travel as whole numbers; None = in ``wire_dtype``."""
+    fragments: tuple[tuple[int, ...], ...] = ()
+    """Positions of the values that are averaged in turn; empty = all at a time."""
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The fragments, also where there is one."""
+        return self.fragments or (tuple(range(len(self.values))),)
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """The exchanges of one averaging."""
-        trained, others = _elements(self.values), _elements(self.statistics)
+        """The exchanges of a period: of one averaging, or of one of each fragment."""
+        return tuple(sent for part in range(len(self.parts)) for sent in self.sent_of(part))
+
+    def sent_of(self, part: int) -> tuple[Sent, ...]:
+        """The exchanges of one fragment's averaging; statistics, loss and the optimizer's state go with the last."""
+        trained, others = _elements([self.values[i] for i in self.parts[part]]), _elements(self.statistics)
+        if part != len(self.parts) - 1:
+            others = {}
         state = {dtype: elements * self.state_values_per_parameter for dtype, elements in trained.items()}
         loss = {"float32": 1} if self.schedule == "adaptive" else {}
         in_16_bits = self.wire_dtype == "bfloat16"
         parts = [("bfloat16" if in_16_bits else dtype, elements) for dtype, elements in trained.items()]
-        parts += [part for table in (others, state, loss) for part in table.items()]
-        return tuple(Sent("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in parts if n)
+        rounded = [Sent("quantised", 4 * n, 4, quantised=self.quantised) for n in trained.values() if self.quantised]
+        whole = [] if rounded else parts
+        whole += [part for table in (others, state, loss) for part in table.items()]
+        return (*rounded, *(Sent("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in whole if n))
 
 
 def _elements(values: Sequence[Gradient]) -> dict[str, int]:
@@ -171,6 +194,12 @@ class CommPlan:
         if self.averaging is not None and not warm_up:
             return self.averaging.sent
         return (*self.statistics * self.accumulate_steps, *(sent for bucket in self.buckets for sent in bucket.sent))
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether anything travels as whole numbers of few bits."""
+        averages = self.averaging is not None and self.averaging.quantised is not None
+        return averages or any(bucket.is_quantised for bucket in self.buckets)
 
     def legs(self, warm_up: bool = False) -> list[Leg]:
         """The collectives of `exchanges`, one after the other."""

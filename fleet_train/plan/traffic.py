@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.backend_bytes import RECEIVER_BYTES_PER_MESSAGE, SENDER_BYTES_PER_MESSAGE
-from fleet_train.plan.legs import Leg
+from fleet_train.plan.legs import Leg, legs_of, sent_by_rank
 from fleet_train.plan.plan import CommPlan
 
 
@@ -51,6 +51,19 @@ def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
     """
     share = 1 / plan.averaging.period if plan.averaging is not None and not warm_up else 1.0
     return _counted(plan.legs(warm_up), cluster, share)
+
+
+def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
+    """Payload bytes that each rank sends in the averaging of each fragment; empty without LocalSGD."""
+    if plan.averaging is None:
+        return []
+    return [
+        sent_by_rank(
+            [leg for sent in plan.averaging.sent_of(part) for leg in legs_of(plan.world_size, plan.team_size, sent)],
+            plan.world_size,
+        )
+        for part in range(len(plan.averaging.parts))
+    ]
 
 
 def _counted(legs: Sequence[Leg], cluster: Cluster, share: float) -> Traffic:

@@ -60,6 +60,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),
     Strategy("outer", "outer_optimizer", "outer momentum", lambda kind: kind != "none"),
     Strategy("bf16", "compression", "bfloat16 on the wire", lambda kind: kind in ("bf16", "fp16")),
+    Strategy("quantised", "compression", "int8 or int4 on the wire", lambda kind: kind in ("int8", "int4")),
     Strategy("powersgd", "compression", "PowerSGD", lambda kind: kind == "powersgd"),
     Strategy("dgc", "compression", "DGC", lambda kind: kind == "dgc"),
     Strategy("merge", "accumulate_steps", "gradient merge", lambda number: number > 1),
@@ -104,10 +105,21 @@ PAIRS |= {
     **_with("bf16", "fused communicators waiting", _goes("each bucket is cast before it is sent and back after")),
     **_with("bf16", "hierarchical", _goes("inside a team float32, between the leaders half the bytes")),
     **_with("bf16", "local_sgd outer", _goes("concerns the warm-up; local_sgd_dtype is for the averaging")),
+    **_with("quantised", "fused communicators waiting", _goes("each bucket is rounded, with scales per block")),
+    **_with("quantised", "hierarchical", _goes("inside a team float32, between the leaders few bits")),
+    **_with(
+        "quantised",
+        "local_sgd outer",
+        _goes(
+            "concerns the warm-up, at whose end what rounding kept back (half a level of one step) is dropped; "
+            "local_sgd_dtype is for the averaging"
+        ),
+    ),
+    **_with("quantised", "bf16", _ONE_COMPRESSION),
     **_with("powersgd", "fused communicators waiting", _goes("a bucket takes two small allreduces")),
     **_with("powersgd", "hierarchical", _goes("both small allreduces take the three steps")),
     **_with("powersgd", "local_sgd outer", _WARM_UP_ONLY),
-    **_with("powersgd", "bf16", _ONE_COMPRESSION),
+    **_with("powersgd", "bf16 quantised", _ONE_COMPRESSION),
     **_with("dgc", "fused communicators waiting", _goes("a bucket takes one all-gather")),
     **_with(
         "dgc",
@@ -115,18 +127,18 @@ PAIRS |= {
         _refused("the ranks' largest elements are gathered, not summed", "leave use_hierarchical_allreduce off"),
     ),
     **_with("dgc", "local_sgd outer", _WARM_UP_ONLY),
-    **_with("dgc", "bf16 powersgd", _ONE_COMPRESSION),
+    **_with("dgc", "bf16 quantised powersgd", _ONE_COMPRESSION),
     **_with("merge", "fused communicators hierarchical waiting", _goes("one exchange per update")),
     **_with("merge", "local_sgd outer", _goes("a local step is an update; micro-batches within it send nothing")),
-    **_with("merge", "bf16 powersgd dgc", _goes("the merged gradient is compressed")),
+    **_with("merge", "bf16 quantised powersgd dgc", _goes("the merged gradient is compressed")),
     **_with(
         "amp",
-        "fused communicators hierarchical waiting local_sgd outer bf16 powersgd dgc merge",
+        "fused communicators hierarchical waiting local_sgd outer bf16 quantised powersgd dgc merge",
         _goes("gradients and parameters are float32 outside the forward and backward pass"),
     ),
     **_with(
         "sync_bn",
-        "fused communicators hierarchical waiting bf16 powersgd dgc",
+        "fused communicators hierarchical waiting bf16 quantised powersgd dgc",
         _goes("statistics travel on a process group of their own"),
     ),
     **_with(
@@ -138,7 +150,7 @@ PAIRS |= {
     **_with("sync_bn", "amp", _goes("statistics are float32")),
     **_with(
         "recompute",
-        "fused communicators hierarchical waiting local_sgd outer bf16 powersgd dgc merge amp sync_bn",
+        "fused communicators hierarchical waiting local_sgd outer bf16 quantised powersgd dgc merge amp sync_bn",
         _goes("gradients are the same bit by bit"),
     ),
 }

@@ -49,12 +49,19 @@ def hidden(variables: Iterable[str]) -> dict[str, str]:
 class OnlyWith:
     """Values of another knob, without which a knob would do nothing.
 
-    ``default_fits``: the default says what happens anyway, so it may be written beside any value.
+    ``default_fits``: the default says what happens anyway, so it may be written beside any value. ``either``: another
+    knob with values that would do as well.
     """
 
     knob: str
     values: tuple[str, ...]
     default_fits: bool = False
+    either: tuple[str, tuple[str, ...]] | None = None
+
+    @property
+    def choices(self) -> dict[str, tuple[str, ...]]:
+        """The values that will do, by knob."""
+        return {self.knob: self.values, **dict([self.either] if self.either else [])}
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,10 @@ def knob(
         extra["needs"] = needs
     if only_with:
         extra["only_with"] = {**asdict(only_with), "values": list(only_with.values)}
+        if only_with.either:
+            extra["only_with"]["either"] = [only_with.either[0], list(only_with.either[1])]
+        else:
+            del extra["only_with"]["either"]
     if refused:
         extra["refused"] = refused
     start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
@@ -146,6 +157,16 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         maximum=bounds.get("le"),
         needs=extra.get("needs", ""),
         choices=choices,
-        only_with=OnlyWith(**{**with_values, "values": tuple(with_values["values"])}) if with_values else None,
+        only_with=_only_with_of(with_values) if with_values else None,
         refused=tuple(extra.get("refused", {}).items()),
+    )
+
+
+def _only_with_of(stored: dict[str, Any]) -> OnlyWith:
+    either = stored.get("either")
+    return OnlyWith(
+        stored["knob"],
+        tuple(stored["values"]),
+        stored["default_fits"],
+        (either[0], tuple(either[1])) if either else None,
     )

@@ -91,7 +91,9 @@ def _taken_away(row: Knob, own: Mapping[str, Any]) -> bool:
     if row.needs and own.get(row.needs) is False:
         return True
     rule = row.only_with
-    return rule is not None and rule.knob in own and own[rule.knob] not in rule.values
+    if rule is None or not any(name in own for name in rule.choices):
+        return False
+    return not any(own.get(name, KNOBS[name].default) in values for name, values in rule.choices.items())
 
 
 def _moot(problem: Problem, unread: set[str]) -> bool:
@@ -99,7 +101,7 @@ def _moot(problem: Problem, unread: set[str]) -> bool:
     row = KNOBS.get(problem.key)
     if row is None:
         return False
-    return row.needs in unread or (row.only_with is not None and row.only_with.knob in unread)
+    return row.needs in unread or (row.only_with is not None and any(name in unread for name in row.only_with.choices))
 
 
 def _report(problems: list[Problem], source: Source, layer: _Layer) -> str:

@@ -66,7 +66,10 @@ class Profile(Settings):
         """Whether a knob has an effect beside the others: not LocalSGD's period while ``use_local_sgd`` is false."""
         row = KNOBS[knob]
         on = not row.needs or bool(getattr(self, row.needs))
-        return on and (row.only_with is None or getattr(self, row.only_with.knob) in row.only_with.values)
+        return on and (
+            row.only_with is None
+            or any(getattr(self, name) in values for name, values in row.only_with.choices.items())
+        )
 
     def digest(self) -> str:
         """Hex of everything that changes training; equal profiles under different names have equal digests."""

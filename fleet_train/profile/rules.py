@@ -100,19 +100,24 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
         + _loss_scale_contradictions(settings)
         + _recompute_contradictions(settings)
         + _executor_contradictions(settings)
+        + _block_contradictions(settings)
+        + _fragment_contradictions(settings)
     )
 
 
 def _idle_beside(row: Knob, settings: Mapping[str, Any], ignoring: Collection[str]) -> str:
     """Why a knob does nothing beside the choice that was made, or nothing."""
     rule = row.only_with
-    if rule is None or rule.knob in ignoring:
+    if rule is None or any(name in ignoring for name in rule.choices):
         return ""
-    chosen = settings.get(rule.knob, KNOBS[rule.knob].default)
-    if chosen in rule.values or (rule.default_fits and settings[row.name] == row.default):
+    chosen = {name: settings.get(name, KNOBS[name].default) for name in rule.choices}
+    if any(chosen[name] in values for name, values in rule.choices.items()):
         return ""
-    fix = f"set {rule.knob}: {' or '.join(rule.values)}, or remove {row.name}"
-    return f"has no effect while {rule.knob} is {chosen}; {fix}"
+    if rule.default_fits and settings[row.name] == row.default:
+        return ""
+    stated = " and ".join(f"{name} is {value}" for name, value in chosen.items())
+    ways = " or ".join(f"{name}: {' or '.join(values)}" for name, values in rule.choices.items())
+    return f"has no effect while {stated}; set {ways}, or remove {row.name}"
 
 
 def _size_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
@@ -132,14 +137,47 @@ def _overlap_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     if not steps:
         return []
     period = settings.get("local_sgd_steps", KNOBS["local_sgd_steps"].default)
+    fragments = settings.get("local_sgd_fragments", 1)
+    between = period // fragments
+    shared = f" / local_sgd_fragments, {between}" if fragments > 1 else f", {period}"
     schedule, momentum = settings.get("local_sgd_schedule", "constant"), settings.get("local_sgd_momentum", "keep")
     rules = {
-        f"{steps} is not below local_sgd_steps, {period}: an averaging ends before the next one starts; use "
-        f"{max(period - 1, 0)} or less": steps >= period,
+        f"{steps} is not below local_sgd_steps{shared}: an averaging ends before the next one starts; use "
+        f"{max(between - 1, 0)} or less": steps >= between,
         f"does not go with local_sgd_schedule: {schedule}, whose next period depends on the averaging, or can be "
         "shorter than the overlap; use constant": schedule != "constant",
         f"does not go with local_sgd_momentum: {momentum}, which treats the optimizer's state at an averaging while "
         "local steps use it; use keep": momentum != "keep",
+    }
+    return [Problem(name, rule) for rule, broken in rules.items() if broken]
+
+
+def _block_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    size = settings.get("quantised_block_size", 32)
+    if size % 32 == 0:
+        return []
+    return [Problem("quantised_block_size", f"{size} is no multiple of 32; use {max(32, round(size / 32) * 32)}")]
+
+
+def _fragment_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    """Fragments: at most one a step, at fixed steps, and nothing that belongs to all parameters at once."""
+    name = "local_sgd_fragments"
+    fragments = settings.get(name, 1)
+    if fragments == 1:
+        if "local_sgd_fragment_pattern" not in settings:
+            return []
+        rule = f"has no effect while {name} is 1; set more, or remove it"
+        return [Problem("local_sgd_fragment_pattern", rule)]
+    period = settings.get("local_sgd_steps", KNOBS["local_sgd_steps"].default)
+    schedule, momentum = settings.get("local_sgd_schedule", "constant"), settings.get("local_sgd_momentum", "keep")
+    rules = {
+        f"{fragments} is more than local_sgd_steps, {period}: each fragment has its step of a period; use {period} or "
+        "less, or a longer period": fragments > period,
+        f"does not go with local_sgd_schedule: {schedule}: a fragment has a fixed step of each period; use constant": (
+            schedule != "constant"
+        ),
+        f"does not go with local_sgd_momentum: {momentum}, which treats the whole of the optimizer's state at an "
+        "averaging; use keep": momentum != "keep",
     }
     return [Problem(name, rule) for rule, broken in rules.items() if broken]
 

@@ -7,20 +7,48 @@ from typing import Literal
 from fleet_train.profile.knobs import OnlyWith, knob
 from fleet_train.profile.schema_local_sgd import LocalSgdKnobs
 
+_QUANTISED = OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))
+
 
 class CompressionKnobs(LocalSgdKnobs):
     """What is sent of a gradient."""
 
-    compression: Literal["none", "bf16", "fp16", "powersgd", "dgc"] = knob(
+    compression: Literal["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"] = knob(
         "none",
         fate="carried out",
-        meaning="What is sent of a gradient: all of it, half the bits (bf16, fp16), low-rank factors (powersgd), "
-        "or the "
-        "largest elements (dgc).",
+        meaning="What is sent of a gradient: all of it, half the bits (bf16, fp16), a quarter (int8), an eighth "
+        "(int4), low-rank factors (powersgd), or the largest elements (dgc).",
         reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's "
-        "alone: "
-        "Gloo's float16 sums are inf, so it is refused on CPU. powersgd and dgc keep what they left out and add it "
-        "later; that memory is in checkpoints. Sources: Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
+        "alone: Gloo's float16 sums are inf, so it is refused on CPU. int8 and int4: whole numbers with a scale per "
+        "block, summed in float32 (with a hierarchical allreduce between the leaders only). They, powersgd and dgc "
+        "keep what they left out and add it later; that memory is in checkpoints. Sources: Seide et al. 2014 (error "
+        "feedback), Dettmers et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
+    )
+    quantised_block_size: int = knob(
+        512,
+        fate="carried out",
+        unit="elements",
+        ge=32,
+        le=65536,
+        only_with=_QUANTISED,
+        meaning="Elements that share a scale when int8 or int4 travels; a multiple of 32. Smaller = closer to the "
+        "values, more bytes: a scale takes 4.",
+        reason="A block's scale is its largest absolute value over 127 (int8) or 7 (int4).",
+    )
+    quantised_error_feedback: bool = knob(
+        True,
+        fate="carried out",
+        only_with=_QUANTISED,
+        meaning="Add to what int8 or int4 sends what its rounding has left out before. false = forget it.",
+        reason="Costs one copy of what is sent per rank, kept in checkpoints; without it int4 may not converge.",
+    )
+    quantised_rounding: Literal["nearest", "stochastic"] = knob(
+        "nearest",
+        fate="carried out",
+        only_with=_QUANTISED,
+        meaning="How int8 and int4 round: to the nearest level, or up with the probability of the part cut off.",
+        reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers follow "
+        "from parameter, rank and step, so that a resumed run draws the same ones. Nearest errs less each time.",
     )
     powersgd_rank: int = knob(
         1,

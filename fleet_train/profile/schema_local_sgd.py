@@ -67,13 +67,14 @@ class LocalSgdKnobs(CommunicationKnobs):
         reason="keep: each rank goes on with its own. average: averaged like the parameters (more bytes). reset: "
         "back to zero. Adam's bias correction goes on in all three.",
     )
-    local_sgd_dtype: Literal["float32", "bfloat16"] = knob(
+    local_sgd_dtype: Literal["float32", "bfloat16", "int8", "int4"] = knob(
         "float32",
         fate="carried out",
         needs="use_local_sgd",
-        meaning="What is sent when parameters are averaged: float32 values, or bfloat16 differences from the last "
-        "averaging, half the bytes.",
-        reason="Every rank adds the same averaged difference to the same kept copy, so that all ranks hold equal bits.",
+        meaning="What is sent when parameters are averaged: float32 values, or differences from the last averaging in "
+        "bfloat16 (half the bytes), int8 (a quarter) or int4 (an eighth).",
+        reason="Every rank adds the same averaged difference to the same kept copy, so that all ranks hold equal bits. "
+        "int8 and int4 round as `quantised_rounding` says and keep what they left out for the next averaging.",
     )
     local_sgd_overlap_steps: int = knob(
         0,
@@ -87,6 +88,26 @@ class LocalSgdKnobs(CommunicationKnobs):
         reason="Each rank adds the average minus what it sent, after the same step on every rank: its progress since "
         "then is kept. Sources: Wang, Liang and Joshi 2020 (Overlap-Local-SGD), Douillard et al. 2025 (Streaming "
         "DiLoCo).",
+    )
+    local_sgd_fragments: int = knob(
+        1,
+        fate="carried out",
+        unit="fragments",
+        ge=1,
+        le=1024,
+        needs="use_local_sgd",
+        meaning="Parts of the parameters that are averaged in turn, each once in local_sgd_steps. 1 = all at a time. "
+        "More need a constant schedule, and local_sgd_momentum: keep.",
+        reason="Whole layers, spread evenly over a period, so that a link is used all the time and never long for one "
+        "averaging. Each has its own outer momentum. Running statistics travel with the last one. Source: Douillard "
+        "et al. 2025 (Streaming DiLoCo).",
+    )
+    local_sgd_fragment_pattern: Literal["strided", "sequential"] = knob(
+        "strided",
+        fate="carried out",
+        needs="use_local_sgd",
+        meaning="Which layers form a fragment: every n-th one (strided), or neighbours (sequential).",
+        reason="The paper found strided slightly better: each fragment holds early and late layers.",
     )
     outer_optimizer: Literal["none", "slowmo", "diloco"] = knob(
         "none",

@@ -65,8 +65,9 @@ def numpy_twin(optimizer: Any) -> NumpyOptimizer:
         decay = optimizer._default_dict["regularization_coeff"]
     if kind == "Momentum":
         return Momentum(optimizer._momentum, optimizer._use_nesterov, decay)
-    if kind == "Adam":
-        return Adam(optimizer._beta1, optimizer._beta2, optimizer._epsilon)
+    if kind in ("Adam", "AdamW"):
+        decay = optimizer._weight_decay if kind == "AdamW" else 0.0
+        return Adam(optimizer._beta1, optimizer._beta2, optimizer._epsilon, decay)
     assert kind == "SGD", f"no twin for {kind}"
     return Sgd(decay)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,17 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.powersgd import PowerSgdMethod
+from fleet_train.collectives.quantised import QuantisedSums
+from fleet_train.collectives.quantised_method import QuantisedMethod
 from fleet_train.collectives.reducers import CastReducer, make_reducers
 from fleet_train.convert.fleet import _current
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket, CommPlan, Gradient
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.quantised import QuantisedSettings
 from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
+from fleet_train.plan.simulate.methods import cut
+from fleet_train.plan.simulate.quantised import QuantisedSum
 from tests.support.worker import digest, report
 
 STEPS = 8
@@ -55,6 +62,15 @@ DGC = {
 }
 
 
+QUANTISED = {
+    "int8": QuantisedSettings(8),
+    "int4": QuantisedSettings(4),
+    "int4, small blocks": QuantisedSettings(4, block=32),
+    "int8, large": QuantisedSettings(8),
+    "int4, forgetful": QuantisedSettings(4, error_feedback=False),
+}
+
+
 def gradients(bucket: Bucket, seed: int, step: int, rank: int) -> list[np.ndarray]:
     random = np.random.default_rng([seed, step, rank])
     return [random.standard_normal(gradient.shape).astype("float32") for gradient in bucket.gradients]
@@ -67,9 +83,33 @@ def make(kind: str, name: str, bucket: Bucket, job: Job) -> tuple[Any, Any]:
         settings = POWERSGD[name]
         method = PowerSgdMethod(bucket, reducer, job.world_size, settings, job.engine.reads_values)
         return method, PowerSgdSimulation(bucket, job.world_size, settings)
+    if kind == "quantised":
+        settings, size = QUANTISED[name], job.world_size
+        plan = replace(EMPTY_PLAN, world_size=size, buckets=(sent_in_few_bits(bucket, settings),))
+        carried = QuantisedSums(job, plan, [reducer]).make(0, bucket.gradients[0].name, bucket.elements, settings)
+        return QuantisedMethod(bucket, carried, size), QuantisedTwin(bucket, size, settings)
     group = job.communicators(1)[0]
     method = DgcMethod(bucket, group, reducer, job.world_size, DGC[name], job.engine.reads_values)
     return method, DgcSimulation(bucket, job.world_size, DGC[name])
+
+
+EMPTY_PLAN = CommPlan(1, 1, 1, ())
+
+
+def sent_in_few_bits(bucket: Bucket, settings: QuantisedSettings) -> Bucket:
+    return replace(bucket, sent=(Sent("quantised", bucket.nbytes, 4, quantised=settings),))
+
+
+class QuantisedTwin:
+    """The simulated sum, as the mean of a bucket's gradients."""
+
+    def __init__(self, bucket: Bucket, world_size: int, settings: QuantisedSettings) -> None:
+        self._shapes = [gradient.shape for gradient in bucket.gradients]
+        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, world_size, 0, settings)
+
+    def step(self, everyone: list[list[np.ndarray]]) -> list[np.ndarray]:
+        flat = [np.concatenate([np.ravel(value) for value in rank]) for rank in everyone]
+        return cut(self._sum.sum(flat) * np.float32(1 / len(flat)), self._shapes)
 
 
 def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]:
@@ -81,7 +121,7 @@ def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]
 
 
 def drive(kind: str, name: str, seed: int, job: Job) -> dict[str, Any]:
-    bucket = BUCKETS[name == "large"]
+    bucket = BUCKETS["large" in name]
     method, twin = make(kind, name, bucket, job)
     successor = make(kind, name, bucket, job)[0]
     updates: list[list[np.ndarray]] = []

@@ -58,5 +58,5 @@ class Case:
 
 def _rests_on(name: str, knob: str) -> bool:
     row = KNOBS[name]
-    above = [row.needs, row.only_with.knob if row.only_with else ""]
+    above = [row.needs, *(row.only_with.choices if row.only_with else ())]
     return any(one and (one == knob or _rests_on(one, knob)) for one in above)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import paddle
@@ -19,6 +20,15 @@ from tests.support.worker import digest, report
 
 STEPS = 17
 
+STREAMING = {
+    "local_sgd_steps": 6,
+    "local_sgd_fragments": 3,
+    "local_sgd_overlap_steps": 1,
+    "local_sgd_dtype": "int4",
+    "outer_optimizer": "diloco",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+}
 LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 3, "local_sgd_steps": 4}
 
 
@@ -33,6 +43,10 @@ def sgd() -> Any:
 
 def adam() -> Any:
     return paddle.optimizer.Adam(0.01, epsilon=1e-3)
+
+
+def adamw() -> Any:
+    return paddle.optimizer.AdamW(0.01, epsilon=1e-3, weight_decay=0.02)
 
 
 def decaying() -> Any:
@@ -101,6 +115,24 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
         {"outer_optimizer": "slowmo", "outer_momentum": 0.5, "local_sgd_dtype": "bfloat16"},
     ),
     "two dtypes, overlap": (TWO_DTYPES, sgd, {"local_sgd_overlap_steps": 2}),
+    "int8 differences": (MLP, momentum, {"local_sgd_dtype": "int8", "quantised_block_size": 64}),
+    "int4 differences, stochastic": (
+        MLP,
+        adam,
+        {"local_sgd_dtype": "int4", "quantised_rounding": "stochastic", "quantised_error_feedback": False},
+    ),
+    "int4 warm-up and differences": (MLP, momentum, {"compression": "int4", "local_sgd_dtype": "int4"}),
+    "two dtypes, int8 differences": (TWO_DTYPES, sgd, {"local_sgd_dtype": "int8"}),
+    "fragments": (MLP, momentum, {"local_sgd_fragments": 3}),
+    "fragments, sequential, two dtypes": (
+        TWO_DTYPES,
+        sgd,
+        {"local_sgd_fragments": 2, "local_sgd_fragment_pattern": "sequential", "outer_optimizer": "slowmo"},
+    ),
+    "fragments, batch norm, overlap": (BATCH_NORM, momentum, {"local_sgd_fragments": 2, "local_sgd_overlap_steps": 1}),
+    "streaming diloco": (MLP, adamw, STREAMING),
+    "streaming diloco without warm-up": (MLP, momentum, STREAMING | {"local_sgd_is_warm_steps": 0}),
+    "hierarchical, streaming diloco": (MLP, adamw, STREAMING | {"use_hierarchical_allreduce": True}),
 }
 
 
@@ -109,12 +141,13 @@ class CountedAllReduce:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._real = paddle.distributed.stream.all_reduce
-        paddle.distributed.stream.all_reduce = self
+        for name in ("all_reduce", "all_gather"):
+            real = getattr(paddle.distributed.stream, name)
+            setattr(paddle.distributed.stream, name, partial(self._call, real))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        return self._real(*args, **kwargs)
+        return real(*args, **kwargs)
 
 
 def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counted: CountedAllReduce) -> dict[str, Any]:
@@ -143,6 +176,7 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
         "digests": equal_at,
         "warm": profile.local_sgd_is_warm_steps,
         "overlap": profile.local_sgd_overlap_steps * profile.accumulate_steps,
+        "fragments": profile.local_sgd_fragments,
     }
 
 

@@ -15,9 +15,9 @@ from tests.support.ranks import RanksResult, run_ranks
 POWERSGD = ["rank 1", "rank 2", "rank 4 after 3 steps", "cold", "forgetful", "full rank", "nothing pays"]
 DGC = ["constant", "ramp", "nesterov, clipped", "whole", "large", "all small"]
 SEEDS = (0, 1, 2)
-CASES = [
-    [kind, name, seed] for kind, names in (("powersgd", POWERSGD), ("dgc", DGC)) for name in names for seed in SEEDS
-]
+QUANTISED = ["int8", "int4", "int4, small blocks", "int8, large", "int4, forgetful"]
+KINDS = (("powersgd", POWERSGD), ("dgc", DGC), ("quantised", QUANTISED))
+CASES = [[kind, name, seed] for kind, names in KINDS for name in names for seed in SEEDS]
 RELATIVE_TOLERANCE = 1e-5
 
 

@@ -48,7 +48,7 @@ def test_parameters_follow_the_simulation_step_by_step(
     ranks_of: Callable[[int, int], Ranks], world_size: int, nodes: int, case: str
 ) -> None:
     # Where 16 bits are rounded, the last bit of a float32 decides now and then to which side.
-    tolerance = 1e-3 if "bf" in case else 1e-5
+    tolerance = 1e-3 if any(rounded in case for rounded in ("bf", "int", "streaming")) else 1e-5
     for rank in ranks_of(world_size, nodes):
         assert rank[case]["difference"] < tolerance
 
@@ -59,8 +59,9 @@ def test_replicas_are_bit_equal_exactly_at_synchronisation_points(
 ) -> None:
     ranks = ranks_of(world_size, nodes)
     first = ranks[0][case]
-    # With an overlap each rank keeps its own progress beside every averaging.
-    expected = [*range(1, first["warm"] + 1), *([] if first["overlap"] else first["averagings"])]
+    # With an overlap each rank keeps its own progress beside every averaging, with fragments that of the other ones.
+    never = first["overlap"] or first["fragments"] > 1
+    expected = [*range(1, first["warm"] + 1), *([] if never else first["averagings"])]
     by_rank = zip(*(rank[case]["digests"] for rank in ranks), strict=True)
     equal = [step for step, digests in enumerate(by_rank, 1) if len(set(digests)) == 1]
     assert equal == expected

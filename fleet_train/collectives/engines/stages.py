@@ -24,8 +24,8 @@ class Collective:
     """One collective of Paddle that a rank takes part in, not begun yet. Ranks are those of the job.
 
     ``tensor`` is overwritten by an all_reduce, a reduce (on ``root`` only) and a broadcast. ``output``: of an
-    all_gather [ranks * n], for a gather a list that is empty before it. ``parts``: what the root of a scatter hands
-    out.
+    all_gather [ranks * n], of an all_to_all like ``tensor``, for a gather a list that is empty before it. ``parts``:
+    what the root of a scatter hands out.
     """
 
     kind: str
@@ -53,6 +53,8 @@ class Collective:
                 return stream.broadcast(self.tensor, src=self.root, **common)
             case "all_gather":
                 return stream.all_gather(self.output, self.tensor, **common)
+            case "all_to_all":
+                return stream.alltoall_single(self.output, self.tensor, **common)
             case "gather":
                 return stream.gather(self.tensor, self.output, dst=self.root, **common)
             case "scatter":

@@ -8,9 +8,10 @@ import numpy as np
 
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.local_sgd import LocalSgdSchedule
-from fleet_train.plan.plan import by_mean_dtype
+from fleet_train.plan.plan import CommPlan, by_mean_dtype
 from fleet_train.plan.simulate.methods import cut
 from fleet_train.plan.simulate.optimizers import NumpyOptimizer
+from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
 
@@ -18,42 +19,48 @@ Values = dict[str, Array]
 
 
 class SimulatedAveraging:
-    """Values by name, one mapping per rank, changed in place. ``trained`` and ``statistics``: names, in plan order."""
+    """Values by name, one mapping per rank, changed in place."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        wire: SimulatedWire,
-        start: Mapping[str, Array],
-        trained: Sequence[str],
-        others: list[str],
-    ) -> None:
+    def __init__(self, profile: Profile, plan: CommPlan, wire: SimulatedWire, start: Mapping[str, Array]) -> None:
+        assert plan.averaging is not None
         self.schedule = LocalSgdSchedule.of(profile)
         self._profile, self._wire = profile, wire
-        self._trained, self._statistics = list(trained), others
-        self._anchor = _flats(start, self._trained)
-        self._velocity = [np.zeros(anchor.shape) for anchor in self._anchor]
+        self._statistics = [value.name for value in plan.averaging.statistics]
+        self._fragments = [
+            _Fragment(profile, plan, wire, part, [plan.averaging.values[i].name for i in positions])
+            for part, positions in enumerate(plan.averaging.parts)
+        ]
         self.overlap_steps = profile.local_sgd_overlap_steps
         self._corrections: list[Values] = []
+        self._steps_beside = 0
+        self.after_synchronous_step(start)
 
     def after_synchronous_step(self, values: Mapping[str, Array]) -> None:
         """All ranks hold ``values``: a period that starts now is measured from there."""
-        self._anchor = _flats(values, self._trained)
+        for fragment in self._fragments:
+            fragment.anchor = _flats(values, fragment.names)
 
     def average(
-        self, ranks: Sequence[Values], optimizers: Sequence[NumpyOptimizer], rate: float, losses: Sequence[float]
+        self,
+        part: int,
+        ranks: Sequence[Values],
+        optimizers: Sequence[NumpyOptimizer],
+        rate: float,
+        losses: Sequence[float],
     ) -> None:
-        """Make the ranks' parameters and statistics equal, treat the optimizers' state, start the next period.
+        """Make a fragment's parameters equal, with the last one the statistics, treat the optimizers' state.
 
         With an overlap only what each rank will add is worked out here.
         """
+        fragment = self._fragments[part]
+        statistics = self._statistics if part == len(self._fragments) - 1 else []
         if self.overlap_steps:
-            self._send(ranks, rate)
+            self._send(fragment, statistics, ranks, rate)
             return
-        self._agree([_flats(values, self._trained) for values in ranks], rate)
+        fragment.agree([_flats(values, fragment.names) for values in ranks], rate)
         for values in ranks:
-            values.update(_cut(self._anchor, values, self._trained))
-        self._mean(ranks, self._statistics)
+            values.update(_cut(fragment.anchor, values, fragment.names))
+        self._mean(ranks, statistics)
         self._treat(optimizers)
         self.schedule.begin_period()
         if self.schedule.kind == "adaptive":
@@ -61,42 +68,22 @@ class SimulatedAveraging:
 
     def after_local_step(self, ranks: Sequence[Values]) -> None:
         """Add what an averaging has changed, once its overlap has passed."""
-        if self._corrections and self.schedule.local_steps >= self.overlap_steps:
+        self._steps_beside += 1
+        if self._corrections and self._steps_beside >= self.overlap_steps:
             for values, correction in zip(ranks, self._corrections, strict=True):
                 changed = {name: values[name] + change for name, change in correction.items()}
                 values.update({name: new.astype(values[name].dtype) for name, new in changed.items()})
             self._corrections = []
 
-    def _send(self, ranks: Sequence[Values], rate: float) -> None:
-        self._agree([_flats(values, self._trained) for values in ranks], rate)
-        means = _cut(self._anchor, ranks[0], self._trained)
-        tables = [{name: values[name] for name in self._statistics} for values in ranks]
-        self._mean(tables, self._statistics)
+    def _send(self, fragment: _Fragment, statistics: list[str], ranks: Sequence[Values], rate: float) -> None:
+        fragment.agree([_flats(values, fragment.names) for values in ranks], rate)
+        means = _cut(fragment.anchor, ranks[0], fragment.names)
+        tables = [{name: values[name] for name in statistics} for values in ranks]
+        self._mean(tables, statistics)
         means |= tables[0]
         self._corrections = [{name: mean - values[name] for name, mean in means.items()} for values in ranks]
+        self._steps_beside = 0
         self.schedule.begin_period()
-
-    def _agree(self, held: Sequence[list[Array]], rate: float) -> None:
-        """Move the anchor, one [elements] per dtype, to what all ranks go on from."""
-        wire = self._profile.local_sgd_dtype
-        for part, anchor in enumerate(self._anchor):
-            values, own = [buffers[part] for buffers in held], anchor.dtype.name
-            if self._profile.outer_optimizer == "none" and wire == "float32":
-                self._anchor[part] = self._wire.mean(values, own)
-                continue
-            difference = self._wire.mean([anchor - one for one in values], own if wire == "float32" else wire)
-            self._anchor[part] = (anchor - self._outer(part, difference.astype(np.float64), rate)).astype(own)
-
-    def _outer(self, part: int, difference: Array, rate: float) -> Array:
-        """The step from the anchor. SlowMo: Wang et al. 2019, algorithm 1. DiLoCo: Douillard et al. 2023, Nesterov."""
-        lr, momentum, velocity = self._profile.outer_lr, self._profile.outer_momentum, self._velocity
-        if self._profile.outer_optimizer == "slowmo":
-            velocity[part] = momentum * velocity[part] + difference / rate
-            return np.asarray(lr * rate * velocity[part])
-        if self._profile.outer_optimizer == "diloco":
-            velocity[part] = momentum * velocity[part] + difference
-            return np.asarray(lr * (difference + momentum * velocity[part]))
-        return difference
 
     def _mean(self, tables: Sequence[Values], names: Sequence[str]) -> None:
         parts = zip(*[_flats(table, names) for table in tables], strict=True)
@@ -119,6 +106,53 @@ class SimulatedAveraging:
             for optimizer in optimizers:
                 for kind in kinds:
                     optimizer.state[kind] = {n: np.zeros_like(value) for n, value in optimizer.state[kind].items()}
+
+
+class _Fragment:
+    """Parameters that are averaged at a time: ``anchor``, what all ranks go on from, one [elements] per dtype."""
+
+    def __init__(self, profile: Profile, plan: CommPlan, wire: SimulatedWire, part: int, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.anchor: list[Array] = []
+        self._profile, self._plan, self._wire, self._part = profile, plan, wire, part
+        self._velocity: dict[int, Array] = {}
+        self._sums: dict[int, QuantisedSum] = {}
+
+    def agree(self, held: Sequence[list[Array]], rate: float) -> None:
+        """Move the anchor to what all ranks go on from; ``held``: the ranks' buffers."""
+        for index, anchor in enumerate(self.anchor):
+            values, own = [buffers[index] for buffers in held], anchor.dtype.name
+            if self._profile.outer_optimizer == "none" and self._profile.local_sgd_dtype == "float32":
+                self.anchor[index] = self._wire.mean(values, own)
+                continue
+            difference = self._mean_of(index, [anchor - one for one in values], own)
+            self.anchor[index] = (anchor - self._outer(index, difference.astype(np.float64), rate)).astype(own)
+
+    def _mean_of(self, index: int, differences: list[Array], own: str) -> Array:
+        wire = self._profile.local_sgd_dtype
+        averaging = self._plan.averaging
+        if averaging is None or averaging.quantised is None:
+            return self._wire.mean(differences, own if wire == "float32" else wire)
+        if index not in self._sums:
+            name, plan = f"averaged {self._part}.{index}", self._plan
+            self._sums[index] = QuantisedSum(
+                name, differences[0].size, plan.world_size, plan.team_size, averaging.quantised
+            )
+        self._wire.count(averaging.sent_of(self._part)[index])
+        total = self._sums[index].sum([one.astype(np.float32) for one in differences])
+        return np.asarray(total * np.float32(1.0 / len(differences)))
+
+    def _outer(self, index: int, difference: Array, rate: float) -> Array:
+        """The step from the anchor. SlowMo: Wang et al. 2019, algorithm 1. DiLoCo: Douillard et al. 2023, Nesterov."""
+        lr, momentum = self._profile.outer_lr, self._profile.outer_momentum
+        before = self._velocity.get(index, np.zeros(difference.shape))
+        if self._profile.outer_optimizer == "slowmo":
+            self._velocity[index] = momentum * before + difference / rate
+            return np.asarray(lr * rate * self._velocity[index])
+        if self._profile.outer_optimizer == "diloco":
+            self._velocity[index] = momentum * before + difference
+            return np.asarray(lr * (difference + momentum * self._velocity[index]))
+        return difference
 
 
 def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:

@@ -81,9 +81,7 @@ class SimulatedJob:
         self._methods = [make_method(b, plan, profile, self._wire, momentum, nesterov) for b in plan.buckets]
         self._averaging: SimulatedAveraging | None = None
         if plan.averaging is not None:
-            trained = [value.name for value in plan.averaging.values]
-            others = [value.name for value in plan.averaging.statistics]
-            self._averaging = SimulatedAveraging(profile, self._wire, start, trained, others)
+            self._averaging = SimulatedAveraging(profile, plan, self._wire, start)
         self._merged: list[list[Local]] = []
 
     def step(self, backward: Backward) -> Step:
@@ -108,12 +106,13 @@ class SimulatedJob:
                 averaging.after_synchronous_step(self.ranks[0])
             return Step(True, True, False, self._wire.take(), agreed)
         self._apply(gradients)
-        ends = averaging.schedule.count()
-        if ends:
-            averaging.average(self.ranks, self.optimizers, self.rate, losses)
+        due = averaging.schedule.count()
+        if due is not None:
+            averaging.average(due, self.ranks, self.optimizers, self.rate, losses)
         else:
             averaging.after_local_step(self.ranks)
-        return Step(True, ends and not averaging.overlap_steps, ends, self._wire.take(), {})
+        makes_equal = due is not None and not averaging.overlap_steps and averaging.schedule.fragments == 1
+        return Step(True, makes_equal, due is not None, self._wire.take(), {})
 
     def _exchange(self, gradients: Sequence[Values]) -> Values:
         agreed: Values = {}

@@ -22,7 +22,9 @@ from fleet_train.plan.compression_settings import (
 from fleet_train.plan.compressions import compression_of, entry_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import Bucket, CommPlan
+from fleet_train.plan.quantised import QuantisedSettings, gradient_settings
 from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, PowerSgdSimulation
+from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
 
@@ -79,6 +81,21 @@ class Dgc:
         return [values.astype(np.float32) for values in self._twin.step(gradients)]
 
 
+class FewBits:
+    """Whole numbers with scales per block; between the teams' leaders, where there are teams."""
+
+    def __init__(self, bucket: Bucket, plan: CommPlan, wire: SimulatedWire, settings: QuantisedSettings) -> None:
+        self._bucket, self._wire = bucket, wire
+        name = bucket.gradients[0].name
+        self._sum = QuantisedSum(name, bucket.elements, plan.world_size, plan.team_size, settings)
+
+    def average(self, gradients: Gradients) -> list[Array]:
+        self._wire.count(self._bucket.sent[0])
+        flat = [np.concatenate([np.ravel(values) for values in rank]) for rank in gradients]
+        mean = self._sum.sum(flat) * np.float32(1.0 / len(flat))
+        return cut(mean, [gradient.shape for gradient in self._bucket.gradients])
+
+
 @dataclass(frozen=True)
 class _Parts:
     """What a method is made of; ``momentum`` and ``use_nesterov`` are what DGC takes over from the optimizer."""
@@ -96,6 +113,10 @@ def _dense(parts: _Parts) -> SimulatedMethod:
     return DenseMethod(parts.bucket, parts.wire, parts.bucket.dtype if parts.plan.team_size else sent, sent)
 
 
+def _in_few_bits(parts: _Parts) -> SimulatedMethod:
+    return FewBits(parts.bucket, parts.plan, parts.wire, gradient_settings(parts.profile))
+
+
 def _powersgd(parts: _Parts) -> SimulatedMethod:
     return PowerSgd(parts.bucket, parts.plan.world_size, parts.wire, powersgd_settings(parts.profile))
 
@@ -109,6 +130,8 @@ METHODS: dict[str, Callable[[_Parts], SimulatedMethod]] = {
     "none": _dense,
     "bf16": _dense,
     "fp16": _dense,
+    "int8": _in_few_bits,
+    "int4": _in_few_bits,
     "powersgd": _powersgd,
     "dgc": _dgc,
 }

@@ -54,11 +54,15 @@ class Momentum:
 
 @dataclass
 class Adam:
-    """Kingma and Ba 2015, with the bias corrected in the rate and ``epsilon`` scaled with it, as Paddle does."""
+    """Kingma and Ba 2015, with the bias corrected in the rate and ``epsilon`` scaled with it, as Paddle does.
+
+    ``decoupled_decay``: AdamW's, which shrinks the value before the step (Loshchilov and Hutter 2019).
+    """
 
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    decoupled_decay: float = 0.0
     state: dict[str, dict[str, Array]] = field(default_factory=lambda: {"moment1": {}, "moment2": {}})
     steps: dict[str, int] = field(default_factory=dict)
 
@@ -71,4 +75,5 @@ class Adam:
         correction = np.sqrt(1 - self.beta2**number)
         scaled = rate * correction / (1 - self.beta1**number)
         change = scaled * first / (np.sqrt(second) + self.epsilon * correction)
-        return np.asarray(value - change, dtype=value.dtype)
+        shrunk = value * (1 - rate * self.decoupled_decay)
+        return np.asarray(shrunk - change, dtype=value.dtype)

@@ -1,0 +1,52 @@
+"""Which parameters are averaged together when they are averaged in turn: pure arithmetic.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet_train.errors import ProfileError
+from fleet_train.plan.plan import Gradient
+
+
+def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
+    """Positions of ``values`` in ``number`` fragments of whole layers; empty for one fragment.
+
+    ``pattern``: ``strided`` deals layers out in turn, ``sequential`` cuts their list where sizes come out most even.
+    Raises ProfileError where there are fewer layers than fragments.
+    """
+    if number == 1:
+        return ()
+    layers = layers_of(values)
+    if number > len(layers):
+        raise ProfileError(
+            f"local_sgd_fragments: {number} is more than the {len(layers)} layers that the program trains; use "
+            f"{len(layers)} or less"
+        )
+    dealt = [layers[first::number] for first in range(number)] if pattern == "strided" else _cut(layers, values, number)
+    return tuple(tuple(sorted(position for layer in part for position in layer)) for part in dealt)
+
+
+def layers_of(values: Sequence[Gradient]) -> list[list[int]]:
+    """Positions of values whose names agree up to their last dot, in the order of their first ones."""
+    layers: dict[str, list[int]] = {}
+    for position, value in enumerate(values):
+        layers.setdefault(value.name.rpartition(".")[0] or value.name, []).append(position)
+    return list(layers.values())
+
+
+def _cut(layers: Sequence[list[int]], values: Sequence[Gradient], number: int) -> list[list[list[int]]]:
+    """``number`` runs of neighbouring layers, none of them empty: each ends where its share of all elements is full."""
+    sizes = [sum(values[position].elements for position in layer) for layer in layers]
+    parts: list[list[list[int]]] = [[]]
+    done, share = 0, sum(sizes) / number
+    for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        missing = number - len(parts)
+        is_full = done + size / 2 > share * len(parts) or len(layers) - index == missing
+        if parts[-1] and missing and is_full:
+            parts.append([])
+        parts[-1].append(layer)
+        done += size
+    return parts

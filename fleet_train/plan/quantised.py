@@ -1,0 +1,102 @@
+"""How numbers become few bits, and how many bytes that makes: pure arithmetic.
+
+A buffer is cut into blocks; each has a scale, its largest absolute value over the number of levels on one side, and
+every element is sent as a whole number of scales. Source of scales per block: Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization", 2021.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from fleet_train.profile import Profile
+
+BITS = {"int8": 8, "int4": 4}
+"""By the value of ``compression`` and of ``local_sgd_dtype``."""
+SCALE_BYTES = 4
+SMALLEST = 2.0**-100
+"""Blocks whose largest absolute value is below this are sent as zeros: the inverse of their scale would overflow."""
+
+
+@dataclass(frozen=True)
+class QuantisedSettings:
+    """What is asked of an exchange of whole numbers."""
+
+    bits: int
+    block: int = 512
+    """Elements that share a scale; a multiple of 32."""
+    error_feedback: bool = True
+    """Whether what rounding has left out is added to the next exchange."""
+    stochastic: bool = False
+    """Round up with the probability of the part that is cut off, so that the expected value is exact."""
+    seed: int = 0
+
+    @property
+    def levels(self) -> int:
+        """Whole numbers on each side of zero."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes on the wire."""
+        return self.block * self.bits // 8 + SCALE_BYTES
+
+    def dither(self, name: str, member: int, phase: int, step: int) -> np.random.Generator:
+        """Random numbers for one rounding; the same for the same arguments wherever they are drawn."""
+        return np.random.Generator(np.random.SFC64([self.seed, zlib.crc32(name.encode()), member, phase, step]))
+
+
+@dataclass(frozen=True)
+class QuantisedLayout:
+    """How ``members`` exchange ``elements`` float32 numbers.
+
+    Two members send each other everything and add up what they read. More members cut the buffer into a part each:
+    everybody sends each owner its part, the owners add up, round the sums, and all gather the parts.
+    """
+
+    elements: int
+    members: int
+    settings: QuantisedSettings
+
+    @property
+    def parts(self) -> int:
+        return self.members if self.members > 2 else 1
+
+    @property
+    def part_blocks(self) -> int:
+        return -(-self.elements // (self.settings.block * self.parts))
+
+    @property
+    def part_elements(self) -> int:
+        return self.part_blocks * self.settings.block
+
+    @property
+    def part_bytes(self) -> int:
+        return self.part_blocks * self.settings.block_bytes
+
+    @property
+    def padded_elements(self) -> int:
+        """Whole blocks for every part."""
+        return self.parts * self.part_elements
+
+
+def gradient_settings(profile: Profile) -> QuantisedSettings:
+    """Of ``compression: int8`` or ``int4``."""
+    return _settings(profile, profile.compression)
+
+
+def averaging_settings(profile: Profile) -> QuantisedSettings | None:
+    """Of ``local_sgd_dtype: int8`` or ``int4``; None for others."""
+    return _settings(profile, profile.local_sgd_dtype) if profile.local_sgd_dtype in BITS else None
+
+
+def _settings(profile: Profile, kind: str) -> QuantisedSettings:
+    return QuantisedSettings(
+        bits=BITS[kind],
+        block=profile.quantised_block_size,
+        error_feedback=profile.quantised_error_feedback,
+        stochastic=profile.quantised_rounding == "stochastic",
+    )
