@@ -119,9 +119,8 @@ class HostCodec:
             np.copyto(target, levels.view(np.int8))
         else:
             half = levels.shape[1]
-            np.copyto(target[:, :half], levels & 15)
-            np.copyto(target[:, half:], levels >> 4)
-            np.subtract(target, np.float32(8), out=target)
+            np.copyto(target[:, :half], (levels & 15).view(np.int8) - np.int8(8))
+            np.copyto(target[:, half:], (levels >> 4).view(np.int8) - np.int8(8))
         np.multiply(target, (scales * np.float32(factor))[:, None], out=target)
         if not is_first:
             np.add(total, target, out=total)

@@ -36,8 +36,8 @@ class Compression:
     sent: Callable[[Bucket, Profile, bool], Exchanges]
     wire_dtype: str = ""
     """The dtype that travels; empty = the gradient's own. With teams it travels between their leaders only."""
-    keeps_back: bool = False
-    """Whether what is left out of a gradient is kept and sent later."""
+    keeps_nan: bool = False
+    """Whether a NaN of a gradient would stay in what is kept of it and sent later."""
 
 
 def _dense(bucket: Bucket, _: Profile, __: bool) -> Exchanges:
@@ -70,10 +70,10 @@ COMPRESSIONS: dict[str, Compression] = {
     "none": Compression(_dense),
     "bf16": Compression(_in_16_bits, wire_dtype="bfloat16"),
     "fp16": Compression(_in_16_bits, wire_dtype="float16"),
-    "int8": Compression(_in_few_bits, keeps_back=True),
-    "int4": Compression(_in_few_bits, keeps_back=True),
-    "powersgd": Compression(_factors, keeps_back=True),
-    "dgc": Compression(_largest, keeps_back=True),
+    "int8": Compression(_in_few_bits),
+    "int4": Compression(_in_few_bits),
+    "powersgd": Compression(_factors, keeps_nan=True),
+    "dgc": Compression(_largest, keeps_nan=True),
 }
 
 

@@ -60,7 +60,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),
     Strategy("outer", "outer_optimizer", "outer momentum", lambda kind: kind != "none"),
     Strategy("bf16", "compression", "bfloat16 on the wire", lambda kind: kind in ("bf16", "fp16")),
-    Strategy("quantised", "compression", "int8 or int4 on the wire", lambda kind: kind in ("int8", "int4")),
+    Strategy("quantised", "compression", "few bits on the wire", lambda kind: kind in ("int8", "int4")),
     Strategy("powersgd", "compression", "PowerSGD", lambda kind: kind == "powersgd"),
     Strategy("dgc", "compression", "DGC", lambda kind: kind == "dgc"),
     Strategy("merge", "accumulate_steps", "gradient merge", lambda number: number > 1),

@@ -54,7 +54,7 @@ class SkipNotFinite:
 
 def refuse_to_skip_with(profile: Profile) -> None:
     """Raise ProfileError for a profile that remembers more of a gradient than the update that is skipped."""
-    if compression_of(profile.compression).keeps_back:
+    if compression_of(profile.compression).keeps_nan:
         raise ProfileError(
             f"--on_nan skip with compression: {profile.compression}: what it left out of a gradient is kept and sent "
             "later, so that one NaN stays in it for ever; use --on_nan stop, or compression: none or bf16"

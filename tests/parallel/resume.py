@@ -32,6 +32,8 @@ SAVED_AFTER, STEPS = 9, 14
 SOON = {
     "local_sgd_is_warm_steps": 3,
     "local_sgd_steps": 4,
+    "local_sgd_fragments": 2,
+    "local_sgd_overlap_steps": 1,
     "powersgd_start_step": 3,
     "dgc_rampup_begin_step": 3,
     "dgc_rampup_steps": 12,
@@ -52,6 +54,9 @@ MORE_OF_LOCAL_SGD = (
     "adaptive",
     "batch norm",
     "overlap, diloco",
+    "int4 differences, stochastic",
+    "streaming diloco",
+    "fragments, sequential, two dtypes",
 )
 Case = tuple[Network, Any, Profile]
 
@@ -84,7 +89,7 @@ def cases() -> dict[str, Case]:
 
 def has_more_than_replicas(name: str, profile: Profile) -> bool:
     """Whether ranks have something of their own between steps; one profile without is enough to see what that is."""
-    keeps = profile.use_local_sgd or profile.accumulate_steps > 1 or profile.compression in ("powersgd", "dgc")
+    keeps = profile.use_local_sgd or profile.accumulate_steps > 1 or profile.compression in ("powersgd", "dgc", "int4")
     return keeps or name in ("multi_node", "batch norm")
 
 
@@ -105,7 +110,7 @@ def memories(trained: Trained) -> dict[str, np.ndarray]:
     exchange = fleet._exchange_of(trained.main)
     if exchange is None:
         return {}
-    alike, own = method_state.read(exchange.methods)
+    alike, own = method_state.read(exchange.memories)
     return alike | own
 
 

@@ -46,6 +46,18 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     "recompute": (LARGE, momentum, {"recompute_segments": 3}),
     "sync batch norm": (BATCH_NORM, momentum, {"sync_batch_norm": True}),
     "bf16": (NETWORKS[0], momentum, {"compression": "bf16"}),
+    "int8": (NETWORKS[0], momentum, {"compression": "int8"}),
+    "int8, merge, two communicators": (
+        LARGE,
+        momentum,
+        {"compression": "int8", "accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 2},
+    ),
+    "int4": (LARGE, adam, {"compression": "int4", "quantised_block_size": 64}),
+    "int4, stochastic": (
+        LARGE,
+        momentum,
+        {"compression": "int4", "quantised_rounding": "stochastic", "quantised_error_feedback": False},
+    ),
     "powersgd": (LARGE, sgd, {"compression": "powersgd", "powersgd_rank": 2}),
     "powersgd, late": (LARGE, sgd, {"compression": "powersgd", "powersgd_start_step": STEPS}),
     "dgc": (SPARSE, without_decay, {"compression": "dgc", "dgc_sparsity": 0.9}),
@@ -69,6 +81,11 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     ),
     "hierarchical": (LARGE, momentum, {"use_hierarchical_allreduce": True, "nccl_comm_num": 2}),
     "hierarchical, bf16": (NETWORKS[0], momentum, {"use_hierarchical_allreduce": True, "compression": "bf16"}),
+    "hierarchical, int4": (
+        LARGE,
+        momentum,
+        {"use_hierarchical_allreduce": True, "compression": "int4", "nccl_comm_num": 2},
+    ),
     "hierarchical, powersgd": (
         LARGE,
         sgd,

@@ -168,6 +168,7 @@ def two_norms(features: Any) -> Any:
 ODD, NORMS = Network("odd_shapes", odd_shapes), Network("two_norms", two_norms)
 # Warm-up 3, period 4: an averaging begins behind step 7 and is taken in behind step 10.
 OVERLAP = LOCAL | {"local_sgd_overlap_steps": 3}
+STREAMING = LOCAL | local_sgd.STREAMING
 DILOCO = {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9}
 BUCKETS: dict[str, Any] = {"fuse_parameter_groups_size": 2, "last_comm_group_size_MB": 0.0001}
 NORM = {"sync_batch_norm": True}
@@ -192,6 +193,16 @@ CASES: dict[str, Case] = {
     "overflow, powersgd": Case(
         LARGE, sgd, {"compression": "powersgd", "powersgd_rank": 2, **BUCKETS}, wrap=skipping, overflow=5
     ),
+    "overflow, int8": Case(MLP, adam, BUCKETS | {"compression": "int8"}, wrap=skipping, overflow=5),
+    "loss scale, int4": Case(LARGE, momentum, {"compression": "int4"}, wrap=ScaledLoss, overflow=5),
+    "int4, merge, loaded": Case(
+        LARGE, momentum, BUCKETS | {"compression": "int4", "accumulate_steps": 2}, saved_after(4, 7), loads=1
+    ),
+    "streaming diloco, saved in the middle": Case(MLP, adam, STREAMING, saved_after(8)),
+    "streaming diloco, loaded in the middle": Case(
+        MLP, local_sgd.adamw, STREAMING, saved_after(6, loaded_after=9), loads=1
+    ),
+    "checked in every step, streaming diloco": Case(MLP, adam, STREAMING | {"divergence_check_steps": 1}),
     "overflow, dgc": Case(
         SPARSE, without_decay, {"compression": "dgc", "dgc_sparsity": 0.9}, wrap=skipping, overflow=5
     ),
@@ -253,6 +264,7 @@ CASES: dict[str, Case] = {
     "hierarchical, two optimizers": Case(
         LARGE, adam, {"use_hierarchical_allreduce": True} | BUCKETS, wrap=TwoOptimizers
     ),
+    "hierarchical, int4": Case(LARGE, momentum, {"use_hierarchical_allreduce": True, "compression": "int4"} | BUCKETS),
     "hierarchical, overflow, powersgd": Case(
         LARGE,
         sgd,

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import groups, hold, host_ops, statistics
+from fleet_train.collectives import groups, hold, host_ops, parts, statistics
 from fleet_train.collectives.engines import stages, stream, thread
 from fleet_train.collectives.engines.device import HostMoment
 from fleet_train.collectives.engines.engine import Engine, Place
@@ -27,7 +27,7 @@ from tests.support.agreeing import AgreeingJob
 T = TypeVar("T")
 MakeEngine = Callable[[Recorder, Job], Engine]
 
-_READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__")
+_READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__")
 
 
 class PlayedGroup:
@@ -155,6 +155,7 @@ def _played(recorder: Recorder) -> Iterator[None]:
         patches: list[Any] = [
             mock.patch.object(stages.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
+            mock.patch.object(parts, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(stream, "WorkerThread", make_thread),

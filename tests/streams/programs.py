@@ -24,6 +24,8 @@ _SHORT: dict[str, Any] = {
     "local_sgd_is_warm_steps": 2,
     "local_sgd_steps": 2,
     "local_sgd_max_steps": 3,
+    "local_sgd_fragments": 2,
+    "local_sgd_overlap_steps": 1,
     "dgc_rampup_begin_step": 2,
     "dgc_rampup_steps": 2,
     "dgc_sparsity": 0.99,
@@ -35,6 +37,8 @@ _SHORT: dict[str, Any] = {
 def shortened(profile: Profile) -> Profile:
     """The profile with small buckets and short warm-ups where it has any."""
     wanted = {knob: value for knob, value in _SHORT.items() if knob in profile.explicit}
+    if "local_sgd_fragments" in wanted:
+        wanted |= {"local_sgd_steps": 4}  # two steps for each fragment's averaging
     wanted["divergence_check_steps"] = 3
     if profile.fuse_all_reduce_ops:
         wanted["fuse_parameter_groups_size"] = _GRADIENTS_PER_BUCKET

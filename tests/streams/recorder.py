@@ -183,6 +183,8 @@ def _carry_out(collective: Collective, ranks: int) -> None:
         paddle.assign(tensor.scale(float(ranks)), output=tensor)
     elif collective.kind == "all_gather":
         paddle.assign(paddle.tile(tensor, [ranks]), output=collective.output)
+    elif collective.kind == "all_to_all":
+        paddle.assign(tensor, output=collective.output)
     elif collective.kind == "gather":
         collective.output.extend(tensor.clone() for _ in range(ranks))
     elif collective.kind == "scatter" and collective.parts:

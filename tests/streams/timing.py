@@ -25,7 +25,8 @@ class Rates:
         """A collective's time. Source: the usual counts of bytes that each rank sends for a ring."""
         ranks = len(call.ranks)
         kind = call.signature.partition(" ")[0]
-        rounds = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1.0}.get(kind, 1.0)
+        share = (ranks - 1) / ranks
+        rounds = {"all_reduce": 2 * share, "all_gather": ranks - 1.0, "all_to_all": share}.get(kind, 1.0)
         return self.latency + rounds * call.nbytes / self.bytes_per_second
 
 

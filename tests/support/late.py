@@ -172,7 +172,18 @@ def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDev
 
 
 _reads = threading.local()
-_READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__len__")
+_READERS = (
+    "numpy",
+    "item",
+    "tolist",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__array__",
+    "__dlpack__",
+    "__len__",
+)
 
 
 class HostRead(AssertionError):

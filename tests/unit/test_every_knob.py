@@ -61,8 +61,8 @@ def other_values(knob: Knob) -> list[Any]:
 
 
 def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
-    """Settings without which the schema says that a knob has no effect."""
-    settings: dict[str, Any] = {}
+    """Settings without which a knob has no effect: the schema says so, or a rule on a number."""
+    settings: dict[str, Any] = {"local_sgd_fragments": 2} if knob.name == "local_sgd_fragment_pattern" else {}
     if knob.needs:
         settings |= what_it_stands_beside(KNOBS[knob.needs]) | {knob.needs: True}
     if knob.only_with:

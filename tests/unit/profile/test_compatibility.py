@@ -20,6 +20,7 @@ ON: dict[str, dict[str, Any]] = {
     "local_sgd": {"use_local_sgd": True},
     "outer": {"use_local_sgd": True, "outer_optimizer": "slowmo"},
     "bf16": {"compression": "bf16"},
+    "quantised": {"compression": "int8"},
     "powersgd": {"compression": "powersgd"},
     "dgc": {"compression": "dgc"},
     "merge": {"accumulate_steps": 2},
@@ -85,6 +86,19 @@ ALLOWED = {
     ("bf16", "merge"): True,
     ("bf16", "amp"): True,
     ("bf16", "sync_bn"): True,
+    ("fused", "quantised"): True,
+    ("communicators", "quantised"): True,
+    ("hierarchical", "quantised"): True,
+    ("waiting", "quantised"): True,
+    ("local_sgd", "quantised"): True,
+    ("outer", "quantised"): True,
+    ("bf16", "quantised"): False,
+    ("quantised", "powersgd"): False,
+    ("quantised", "dgc"): False,
+    ("quantised", "merge"): True,
+    ("quantised", "amp"): True,
+    ("quantised", "sync_bn"): True,
+    ("quantised", "recompute"): True,
     ("powersgd", "dgc"): False,
     ("powersgd", "merge"): True,
     ("powersgd", "amp"): True,
@@ -118,7 +132,7 @@ def test_every_pair_of_strategies_has_one_entry_and_nothing_else_has() -> None:
 
 
 def test_only_the_compressions_share_a_knob_so_that_no_file_can_name_two_of_them() -> None:
-    assert sorted(ONE_KNOB) == [("bf16", "dgc"), ("bf16", "powersgd"), ("powersgd", "dgc")]
+    assert set(combinations(("bf16", "quantised", "powersgd", "dgc"), 2)) == ONE_KNOB
     assert not any(PAIRS[pair].allowed for pair in ONE_KNOB)
 
 
@@ -214,4 +228,4 @@ def test_what_is_switched_off_is_no_strategy() -> None:
 def test_each_strategy_has_a_knob_of_the_table_and_each_entry_says_how() -> None:
     assert {one.knob for one in STRATEGIES} <= KNOBS.keys()
     assert all(entry.words and not entry.words.endswith(".") for _, _, entry in entries())
-    assert len(list(entries())) == 78
+    assert len(list(entries())) == 91

@@ -26,6 +26,8 @@ CATALOGUE = [
     "gradient_merge",
     "hierarchical",
     "infiniband",
+    "int4_compression",
+    "int8_compression",
     "local_sgd",
     "local_sgd_adaptive",
     "multi_node",
@@ -34,6 +36,7 @@ CATALOGUE = [
     "recompute",
     "single_node",
     "slowmo",
+    "streaming_diloco",
     "sync_batch_norm",
     "tcp_only",
     "two_communicators",
@@ -127,6 +130,21 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "outer_lr": 0.7,
             "outer_momentum": 0.9,
         },
+        "streaming_diloco": {
+            "nccl_comm_num": 2,
+            "fetch_frequency": 2,
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 30,
+            "local_sgd_steps": 30,
+            "local_sgd_fragments": 3,
+            "local_sgd_overlap_steps": 5,
+            "local_sgd_dtype": "int4",
+            "outer_optimizer": "diloco",
+            "outer_lr": 0.7,
+            "outer_momentum": 0.5,
+        },
+        "int8_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int8"},
+        "int4_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int4"},
         "slowmo": {
             "nccl_comm_num": 2,
             "fetch_frequency": 2,
@@ -231,9 +249,9 @@ def test_the_schema_for_editors_has_every_key_and_no_others() -> None:
     [
         ("local_sgd_schedule", ["constant", "doubling", "adaptive"]),
         ("local_sgd_momentum", ["keep", "average", "reset"]),
-        ("local_sgd_dtype", ["float32", "bfloat16"]),
+        ("local_sgd_dtype", ["float32", "bfloat16", "int8", "int4"]),
         ("outer_optimizer", ["none", "slowmo", "diloco"]),
-        ("compression", ["none", "bf16", "fp16", "powersgd", "dgc"]),
+        ("compression", ["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"]),
         ("amp_level", ["O0", "O1", "O2"]),
         ("amp_dtype", ["bfloat16", "float16"]),
     ],
@@ -301,7 +319,7 @@ def test_the_command_shows_which_strategies_go_together() -> None:
 
 def test_the_command_shows_which_strategies_go_together_as_json() -> None:
     pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
-    assert len(pairs) == 78
+    assert len(pairs) == 91
     assert [pair["strategies"] for pair in pairs if not pair["allowed"]] == [
         ["hierarchical", "dgc"],
         ["local_sgd", "powersgd"],
@@ -310,8 +328,11 @@ def test_the_command_shows_which_strategies_go_together_as_json() -> None:
         ["outer", "powersgd"],
         ["outer", "dgc"],
         ["outer", "sync_bn"],
+        ["bf16", "quantised"],
         ["bf16", "powersgd"],
         ["bf16", "dgc"],
+        ["quantised", "powersgd"],
+        ["quantised", "dgc"],
         ["powersgd", "dgc"],
     ]
     assert pairs[0] == {

@@ -124,6 +124,7 @@ def test_a_knob_with_choices_takes_nothing_else(value: object, message: str) -> 
     ("prefix", "rule"),
     [
         ("powersgd_", OnlyWith("compression", ("powersgd",))),
+        ("quantised_", OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))),
         ("dgc_", OnlyWith("compression", ("dgc",))),
         ("outer_lr", OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)),
         ("outer_momentum", OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)),

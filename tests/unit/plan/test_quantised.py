@@ -1,0 +1,192 @@
+"""Few bits: layouts, bytes, rounding on the host and on a device, and who meets whom."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.codecs import DeviceCodec, HostCodec, make_codec
+from fleet_train.collectives.parts import rounds
+from fleet_train.errors import ProfileError
+from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan.fragments import fragments_of
+from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
+from fleet_train.profile import Profile
+
+ELEMENTS = 1_000_003
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+def numbers(seed: int, blocks: int = 60, block: int = 512) -> np.ndarray:
+    """Blocks of very different sizes, of one zero and of values next to zero."""
+    random = np.random.default_rng(seed)
+    sizes = 10.0 ** random.integers(-20, 10, [blocks, 1])
+    sizes[3], sizes[5] = 0.0, 1e-38
+    return (random.standard_normal([blocks, block]) * sizes).astype(np.float32).reshape(-1)
+
+
+@BITS
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_is_read_and_what_is_kept_back_are_what_was_there(bits: int, seed: int) -> None:
+    settings = QuantisedSettings(bits)
+    values = numbers(seed)
+    wire, kept = HostCodec(settings).encode(paddle.to_tensor(values))
+    read = HostCodec(settings).decode([wire], 1.0).numpy()
+    largest = np.repeat(np.abs(values.reshape(-1, 512)).max(axis=1), 512)
+    assert (np.abs(read - values) <= largest / settings.levels * 0.5001 + 1e-30).all()
+    np.testing.assert_allclose(read.astype(np.float64) + kept.numpy(), values, rtol=0, atol=largest.max() * 1e-7)
+    assert np.abs(read).max() > 0
+    assert wire.shape == [60 * settings.block_bytes]
+
+
+@BITS
+@pytest.mark.parametrize("block", [32, 512])
+def test_a_device_writes_the_bits_of_the_host(bits: int, block: int) -> None:
+    settings = QuantisedSettings(bits, block)
+    values, start = numbers(7, block=block), numbers(8, block=block)
+    results = []
+    for codec in (make_codec(settings, True), make_codec(settings, False)):
+        total = codec.add(paddle.to_tensor(start), [paddle.to_tensor(values[:1000].reshape(20, 50))])
+        wire, kept = codec.encode(total)
+        both = codec.decode([wire, wire], 0.25, None)
+        results.append((np.array(wire.numpy()), np.array(kept.numpy()), np.array(both.numpy())))
+    for host, device in zip(*results, strict=True):
+        np.testing.assert_array_equal(host, device)
+
+
+@BITS
+@pytest.mark.parametrize("make", [HostCodec, DeviceCodec])
+def test_a_block_that_holds_no_number_is_nan_for_all_and_leaves_nothing(bits: int, make: type) -> None:
+    values = np.ones(512 * 4, np.float32)
+    values[600], values[1100], values[1600] = np.nan, np.inf, -np.inf
+    codec = make(QuantisedSettings(bits))
+    wire, kept = codec.encode(paddle.to_tensor(values))
+    read = codec.decode([wire], 1.0).numpy().reshape(4, 512)
+    assert (read[0] == 1.0).all()
+    assert np.isnan(read[1:]).all()
+    assert (kept.numpy() == 0).all()
+
+
+@BITS
+@pytest.mark.parametrize("make", [HostCodec, DeviceCodec])
+def test_stochastic_rounding_has_the_exact_value_as_its_mean(bits: int, make: type) -> None:
+    settings = QuantisedSettings(bits, stochastic=True)
+    codec, values = make(settings), np.linspace(-1, 1, 512, dtype=np.float32)
+    reads = []
+    for step in range(400):
+        wire, _ = codec.encode(paddle.to_tensor(values), settings.dither("w", 0, 0, step))
+        reads.append(np.array(codec.decode([wire], 1.0).numpy()))
+    error_of_one, error_of_mean = np.abs(reads[0] - values).max(), np.abs(np.mean(reads, axis=0) - values).max()
+    assert error_of_one > 0.4 / settings.levels
+    # Five standard deviations of a mean of 400 draws of a half each, and the 256 steps of the random numbers.
+    assert error_of_mean < (5 * 0.5 / 20 + 1 / 256) / settings.levels
+
+
+def test_random_numbers_follow_from_seed_name_rank_phase_and_step() -> None:
+    settings = QuantisedSettings(8)
+    keys = [("w", 0, 0, 1), ("v", 0, 0, 1), ("w", 1, 0, 1), ("w", 0, 1, 1), ("w", 0, 0, 2)]
+    drawn = [settings.dither(*key).integers(0, 2**32, 4).tolist() for key in keys]
+    assert all(one != other for one, other in combinations(drawn, 2))
+    assert settings.dither(*keys[0]).integers(0, 2**32, 4).tolist() == drawn[0]
+
+
+@BITS
+@pytest.mark.parametrize("members", range(2, 17))
+def test_each_rank_sends_the_few_bits_of_a_ring_allreduce(bits: int, members: int) -> None:
+    profile = Profile(compression=f"int{bits}", fuse_grad_size_in_MB=64.0)
+    plan = build_plan([Gradient("w", (ELEMENTS,), "float32")], Cluster.imagined(members, 1), profile)
+    ideal = 2 * (members - 1) / members * ELEMENTS * bits / 8
+    for sent in plan.sent_by_rank():
+        assert ideal <= sent < 1.03 * ideal
+
+
+def test_teams_send_few_bits_between_their_leaders_only() -> None:
+    profile = Profile(compression="int8", use_hierarchical_allreduce=True)
+    plan = build_plan([Gradient("w", (ELEMENTS,), "float32")], Cluster.imagined(3, 2), profile)
+    assert [(leg.kind, leg.groups) for leg in plan.legs()] == [
+        ("reduce", ((0, 1), (2, 3), (4, 5))),
+        ("alltoall", ((0, 2, 4),)),
+        ("allgather", ((0, 2, 4),)),
+        ("broadcast", ((0, 1), (2, 3), (4, 5))),
+    ]
+
+
+def test_a_layout_has_whole_blocks_for_each_part() -> None:
+    settings = QuantisedSettings(8, block=64)
+    two, three = (QuantisedLayout(1000, members, settings) for members in (2, 3))
+    assert (two.parts, two.padded_elements, two.part_bytes) == (1, 1024, 16 * 68)
+    assert (three.parts, three.part_elements, three.padded_elements) == (3, 384, 1152)
+
+
+@pytest.mark.parametrize("members", range(2, 17))
+def test_everybody_meets_everybody_once(members: int) -> None:
+    table = rounds(members)
+    met = [pair for one in table for pair in one.items()]
+    assert sorted(met) == [(a, b) for a in range(members) for b in range(members) if a != b]
+    assert all(one[other] == member for one in table for member, other in one.items())
+    assert len(table) == members - 1 + members % 2
+
+
+def layers(*sizes: int) -> list[Gradient]:
+    return [
+        Gradient(f"layer_{i}.{kind}_0", (n,), "float32")
+        for i, size in enumerate(sizes)
+        for kind, n in (("w", size), ("b", 1))
+    ]
+
+
+def test_fragments_are_whole_layers_in_turn_or_neighbours() -> None:
+    values = layers(5, 5, 5, 5, 5, 5)
+    assert fragments_of(values, 1, "strided") == ()
+    assert fragments_of(values, 3, "strided") == ((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11))
+    assert fragments_of(values, 3, "sequential") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+
+
+@pytest.mark.parametrize("sizes", [(100, 1, 1, 1), (1, 1, 1, 100), (3, 90, 3, 3, 90), (1,) * 7])
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_neighbours_are_cut_where_sizes_come_out_most_even(sizes: tuple[int, ...], number: int) -> None:
+    values = layers(*sizes)
+    parts = fragments_of(values, number, "sequential")
+    assert [position for part in parts for position in part] == list(range(len(values)))
+    assert len(parts) == number
+    assert all(parts)
+    largest = max(sum(values[i].elements for i in part) for part in parts)
+    assert largest <= sum(value.elements for value in values) / number + max(sizes) + 1
+
+
+def test_more_fragments_than_layers_are_refused_with_their_number() -> None:
+    with pytest.raises(ProfileError, match=r"local_sgd_fragments: 4 is more than the 3 layers that the program trains"):
+        fragments_of(layers(5, 5, 5), 4, "strided")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"local_sgd_fragments": 3}, "local_sgd_fragments: 3 is more than local_sgd_steps, 2"),
+        ({"local_sgd_fragments": 2, "local_sgd_schedule": "doubling"}, "does not go with local_sgd_schedule: doubling"),
+        ({"local_sgd_fragments": 2, "local_sgd_momentum": "reset"}, "does not go with local_sgd_momentum: reset"),
+        ({"local_sgd_fragment_pattern": "sequential"}, "has no effect while local_sgd_fragments is 1"),
+        (
+            {"local_sgd_steps": 9, "local_sgd_fragments": 3, "local_sgd_overlap_steps": 3},
+            "3 is not below local_sgd_steps / local_sgd_fragments, 3: .* use 2 or less",
+        ),
+    ],
+)
+def test_fragments_without_a_place_of_their_own_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        Profile(use_local_sgd=True, **settings)
+
+
+def test_a_block_that_is_no_multiple_of_32_is_refused_with_the_next_one() -> None:
+    with pytest.raises(ProfileError, match="quantised_block_size: 100 is no multiple of 32; use 96"):
+        Profile(compression="int8", quantised_block_size=100)
+
+
+def test_few_bits_are_tuned_where_gradients_or_averagings_have_them() -> None:
+    Profile(use_local_sgd=True, local_sgd_dtype="int8", quantised_block_size=64)
+    with pytest.raises(ProfileError, match="has no effect while compression is none and local_sgd_dtype is float32"):
+        Profile(quantised_block_size=64)
