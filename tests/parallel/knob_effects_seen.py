@@ -146,6 +146,12 @@ def sends_both_directions(ran: Ran) -> bool:
     return arrived > (len(ran.steps) - 1) / 2
 
 
+def steps_of_the_smaller_direction(ran: Ran) -> list[float]:
+    """The same gradient: by how much w2's smaller direction moves, each size once; it is 1 in every step."""
+    last = [float(values["w2"].flat[-1]) for values in ran.steps]
+    return sorted({round(before - after, 3) for before, after in pairwise(last)})
+
+
 def running_mean(ran: Ran) -> float:
     [mean] = [values for name, values in ran.steps[-1].items() if "w_1" in name]
     return round(float(mean.flat[0]), 4)

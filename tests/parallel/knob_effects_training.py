@@ -86,6 +86,30 @@ LOCAL_SGD = [
         _LOCAL,
     ),
     Case(
+        "local_sgd_dtype",
+        "int8",
+        {
+            see.sent: [[], ["all_gather 2580 uint8"]],
+            see.counted: 2580,
+            see.planned_averaging: "0 warm-up steps, then every 2 (constant, 0 beside it) in int8, outer none",
+        },
+        _LOCAL,
+    ),
+    Case("local_sgd_dtype", "int4", {see.sent: [[], ["all_gather 1300 uint8"]], see.counted: 1300}, _LOCAL),
+    Case("local_sgd_fragments", 2, {see.sent: [["all_reduce 9216"], ["all_reduce 160"]], see.counted: 9376}, _LOCAL),
+    Case(
+        "local_sgd_fragment_pattern",
+        "strided",
+        {see.sent: [["all_reduce 9216"], ["all_reduce 160"]]},
+        _LOCAL | {"local_sgd_fragments": 2},
+    ),
+    Case(
+        "local_sgd_fragment_pattern",
+        "sequential",
+        {see.sent: [["all_reduce 8192"], ["all_reduce 1184"]]},
+        _LOCAL | {"local_sgd_fragments": 2},
+    ),
+    Case(
         "local_sgd_overlap_steps",
         1,
         {
@@ -138,6 +162,42 @@ COMPRESSION = [
         ranks=4,
     ),
     Case("compression", "fp16", {see.sent: [["all_reduce 4688 float16"]] * 2, see.moved: [1.5, 1.5]}),
+    # Five blocks of 512 bytes, or 256, and their scales.
+    Case(
+        "compression",
+        "int8",
+        {see.sent: [["all_gather 2580 uint8"]] * 2, see.moved: [1.5, 1.5], see.counted: 2 * 2580},
+    ),
+    Case("compression", "int4", {see.sent: [["all_gather 1300 uint8"]] * 2, see.counted: 2 * 1300}),
+    Case("quantised_block_size", 64, {see.sent: [["all_gather 2516 uint8"]] * 2}, {"compression": "int8"}),
+    Case(
+        "quantised_error_feedback",
+        False,
+        {see.steps_of_the_smaller_direction: [0.857]},  # two of seven levels of 3
+        {"compression": "int4"},
+        options={"gradients": "of rank two", "steps": 12},
+    ),
+    Case(
+        "quantised_error_feedback",
+        True,
+        {see.steps_of_the_smaller_direction: [0.857, 1.286]},
+        {"compression": "int4"},
+        options={"gradients": "of rank two", "steps": 12},
+    ),
+    Case(
+        "quantised_rounding",
+        "nearest",
+        {see.steps_of_the_smaller_direction: [0.857]},
+        {"compression": "int4", "quantised_error_feedback": False},
+        options={"gradients": "of rank two", "steps": 12},
+    ),
+    Case(
+        "quantised_rounding",
+        "stochastic",
+        {see.steps_of_the_smaller_direction: [0.857, 1.071, 1.286]},  # two ranks, each with draws of its own
+        {"compression": "int4", "quantised_error_feedback": False},
+        options={"gradients": "of rank two", "steps": 40},
+    ),
     Case("compression", "powersgd", {see.sent: [_FACTORS] * 2, see.counted: 2 * 672}),
     Case(
         "compression",
