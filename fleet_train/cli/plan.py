@@ -150,9 +150,10 @@ def command(
     if strategy:
         os.environ["FLEET_TRAIN_STRATEGY"] = strategy
     cluster = Cluster.imagined(nodes, ranks_per_node)
-    planned = _plan(script, arguments, model, cluster)
+    conditions = _conditions(**given)
+    planned = _plan(script, arguments, model, cluster, conditions.network)
     plan = planned.plan
-    pricing = price(plan, cluster, _conditions(**given), nodes_on_paper)
+    pricing = price(plan, cluster, conditions, nodes_on_paper)
     trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
     if as_json:
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
@@ -225,14 +226,16 @@ def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
     click.echo(f"\nto predict with these numbers:\n{line}")
 
 
-def _plan(script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster) -> Planned:
+def _plan(
+    script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster, network: Network
+) -> Planned:
     from fleet_train.convert.planning import plan_of, plan_of_script
 
     if script is not None:
-        return plan_of_script(Path(script), arguments, cluster)
+        return plan_of_script(Path(script), arguments, cluster, network)
     from fleet_train.train.config import TrainConfig
     from fleet_train.train.job import convert_only
 
     # Those for images are planned with ImageNet's classes; the size of the images changes no parameter.
     data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"
-    return plan_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster)
+    return plan_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster, network)

@@ -27,6 +27,7 @@ from fleet_train.collectives.step_clock import StepClock
 from fleet_train.collectives.step_notes import StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.plan import CommPlan
+from fleet_train.plan.predict import Network
 
 # After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
 _AUTOPSY_SECONDS = 5.0
@@ -78,6 +79,9 @@ class Job:
         self._turn = -1
         self._left = False
         self._has_reported = False
+        self.network: Network | None = None
+        """The links, once they are measured; a job on paper is made with them."""
+        self.network_source = "measured"
         self._call = ""
         """The call of the facade that this rank is in, in the script's words."""
 

@@ -14,6 +14,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.convert.agreement import agree_on_plan
 from fleet_train.convert.amp_calls import AmpCalls
 from fleet_train.convert.apply_profile import say
+from fleet_train.convert.choosing import settle
 from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, summed_over_uses, uses_a_name_twice
 from fleet_train.convert.keywords import one_of
 from fleet_train.convert.passes.gradient_merge import MergedGradients
@@ -165,8 +166,8 @@ class DistributedOptimizer(AmpCalls):
             return operators
         ready = in_ready_order(merged.pairs)
         values = held_values(main, [item.parameter for item in ready], [])
-        plan = self._agreed_plan(ready, values)
-        exchange = GradientExchange(self._job, plan, self._profile, self._inner.get_lr, self._dgc)
+        plan, profile = self._agreed_plan(ready, values)
+        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
         chain = insert_launches(exchange, plan, ready, values, merged.boundary)
         operators = []
         for buckets in self._updated_together(plan):
@@ -209,19 +210,24 @@ class DistributedOptimizer(AmpCalls):
         found = [tables[kind][name] for kind in kinds for name in sorted(tables[kind])]
         return [value for value in found if "float" in dtype_name(value.dtype)]
 
-    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> CommPlan:
+    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> tuple[CommPlan, Profile]:
+        """The plan that all ranks carry out, and the profile with what was chosen for it."""
+        gradients = [item.gradient for item in ready]
         averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]
-        plan = build_plan(
-            [item.gradient for item in ready],
-            self._job.cluster,
-            self._profile,
-            averaged,
-            self._passes.exchanges,
-            _state_values_per_parameter(self._inner),
-        )
+
+        def planned(profile: Profile) -> CommPlan:
+            state = _state_values_per_parameter(self._inner)
+            return build_plan(gradients, self._job.cluster, profile, averaged, self._passes.exchanges, state)
+
+        plan = planned(self._profile)
+        # What was asked first: ranks with other scripts or profiles would not measure together.
         agree_on_plan(self._job, plan, self._profile)
+        settled = settle(self._job, self._profile, gradients)
+        if settled != self._profile:
+            plan = planned(settled)
+            agree_on_plan(self._job, plan, settled)
         self._job.agreed(plan)
-        return plan
+        return plan, settled
 
 
 def _state_values_per_parameter(optimizer: Any) -> int:

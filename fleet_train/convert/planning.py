@@ -18,6 +18,8 @@ from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.convert import fleet, session
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan
+from fleet_train.plan.choose import PAPER
+from fleet_train.plan.predict import Network
 from fleet_train.profile import Profile
 
 
@@ -39,6 +41,10 @@ class _PlanIsReady(BaseException):
 
 class _ImaginedJob(Job):
     """Rank 0 of a job whose other ranks always agree and never come."""
+
+    def __init__(self, cluster: Cluster, place: Any, network: Network) -> None:
+        super().__init__(cluster, place)
+        self.network, self.network_source = network, "on paper"
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
         """Nobody is waited for."""
@@ -64,9 +70,9 @@ class _ImaginedJob(Job):
 
 
 @contextmanager
-def _imagined(cluster: Cluster) -> Iterator[None]:
+def _imagined(cluster: Cluster, network: Network) -> Iterator[None]:
     fleet.shutdown()
-    session.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace()))
+    session.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace(), network))
     try:
         yield
     finally:
@@ -74,14 +80,15 @@ def _imagined(cluster: Cluster) -> Iterator[None]:
         session.join_as(None)
 
 
-def plan_of(action: Callable[[], Any], cluster: Cluster) -> Planned:
-    """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent.
+def plan_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent. What the profile
+    leaves open is chosen for ``network``.
 
     Raises ConversionError when ``action`` ends without having converted a program.
     """
     if cluster.world_size == 1:
         raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")
-    with _imagined(cluster):
+    with _imagined(cluster, network):
         try:
             action()
         except _PlanIsReady as ready:
@@ -91,12 +98,12 @@ def plan_of(action: Callable[[], Any], cluster: Cluster) -> Planned:
     raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
 
 
-def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster) -> Planned:
-    """The plan of a training script, run with these arguments up to its ``minimize``."""
+def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of a training script, run with these arguments up to its ``minimize``; ``network`` as in `plan_of`."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster)
+        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
     finally:
         sys.argv, sys.path[:] = before

@@ -15,7 +15,7 @@ from fleet_train.convert.passes.recompute import Recompute
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan.compression_settings import DgcSettings, dgc_settings
 from fleet_train.profile import KNOBS, Profile
-from fleet_train.profile.knobs import shown
+from fleet_train.profile.knobs import AUTO, shown
 
 
 def pass_settings(profile: Profile) -> PassSettings:
@@ -56,7 +56,7 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
 
 def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
     """The profile as ``engine`` carries it out, and what rank 0 says of the difference."""
-    if engine.side_by_side or profile.nccl_comm_num == 1:
+    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
         return profile, []
     said = (
         f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "

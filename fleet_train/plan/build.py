@@ -14,9 +14,10 @@ from fleet_train.plan.notes import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
 from fleet_train.plan.quantised import averaging_settings
 from fleet_train.profile import Profile
+from fleet_train.profile.buckets import Buckets, buckets_of
 
 
-def build_plan(
+def build_settled(
     gradients: Sequence[Gradient],
     cluster: Cluster,
     profile: Profile,
@@ -24,19 +25,21 @@ def build_plan(
     statistics: Sequence[Sent] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """The plan for ``gradients``, given in the order in which the backward pass finishes them.
+    """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` leaves
+    nothing open (see `fleet_train.plan.choose`).
 
     ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
     norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
     same plan on every rank. Raises ProfileError for a hierarchy that the cluster cannot have.
     """
-    team_size = _team_size(cluster, profile)
-    groups = fuse(gradients, profile) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
+    team_size, asked = _team_size(cluster, profile), buckets_of(profile)
+    most = profile.fuse_parameter_groups_size
+    groups = fuse(gradients, asked, most) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
     buckets = tuple(
         Bucket(
             index,
             tuple(group),
-            index % profile.nccl_comm_num,
+            index % asked.communicators,
             "hierarchical" if team_size else "allreduce",
             profile.compression if group[0].dtype == "float32" else "none",
         )
@@ -46,7 +49,7 @@ def build_plan(
     return CommPlan(
         world_size=cluster.world_size,
         node_num=cluster.node_num,
-        communicators=profile.nccl_comm_num,
+        communicators=asked.communicators,
         buckets=buckets,
         team_size=team_size,
         accumulate_steps=profile.accumulate_steps,
@@ -59,8 +62,9 @@ def build_plan(
     )
 
 
-def fuse(gradients: Sequence[Gradient], profile: Profile) -> list[list[Gradient]]:
-    """Group gradients into buckets of one dtype, bounded by size and count, in the order in which buckets fill.
+def fuse(gradients: Sequence[Gradient], asked: Buckets, most: int) -> list[list[Gradient]]:
+    """Group gradients into buckets of one dtype, bounded by size and by ``most`` gradients, in the order in which
+    buckets fill.
 
     A bucket is closed before a gradient that would take it past ``fuse_grad_size_in_MB``; a larger gradient gets a
     bucket of its own. ``last_comm_group_size_MB`` bounds the last bucket (as in Paddle), whose transfer nothing hides,
@@ -70,13 +74,9 @@ def fuse(gradients: Sequence[Gradient], profile: Profile) -> list[list[Gradient]
     open_by_dtype: dict[str, list[Gradient]] = {}
     for gradient in gradients:
         bucket = open_by_dtype.setdefault(gradient.dtype, [])
-        limit = (
-            profile.fuse_grad_size_in_MB
-            if closed
-            else min(profile.last_comm_group_size_MB, profile.fuse_grad_size_in_MB)
-        )
+        limit = asked.megabytes if closed else min(asked.edge_megabytes, asked.megabytes)
         size = sum(member.nbytes for member in bucket) + gradient.nbytes
-        if bucket and (size > limit * MEGABYTE or len(bucket) >= profile.fuse_parameter_groups_size):
+        if bucket and (size > limit * MEGABYTE or len(bucket) >= most):
             closed.append(bucket)
             bucket = open_by_dtype[gradient.dtype] = []
         bucket.append(gradient)
@@ -84,7 +84,7 @@ def fuse(gradients: Sequence[Gradient], profile: Profile) -> list[list[Gradient]
     position = {id(gradient): index for index, gradient in enumerate(gradients)}
     # What is still open at the end becomes ready with its last gradient; ready buckets first.
     buckets = sorted(closed + rest, key=lambda bucket: position[id(bucket[-1])])
-    return buckets[:-1] + _split_tail(buckets[-1], profile.last_comm_group_size_MB)
+    return buckets[:-1] + _split_tail(buckets[-1], asked.edge_megabytes)
 
 
 def _split_tail(bucket: list[Gradient], limit_megabytes: float) -> list[list[Gradient]]:

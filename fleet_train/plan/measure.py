@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ MEASURED_BYTES = tuple(4**power * 1024 for power in range(1, 8))
 """Buffers that are timed: 4 KiB to 16 MiB, each four times the one before."""
 
 _ROUNDS_OF_FITTING = 50
+_BANDWIDTH_STEP, _LATENCY_STEP, _LEAST_LATENCY = 1.25, 2.0, 1e-5
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
         latency = statistics.median(max(0.0, seconds - sent / rate) / steps for sent, seconds in small)
     errors = [abs(steps * latency + sent / rate - seconds) / seconds for sent, seconds in rows]
     return MeasuredLink(group_size, tuple(ordered), Link(latency, rate), statistics.median(errors))
+
+
+def coarse(link: Link) -> Link:
+    """A link on a grid: bandwidths in steps of a quarter, latencies in steps of two.
+
+    What is measured for a moment differs from run to run; what is chosen by it should not.
+    """
+    return Link(
+        _LATENCY_STEP ** round(math.log(max(link.latency_seconds, _LEAST_LATENCY), _LATENCY_STEP)),
+        _BANDWIDTH_STEP ** round(math.log(link.bytes_per_second, _BANDWIDTH_STEP)),
+    )
 
 
 def _sent_bytes(nbytes: int, group_size: int) -> float:

@@ -8,6 +8,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import MEGABYTE, Bucket, Gradient, Note
 from fleet_train.profile import Profile
+from fleet_train.profile.buckets import CHOSEN, buckets_of
 
 
 def notes_of(
@@ -29,6 +30,7 @@ def notes_of(
 
 
 def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: Profile) -> list[Note]:
+    asked = buckets_of(profile)
     notes = [
         Note(
             "fuse_all_reduce_ops",
@@ -38,7 +40,8 @@ def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: P
         ),
         Note(
             "nccl_comm_num",
-            f"{profile.nccl_comm_num} communicator{'s' if profile.nccl_comm_num > 1 else ''}, buckets in turn",
+            f"{asked.communicators} communicator{'s' if asked.communicators > 1 else ''}, buckets in turn"
+            + _chosen(profile, "nccl_comm_num"),
         ),
     ]
     if profile.fuse_all_reduce_ops:
@@ -46,7 +49,8 @@ def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: P
         notes += [
             Note(
                 "fuse_grad_size_in_MB",
-                f"at most {profile.fuse_grad_size_in_MB:g} MB per bucket; largest {largest:.2f} MB",
+                f"at most {asked.megabytes:g} MB per bucket; largest {largest:.2f} MB"
+                + _chosen(profile, "fuse_grad_size_in_MB"),
             ),
             Note(
                 "fuse_parameter_groups_size",
@@ -55,11 +59,17 @@ def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: P
             ),
             Note(
                 "last_comm_group_size_MB",
-                f"first and last bucket at most {profile.last_comm_group_size_MB:g} MB: communication starts early, "
-                "little is left to send after the backward pass",
+                f"first and last bucket at most {asked.edge_megabytes:g} MB: communication starts early, "
+                "little is left to send after the backward pass" + _chosen(profile, "last_comm_group_size_MB"),
             ),
         ]
     return notes
+
+
+def _chosen(profile: Profile, knob: str) -> str:
+    """Where the number of a knob that was left open comes from, or nothing."""
+    origin = profile.origin(knob)
+    return f" ({origin})" if origin.startswith(CHOSEN) else ""
 
 
 def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:

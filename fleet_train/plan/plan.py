@@ -58,7 +58,7 @@ class Gradient:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         if self.dtype not in ITEM_BYTES:
             raise ConversionError(f"gradient of '{self.name}': dtype {self.dtype} cannot be communicated")
@@ -85,7 +85,7 @@ class Bucket:
     def elements(self) -> int:
         return sum(gradient.elements for gradient in self.gradients)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self.gradients)
 
@@ -183,7 +183,7 @@ class CommPlan:
     profile_digest: str = ""
     notes: tuple[Note, ...] = ()
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of one rank."""
         return sum(bucket.nbytes for bucket in self.buckets)
@@ -238,16 +238,23 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
 
     Shown to the user as ``<here> here, <there> there``.
     """
-    for key in ("world_size", "node_num", "communicators", "team_size", "accumulate_steps", "profile_digest"):
+    for key in ("world_size", "node_num"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
+    # Other gradients may have been cut in another way, and go over other communicators.
     for one, other in zip(_flat(ours), _flat(theirs), strict=False):
-        if one != other:
+        if one[1:4] != other[1:4]:
             return f"{_say(one)} here, {_say(other)} there"
     if len(_flat(ours)) != len(_flat(theirs)):
         longer, where = (ours, "here") if len(_flat(ours)) > len(_flat(theirs)) else (theirs, "there")
         extra = _flat(longer)[min(len(_flat(ours)), len(_flat(theirs)))]
         return f"{_say(extra)} {where} only"
+    for key in ("communicators", "team_size", "accumulate_steps", "profile_digest"):
+        if ours[key] != theirs[key]:
+            return f"{key} is {ours[key]} here, {theirs[key]} there"
+    for one, other in zip(_flat(ours), _flat(theirs), strict=True):
+        if one != other:
+            return f"{_say(one)} here, {_say(other)} there"
     for key, what in (("statistics", "exchanges of synchronised batch norm"), ("averaging", "what LocalSGD averages")):
         if ours[key] != theirs[key]:
             return f"{what}: {_short(ours[key])} here, {_short(theirs[key])} there"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan.backend_bytes import rounds
+from fleet_train.plan.costs import NOTHING, Costs
 from fleet_train.plan.legs import Leg, Sent, legs_of
-from fleet_train.plan.plan import Averaging, CommPlan
+from fleet_train.plan.plan import Averaging, Bucket, CommPlan
 from fleet_train.plan.schedule import Phase, Task, finish_times
 
 BACKWARD_SHARE = 2 / 3
@@ -67,22 +68,31 @@ class Prediction:
 
 
 def predict(
-    plan: CommPlan, cluster: Cluster, network: Network, compute: Compute, batch_size: int = 0, warm_up: bool = False
+    plan: CommPlan,
+    cluster: Cluster,
+    network: Network,
+    compute: Compute,
+    batch_size: int = 0,
+    warm_up: bool = False,
+    costs: Costs = NOTHING,
+    paths: Paths | None = None,
 ) -> Prediction:
     """Price one update. ``batch_size``: samples per rank and micro-batch. ``compute``: of one micro-batch. ``warm_up``:
-    an update of LocalSGD's synchronous warm-up.
+    an update of LocalSGD's synchronous warm-up. ``paths``: those of ``cluster`` and ``network``, where several plans
+    of one cluster are priced.
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
     communicators share the link. An averaging of LocalSGD hides behind its overlap's steps, the statistics of batch
     norm behind nothing.
     """
+    paths = paths or Paths(cluster, network, costs)
     if plan.averaging is not None and not warm_up:
-        alone = _seconds(plan, plan.averaging.sent, cluster, network)
+        alone = _seconds(plan, plan.averaging.sent, paths)
         hidden = plan.averaging.overlap_steps * plan.accumulate_steps * compute.total
         communication, exposed = (seconds / plan.averaging.period for seconds in (alone, max(0.0, alone - hidden)))
     else:
-        statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, cluster, network)
-        communication, exposed = _buckets(plan, cluster, network, compute)
+        statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
+        communication, exposed = _buckets(plan, compute, paths)
         communication, exposed = communication + statistics, exposed + statistics
     computing = compute.total * plan.accumulate_steps
     step = computing + exposed
@@ -90,59 +100,78 @@ def predict(
     return Prediction(computing, communication, exposed, step, samples)
 
 
-def _buckets(plan: CommPlan, cluster: Cluster, network: Network, compute: Compute) -> tuple[float, float]:
-    """Seconds of the gradients' communication, and how many of them end after the backward pass."""
-    ready = _ready_times(plan, compute)
+class Paths:
+    """How exchanges go over a cluster's links, worked out once for each: plans to choose from share most of them."""
+
+    def __init__(self, cluster: Cluster, network: Network, costs: Costs = NOTHING) -> None:
+        self.network = network
+        self.costs = costs
+        self._cluster = cluster
+        self._known: dict[tuple[int, Sent], list[Phase]] = {}
+
+    def of(self, plan: CommPlan, sent: Sent) -> list[Phase]:
+        """The phases of one exchange of ``plan``, which is one for this cluster."""
+        key = plan.team_size, sent
+        if key not in self._known:
+            legs = legs_of(plan.world_size, plan.team_size, sent)
+            self._known[key] = [phase for leg in legs for phase in self._leg(leg)]
+        return self._known[key]
+
+    def _leg(self, leg: Leg) -> list[Phase]:
+        """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
+        edges = leg.flows()
+        if not edges:
+            return []
+        ports: dict[tuple[str, int, str], float] = defaultdict(float)
+        for (sender, receiver), flow in edges.items():
+            nodes = self._cluster.ranks[sender].node_index, self._cluster.ranks[receiver].node_index
+            between = nodes[0] != nodes[1]
+            one, other = nodes if between else (sender, receiver)
+            for direction, place in (("out", one), ("in", other)):
+                ports["between" if between else "inside", place, direction] += flow.nbytes
+        seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
+        resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
+        waiting = self._link(resource).latency_seconds * rounds(leg.kind, max(len(group) for group in leg.groups))
+        return [Phase("", waiting + self.costs.collective_seconds), Phase(resource, seconds)]
+
+    def _link(self, kind: str) -> Link:
+        return self.network.between if kind == "between" else self.network.inside
+
+
+def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of the gradients' communication, and how many of them end after the backward pass, with what the
+    computing thread does for them."""
+    ready = _ready_times(plan, compute, paths.costs)
     tasks = [
-        Task(bucket.communicator, tuple(_phases(plan, bucket.sent, cluster, network)), seconds)
+        Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths)), seconds)
         for bucket, seconds in zip(plan.buckets, ready, strict=True)
     ]
     communication = sum(phase.seconds for task in tasks for phase in task.phases)
+    beside = len(plan.buckets) * paths.costs.bucket_seconds
     if plan.waits_for_each:
-        return communication, communication
+        return communication, communication + beside
     start_of_update = compute.forward + compute.backward
-    return communication, max(0.0, max(finish_times(tasks), default=0.0) - start_of_update)
+    return communication, max(beside, max(finish_times(tasks), default=0.0) - start_of_update)
 
 
-def _ready_times(plan: CommPlan, compute: Compute) -> list[float]:
+def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths) -> list[Phase]:
+    codec = paths.costs.codec_seconds_per_byte.get(bucket.compression, 0.0) * bucket.nbytes
+    return [Phase("", codec), *(phase for sent in bucket.sent for phase in paths.of(plan, sent))]
+
+
+def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
     """Seconds from the start of the step to the last gradient of each bucket."""
     done, times = 0, []
-    for bucket in plan.buckets:
+    for number, bucket in enumerate(plan.buckets, start=1):
         done += bucket.nbytes
-        times.append(compute.forward + compute.backward * done / max(plan.gradient_bytes, 1))
+        share = compute.backward * done / max(plan.gradient_bytes, 1)
+        times.append(compute.forward + share + number * costs.bucket_seconds)
     return times
 
 
-def _seconds(plan: CommPlan, exchanges: Sequence[Sent], cluster: Cluster, network: Network) -> float:
+def _seconds(plan: CommPlan, exchanges: Sequence[Sent], paths: Paths) -> float:
     """One after the other, with nothing beside them."""
-    return sum(phase.seconds for phase in _phases(plan, exchanges, cluster, network))
-
-
-def _phases(plan: CommPlan, exchanges: Sequence[Sent], cluster: Cluster, network: Network) -> list[Phase]:
-    legs = [leg for sent in exchanges for leg in legs_of(plan.world_size, plan.team_size, sent)]
-    return [phase for leg in legs for phase in _leg_phases(leg, cluster, network)]
-
-
-def _leg_phases(leg: Leg, cluster: Cluster, network: Network) -> list[Phase]:
-    """Waiting, then moving the bytes of the busiest port: a node's towards other nodes, or a rank's inside a node."""
-    edges = leg.flows()
-    if not edges:
-        return []
-    ports: dict[tuple[str, int, str], float] = defaultdict(float)
-    for (sender, receiver), flow in edges.items():
-        nodes = cluster.ranks[sender].node_index, cluster.ranks[receiver].node_index
-        between = nodes[0] != nodes[1]
-        one, other = nodes if between else (sender, receiver)
-        for direction, place in (("out", one), ("in", other)):
-            ports["between" if between else "inside", place, direction] += flow.nbytes
-    seconds = max(
-        nbytes / (network.between if kind == "between" else network.inside).bytes_per_second
-        for (kind, _, _), nbytes in ports.items()
-    )
-    resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
-    latency = (network.between if resource == "between" else network.inside).latency_seconds
-    waiting = latency * rounds(leg.kind, max(len(group) for group in leg.groups))
-    return [Phase("", waiting), Phase(resource, seconds)]
+    return sum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
 
 
 def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from fleet_train.profile.knobs import shown
+from fleet_train.profile.knobs import AUTO, shown
 from fleet_train.profile.schema import KNOBS
 
 
@@ -54,7 +54,7 @@ def _refused(reason: str, instead: str) -> Verdict:
 
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("fused", "fuse_all_reduce_ops", "fused buckets"),
-    Strategy("communicators", "nccl_comm_num", "several communicators", lambda number: number > 1),
+    Strategy("communicators", "nccl_comm_num", "several communicators", lambda number: number not in (1, AUTO)),
     Strategy("hierarchical", "use_hierarchical_allreduce", "hierarchical allreduce"),
     Strategy("waiting", "sync_nccl_allreduce", "waiting for each bucket"),
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),

@@ -46,7 +46,7 @@ STOCK_HEAD = """
 What `fleet_train.DistributedStrategy`, and `DistributedStrategy.from_stock` of a stock
 `paddle.distributed.fleet.DistributedStrategy`, make of names that are not knobs of the same name. A field that is not
 listed is refused by its name. Two defaults of Fleet 2.x differ from ours, and a stock object that nobody touched does
-not ask for them: `fuse_grad_size_in_MB` (Fleet 32, here 16; a 32 that was assigned counts) and `sync_nccl_allreduce`
+not ask for them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
 (Fleet true, here false; the results are the same). A LocalSGD that is switched on in a stock object brings Fleet's own
 defaults with it (`k_steps` 1 and `begin_step` 1, here 2 and 100), and so does an `amp` (float16, here bfloat16).
 
@@ -66,8 +66,10 @@ def json_schema() -> dict[str, Any]:
         }
     )
     properties = schema["properties"]
-    for row in properties.values():
+    for name, row in properties.items():
         row.pop("title", None)
+        if KNOBS[name].auto:
+            row["anyOf"][0] |= _bounds(row)
     properties["environment"]["additionalProperties"] = {"type": ["string", "number", "boolean"]}
     properties["environment"]["propertyNames"] = {"pattern": f"^({VARIABLE_NAME.pattern})$"}
     properties["extends"] = {
@@ -77,6 +79,12 @@ def json_schema() -> dict[str, Any]:
     for flag in FLAG_KNOBS.values():
         properties[flag.name] = {"type": JSON_TYPES[flag.kind], "description": f"{flag.meaning} {flag.reason}"}
     return dict(schema)
+
+
+def _bounds(row: dict[str, Any]) -> dict[str, Any]:
+    """The range of a number, taken out of the row of a knob that may be a word as well."""
+    words = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
+    return {word: row.pop(mark) for mark, word in words.items() if mark in row}
 
 
 def knobs_page() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_train.profile.knobs import Knob, shown
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, value_problems
-from fleet_train.profile.schema import FLAG_KNOBS
+from fleet_train.profile.schema import FLAG_KNOBS, KNOBS
 
 
 def fold_flags(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
@@ -49,7 +49,8 @@ def read_flag(flag: Knob, given: Any) -> tuple[Any, str]:
     except ValueError:
         return None, f"given a text that is something else; allowed: {flag.allowed}"
     found = value_problems({flag.becomes: value})
-    return value, found[0].message if found else ""
+    # A knob may take auto beside its numbers; its flag does not.
+    return value, found[0].message.replace(KNOBS[flag.becomes].allowed, flag.allowed) if found else ""
 
 
 def _converted(flag: Knob, given: Any) -> Any:

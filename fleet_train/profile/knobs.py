@@ -12,6 +12,10 @@ from pydantic.fields import FieldInfo
 Fate = Literal["carried out", "mapped", "refused"]
 FATES: tuple[Fate, ...] = ("carried out", "mapped", "refused")
 
+Auto = Literal["auto"]
+"""The value of a knob whose number is chosen when the gradients and the link are known."""
+AUTO: Auto = "auto"
+
 MOST_SHOWN = 100
 MOST_BITS = 300
 NEEDS = {
@@ -28,6 +32,8 @@ def shown(value: object) -> str:
     """A value as it would be written in a profile: ``true``, ``16``, ``'text'``."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else repr(value)
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
@@ -71,7 +77,8 @@ class Knob:
     ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
     mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one
     would do nothing, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old
-    ``FLAGS_*`` spelling is read as. ``refused``: (value, reason) of what others allow here and this does not.
+    ``FLAGS_*`` spelling is read as. ``auto``: whether it takes that word beside numbers.
+    ``refused``: (value, reason) of what others allow here and this does not.
     """
 
     name: str
@@ -89,6 +96,7 @@ class Knob:
     choices: tuple[str, ...] = ()
     only_with: OnlyWith | None = None
     refused: tuple[tuple[str, str], ...] = ()
+    auto: bool = False
 
     @property
     def allowed(self) -> str:
@@ -101,7 +109,7 @@ class Knob:
         elif self.minimum is not None:
             upper = f"to {shown(self.maximum)}" if self.maximum else "or more"
             words += f", {shown(self.minimum)} {upper}"
-        return words
+        return f"{words}, or {AUTO}" if self.auto else words
 
 
 def knob(
@@ -142,7 +150,9 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         mark: getattr(rule, mark) for rule in field.metadata for mark in ("ge", "gt", "le") if hasattr(rule, mark)
     }
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    kind = str if choices else (get_origin(field.annotation) or field.annotation)
+    auto = Auto in get_args(field.annotation)
+    numbers = get_args(field.annotation)[0] if auto else field.annotation
+    kind = str if choices else (get_origin(numbers) or numbers)
     with_values = extra.get("only_with")
     return Knob(
         name=name,
@@ -159,6 +169,7 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         choices=choices,
         only_with=_only_with_of(with_values) if with_values else None,
         refused=tuple(extra.get("refused", {}).items()),
+        auto=auto,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile.knobs import shown
+from fleet_train.profile.knobs import AUTO, shown
 from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import suggestion
 from fleet_train.profile.schema import KNOBS
@@ -21,7 +21,7 @@ def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]
         for name in Profile.model_fields
         if name in profile.explicit and KNOBS[name].fate == "mapped"
     ]
-    if node_num == 1 and profile.nccl_comm_num > 1:
+    if node_num == 1 and profile.nccl_comm_num not in (1, AUTO):
         sentences.append(
             f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is carried out on this one "
             "node; Fleet 1.8 silently used 1 there."

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.flags import fold_flags, read_flag
-from fleet_train.profile.knobs import hidden, shown
+from fleet_train.profile.knobs import AUTO, hidden, shown
 from fleet_train.profile.rules import Problem, problems_in
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
@@ -82,6 +82,12 @@ class Profile(Settings):
         changed._notes = self._notes
         return changed
 
+    def with_numbers(self, origin: str, **numbers: float) -> Profile:
+        """A copy with these values, which are known to fit: unlike `with_settings` it is not checked again."""
+        changed = self.model_copy(update=numbers)
+        changed._origins = self._origins | dict.fromkeys(numbers, origin)
+        return changed
+
     def with_notes(self, sentences: Iterable[str]) -> Profile:
         """A copy that also has these sentences to say once on rank 0 (see `applied_mappings`)."""
         noted = self.with_settings()
@@ -121,7 +127,7 @@ class Profile(Settings):
 
     def _keeps(self, knob: str, value: Any) -> str:
         """Why a knob is not taken from the environment, or nothing."""
-        if knob in self.explicit and getattr(self, knob) != value:
+        if knob in self.explicit and getattr(self, knob) not in (AUTO, value):
             return f"is not used: the profile sets {knob}: {shown(getattr(self, knob))} ({self.origin(knob)})"
         needs = KNOBS[knob].needs
         if needs and not getattr(self, needs):

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fleet_train.profile.compatibility import clashes
-from fleet_train.profile.knobs import Knob, shown
+from fleet_train.profile.knobs import AUTO, Knob, shown
 from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
@@ -122,7 +122,7 @@ def _idle_beside(row: Knob, settings: Mapping[str, Any], ignoring: Collection[st
 
 def _size_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     first, every = settings.get("last_comm_group_size_MB"), settings.get("fuse_grad_size_in_MB")
-    if first is None or every is None or first <= every:
+    if first in (None, AUTO) or every in (None, AUTO) or first <= every:
         return []
     rule = (
         f"{shown(first)} is more than fuse_grad_size_in_MB, {shown(every)}, which limits every bucket; use that or less"
@@ -227,8 +227,18 @@ def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
     try:
         Settings(**settings)
     except ValidationError as error:
-        return [_in_our_words(details) for details in error.errors(include_url=False)]
+        found = error.errors(include_url=False)
+        return [_in_our_words(details) for details in found if not _is_about_auto(details)]
     return []
+
+
+def _is_about_auto(details: Any) -> bool:
+    """Whether a complaint says that a value is not the word ``auto``: another one says what else is wrong with it."""
+    return (
+        KNOBS[str(details["loc"][0])].auto and details["type"] == "literal_error"
+        if details["loc"][0] in KNOBS
+        else False
+    )
 
 
 def _in_our_words(details: Any) -> Problem:
@@ -240,7 +250,7 @@ def _in_our_words(details: Any) -> Problem:
         allowed = "text" if len(details["loc"]) > 1 else KNOBS[name].allowed
         key = ".".join(map(str, details["loc"][:2]))
         return Problem(key, f"given {kind_in_words(details['input'])}; allowed: {allowed}")
-    if len(details["loc"]) > 1:
+    if len(details["loc"]) > 1 and not KNOBS[name].auto:
         return Problem(".".join(map(str, details["loc"][:2])), f"given {describe(details['input'])}; allowed: text")
     given, row = details["input"], KNOBS[name]
     for value, reason in row.refused:

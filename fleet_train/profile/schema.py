@@ -60,6 +60,7 @@ def _flag(name: str, becomes: str, meaning: str) -> Knob:
         meaning=meaning,
         reason=f"Read as {becomes}, from a profile or from the process environment; the profile's own knob wins.",
         becomes=becomes,
+        auto=False,
     )
 
 

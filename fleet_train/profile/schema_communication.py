@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
-from fleet_train.profile.knobs import knob
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator
+
+from fleet_train.profile.knobs import AUTO, Auto, knob
 
 
 class CommunicationKnobs(BaseModel):
@@ -30,13 +32,14 @@ class CommunicationKnobs(BaseModel):
         meaning="What was measured with this profile, a line each: on what, the figures, and the record they are from.",
         reason="Shown by `fleet_train profiles NAME` and written by tools/write_measured.py.",
     )
-    nccl_comm_num: int = knob(
-        1,
+    nccl_comm_num: int | Auto = knob(
+        AUTO,
         fate="carried out",
         unit="communicators",
         ge=1,
         le=16,
-        meaning="How many communicators send buckets side by side. Fleet's advice: 1 on one node, 2 on several.",
+        meaning="How many communicators send buckets side by side. auto: chosen together with the size of buckets. "
+        "Fleet's advice: 1 on one node, 2 on several.",
         reason="That many process groups of Gloo, each with a thread of its own, take the buckets in turn. On NCCL "
         "more than 1 is mapped to 1, and said: kernels of two communicators could wait for each other for ever.",
     )
@@ -76,17 +79,17 @@ class CommunicationKnobs(BaseModel):
         meaning="Gather gradients into buckets and allreduce a bucket at a time. false = one allreduce per gradient.",
         reason="The plan puts gradients into buckets in the order in which the backward pass finishes them.",
     )
-    fuse_grad_size_in_MB: float = knob(
-        16.0,
+    fuse_grad_size_in_MB: float | Auto = knob(
+        AUTO,
         fate="carried out",
         unit="MB (2**20 bytes)",
         gt=0,
         le=4096,
         needs="fuse_all_reduce_ops",
-        meaning="Largest size of a bucket. Fleet's rule of thumb: a tenth of all gradients. A larger gradient gets a "
-        "bucket of its own.",
-        reason="The plan closes a bucket before it would grow past this. The default is the recipe's advice, 16, not "
-        "Fleet's 32.",
+        meaning="Largest size of a bucket. A larger gradient gets a bucket of its own. auto: what the plan's price "
+        "says is best for these gradients on this link. Fleet's rule of thumb: a tenth of all gradients.",
+        reason="The plan closes a bucket before it would grow past this. auto: the link is measured for a moment "
+        "before the first step (link_gigabits, link_latency_ms), all ranks choose the same, and rank 0 says what.",
     )
     fuse_parameter_groups_size: int = knob(
         50,
@@ -98,17 +101,39 @@ class CommunicationKnobs(BaseModel):
         meaning="Largest number of gradients in a bucket.",
         reason="The plan closes a bucket when it holds this many.",
     )
-    last_comm_group_size_MB: float = knob(
-        1.0,
+    last_comm_group_size_MB: float | Auto = knob(
+        AUTO,
         fate="carried out",
         unit="MB (2**20 bytes)",
         gt=0,
         le=4096,
         needs="fuse_all_reduce_ops",
         meaning="Largest size of the last bucket (its transfer has no computation to hide behind) and of the first one "
-        "(so that communication starts early in the backward pass); never more than fuse_grad_size_in_MB.",
+        "(so that communication starts early in the backward pass); never more than fuse_grad_size_in_MB. auto: chosen "
+        "together with that.",
         reason="The plan closes the first bucket before it would grow past this, and cuts what becomes ready last into "
         "a bucket of this size. Fleet 2.x bounds the group that is sent last under this name.",
+    )
+    link_gigabits: float = knob(
+        0.0,
+        fate="carried out",
+        unit="10^9 bits per second",
+        ge=0,
+        le=10_000,
+        meaning="What a node can send to others per second and direction; on one node, what one rank can send to "
+        "another one. What is auto is chosen by it. 0 = measure.",
+        reason="All ranks time a few allreduces before the first step, for a fraction of a second, and take the "
+        "slowest rank's numbers. A plan on paper, where nobody can measure, takes 1 between nodes and 10 inside one.",
+    )
+    link_latency_ms: float = knob(
+        0.0,
+        fate="carried out",
+        unit="milliseconds",
+        ge=0,
+        le=10_000,
+        meaning="How long one message of a collective takes on that link, whatever its size. 0 = measure.",
+        reason="As link_gigabits; with both given nothing is measured. A plan on paper takes 0.1 between nodes and "
+        "0.03 inside one.",
     )
     use_hierarchical_allreduce: bool = knob(
         False,
@@ -150,3 +175,9 @@ class CommunicationKnobs(BaseModel):
         "the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the forward passes of "
         "synchronised batch norm.",
     )
+
+    @field_validator("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB", mode="wrap")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        """The range is for numbers."""
+        return AUTO if isinstance(value, str) and value == AUTO else read(value)

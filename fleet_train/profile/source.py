@@ -16,7 +16,7 @@ import yaml
 
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.files import NotThatFile, read_regular
-from fleet_train.profile.knobs import cut
+from fleet_train.profile.knobs import AUTO, cut
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, unknown_key
 from fleet_train.profile.schema import KNOBS
 
@@ -196,6 +196,8 @@ def _setting(key: str, node: yaml.Node, kind: type, source: Source) -> Any:
         quoted = cut(node.value)
         source.problems.append(Problem(key, f"{quoted} is read as {read} by YAML; allowed: {KNOBS[key].allowed}"))
         return None
+    if key in KNOBS and KNOBS[key].auto and _tag(node) == "str" and node.value == AUTO:
+        return AUTO
     value, advice = _read_scalar(node, kind)
     if advice:
         source.problems.append(Problem(key, advice.replace("ALLOWED", KNOBS[key].allowed if key in KNOBS else "text")))

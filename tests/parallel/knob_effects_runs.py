@@ -27,6 +27,7 @@ from tests.parallel.knob_effects_seen import Ran
 from tests.parallel.knob_effects_watch import Watch
 
 SHAPES: dict[str, tuple[int, ...]] = {"w0": (64, 32), "w1": (32,), "w2": (16, 16), "w3": (8,)}
+LARGE = (512, 256)
 FLAGS = ["FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run", "FLAGS_fraction_of_gpu_memory_to_use"]
 Feeds = dict[str, np.ndarray[Any, Any]]
 
@@ -121,17 +122,27 @@ def _once(step: int, name: str) -> Any:
     return value
 
 
-GRADIENTS = {"of the rank": _of_the_rank, "of rank two": _of_rank_two, "once": _once}
+def _of_ones(_: int, name: str) -> Any:
+    del name
+    return np.ones(LARGE)
+
+
+GRADIENTS = {"of the rank": _of_the_rank, "of rank two": _of_rank_two, "once": _once, "of ones": _of_ones}
 
 
 def linear(
-    watch: Watch, profile: Profile, steps: int = 2, optimizer: str = "sgd", gradients: str = "of the rank"
+    watch: Watch,
+    profile: Profile,
+    steps: int = 2,
+    optimizer: str = "sgd",
+    gradients: str = "of the rank",
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
 ) -> Ran:
     """The sum of parameters times feeds: what is fed is the gradient, so that every number is known beforehand."""
 
     def build() -> Any:
         terms = []
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             start = nn.initializer.Constant(1.0)
             parameter = paddle.static.create_parameter(shape, "float32", name=name, default_initializer=start)
             terms.append(paddle.sum(parameter * paddle.static.data(f"x_{name}", shape, "float32")))
@@ -139,8 +150,13 @@ def linear(
 
     trained = Trained(watch, build, OPTIMIZERS[optimizer](), profile)
     for step in range(1, steps + 1):
-        trained.step({f"x_{name}": GRADIENTS[gradients](step, name).astype("float32") for name in SHAPES})
+        trained.step({f"x_{name}": GRADIENTS[gradients](step, name).astype("float32") for name in shapes})
     return trained.end()
+
+
+def large(watch: Watch, profile: Profile) -> Ran:
+    """Four parameters of 512 KiB: enough to cut into buckets in more than one way."""
+    return linear(watch, profile, gradients="of ones", shapes={f"v{number}": LARGE for number in range(4)})
 
 
 def layers(watch: Watch, profile: Profile) -> Ran:
@@ -288,5 +304,5 @@ def _captured() -> Iterator[io.StringIO]:
 
 
 RUNS: dict[str, Callable[..., Ran]] = {
-    run.__name__: run for run in (linear, layers, batch_norm, lowered, scaled, trainer, memory, catalogue)
+    run.__name__: run for run in (linear, large, layers, batch_norm, lowered, scaled, trainer, memory, catalogue)
 }

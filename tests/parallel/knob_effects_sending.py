@@ -57,10 +57,37 @@ BUCKETS = [
     ),
 ]
 
+_CHOSEN = (
+    "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
+    "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile are obeyed instead"
+)
+LINK = [
+    Case(
+        "link_gigabits",
+        100.0,
+        {
+            see.sent: [["all_reduce 2097152"]] * 2,
+            see.said: rank_0_says(_CHOSEN.format(1, 2, 2, "100 Gb/s, 0.1 ms", "1 bucket")),
+        },
+        {"link_latency_ms": 0.1},
+        run="large",
+    ),
+    Case(
+        "link_latency_ms",
+        10.0,
+        {
+            see.sent_in_any_order: [["all_reduce 1048576"] * 2] * 2,
+            see.said: rank_0_says(_CHOSEN.format(2, 2, 1, "10 Gb/s, 10 ms", "2 buckets")),
+        },
+        {"link_gigabits": 10.0},
+        run="large",
+    ),
+]
+
 _BESIDE: dict[Look, Any] = {see.sends_beside_the_computing: True}
 _ONE_STEP: dict[str, Any] = {"options": {"steps": 1}}
 CHANNELS = [
-    Case("nccl_comm_num", 1, {see.threads: "aaaa", see.groups: "aaaa", **_BESIDE}, _ALONE),
+    Case("nccl_comm_num", "auto", {see.threads: "aaaa", see.groups: "aaaa", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 2, {see.threads: "abab", see.groups: "abab", **_BESIDE}, _ALONE),
     Case("nccl_comm_num", 4, {see.threads: "abcd", see.groups: "abcd", **_BESIDE}, _ALONE),
     Case(

@@ -13,6 +13,7 @@ from tests.parallel import knob_effects_training as training
 _ALL = (
     *sending.DESCRIPTIONS,
     *sending.BUCKETS,
+    *sending.LINK,
     *sending.CHANNELS,
     *sending.TEAMS,
     *sending.RUNNING,

@@ -55,7 +55,8 @@ def other_values(knob: Knob) -> list[Any]:
     else:
         lowest = knob.minimum if knob.minimum is not None else (knob.above or 0) + 0.25
         step = 1 if knob.kind is int else 0.25
-        values = [knob.kind(value) for value in (lowest, knob.default + step, lowest + step, 2 * lowest, 2, 4)]
+        start = lowest if knob.auto else knob.default
+        values = [knob.kind(value) for value in (lowest, start + step, lowest + step, 2 * lowest, 2, 4)]
         values = [value for value in values if lowest <= value <= (knob.maximum or value)]
     return [value for index, value in enumerate(values) if value != knob.default and value not in values[:index]]
 

@@ -21,17 +21,19 @@ def buckets_of(plan: CommPlan) -> list[list[str]]:
 
 
 def test_gradients_fill_buckets_in_ready_order() -> None:
-    plan = build_plan(gradients(1, 2, 2, 2, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0))
+    plan = build_plan(gradients(1, 2, 2, 2, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0, last_comm_group_size_MB=1.0))
     assert buckets_of(plan) == [["p0"], ["p1", "p2"], ["p3"], ["p4"]]
 
 
 def test_first_and_last_bucket_are_small() -> None:
-    plan = build_plan(gradients(0.5, 0.5, 3, 3, 0.5), CLUSTER, Profile(fuse_grad_size_in_MB=16.0))
+    plan = build_plan(
+        gradients(0.5, 0.5, 3, 3, 0.5), CLUSTER, Profile(fuse_grad_size_in_MB=16.0, last_comm_group_size_MB=1.0)
+    )
     assert buckets_of(plan) == [["p0", "p1"], ["p2", "p3"], ["p4"]]
 
 
 def test_gradient_larger_than_the_bound_gets_a_bucket_of_its_own() -> None:
-    plan = build_plan(gradients(1, 10, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0))
+    plan = build_plan(gradients(1, 10, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0, last_comm_group_size_MB=1.0))
     assert buckets_of(plan) == [["p0"], ["p1"], ["p2"]]
 
 
@@ -72,8 +74,8 @@ def test_dtype_without_a_size_is_refused() -> None:
 
 
 def test_same_input_gives_the_same_digest_and_another_knob_another() -> None:
-    one = build_plan(gradients(1, 1), CLUSTER, Profile())
-    assert one.digest == build_plan(gradients(1, 1), CLUSTER, Profile()).digest
+    one = build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=1))
+    assert one.digest == build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=1)).digest
     assert one.digest != build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=2)).digest
 
 
@@ -90,8 +92,9 @@ def test_equal_plans_have_no_difference() -> None:
 
 
 def test_first_difference_names_the_gradient_and_both_shapes() -> None:
-    ours = build_plan(gradients(1, 1), CLUSTER, Profile()).to_json()
-    theirs = build_plan(gradients(1, 0.5), CLUSTER, Profile()).to_json()
+    profile = Profile(nccl_comm_num=1, last_comm_group_size_MB=1.0)
+    ours = build_plan(gradients(1, 1), CLUSTER, profile).to_json()
+    theirs = build_plan(gradients(1, 0.5), CLUSTER, profile).to_json()
     assert first_difference(ours, theirs) == (
         "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) here, "
         "'p1' [131072] float32 in bucket 1 (allreduce, communicator 0) there"
@@ -99,8 +102,9 @@ def test_first_difference_names_the_gradient_and_both_shapes() -> None:
 
 
 def test_missing_gradient_is_a_difference() -> None:
-    ours = build_plan(gradients(1, 1), CLUSTER, Profile(fuse_all_reduce_ops=False)).to_json()
-    theirs = build_plan(gradients(1), CLUSTER, Profile(fuse_all_reduce_ops=False)).to_json()
+    profile = Profile(nccl_comm_num=1, fuse_all_reduce_ops=False)
+    ours = build_plan(gradients(1, 1), CLUSTER, profile).to_json()
+    theirs = build_plan(gradients(1), CLUSTER, profile).to_json()
     assert first_difference(ours, theirs) == "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) here only"
     assert first_difference(theirs, ours) == "'p1' [262144] float32 in bucket 1 (allreduce, communicator 0) there only"
 
@@ -112,7 +116,8 @@ def test_other_world_size_is_the_first_difference() -> None:
 
 
 def test_explanation_names_knobs_and_totals() -> None:
-    text = explain(build_plan(gradients(1, 1), CLUSTER, Profile(name="mine")))
+    profile = Profile(name="mine", nccl_comm_num=1, last_comm_group_size_MB=1.0)
+    text = explain(build_plan(gradients(1, 1), CLUSTER, profile))
     assert "profile mine: 2 ranks on 2 nodes, 1 communicator" in text
     assert "per update: 2 collectives, 2.000 MB sent by each rank for 2.000 MB of gradients" in text
     assert "  fuse_all_reduce_ops: 2 gradients in 2 collectives" in text

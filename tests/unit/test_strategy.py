@@ -112,11 +112,11 @@ def test_a_strategy_from_a_profile_may_be_changed_and_the_profile_stays() -> Non
     changed = strategy.to_profile()
     assert (changed.name, changed.nccl_comm_num, changed.fuse_grad_size_in_MB) == ("mine", 2, 4.0)
     assert changed.environment == {"A": "1"}
-    assert profile.fuse_grad_size_in_MB == 16.0
+    assert profile.fuse_grad_size_in_MB == "auto"
 
 
 def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
-    assert DistributedStrategy.from_profile("multi_node").nccl_comm_num == 2
+    assert DistributedStrategy.from_profile("two_communicators").nccl_comm_num == 2
     path = tmp_path / "mine.yaml"
     path.write_text("extends: multi_node\nnccl_comm_num: 3\n")
     assert DistributedStrategy.from_profile(str(path)).nccl_comm_num == 3
@@ -137,9 +137,9 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
         (
             "nccl_comm_num",
             "2",
-            "DistributedStrategy.nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16",
+            "DistributedStrategy.nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16, or auto",
         ),
-        ("nccl_comm_num", 99, "DistributedStrategy.nccl_comm_num: given 99; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num", 99, "DistributedStrategy.nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto"),
         (
             "fuse_all_reduce_ops",
             1,
@@ -538,7 +538,7 @@ def test_an_unknown_attribute_is_an_attribute_error_too() -> None:
 
 def test_defaults_can_be_read_under_every_name() -> None:
     strategy = DistributedStrategy()
-    assert (strategy.nccl_comm_num, strategy.amp, strategy.localsgd) == (1, False, False)
+    assert (strategy.nccl_comm_num, strategy.amp, strategy.localsgd) == ("auto", False, False)
     assert dict(strategy.localsgd_configs) == {"begin_step": 100, "k_steps": 2}
     with pytest.raises(TypeError):  # a copy whose change nobody would see is how the stock strategy does it
         strategy.localsgd_configs["k_steps"] = 4

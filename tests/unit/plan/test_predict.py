@@ -18,7 +18,7 @@ MEGA = 1_000_000
 
 
 def plan_of(cluster: Cluster, gradients: int = 1, nbytes: int = MEGA, **knobs: object) -> CommPlan:
-    knobs = {"fuse_all_reduce_ops": False, **knobs}
+    knobs = {"fuse_all_reduce_ops": False, "nccl_comm_num": 1, **knobs}
     shapes = [Gradient(f"w{index}", (nbytes // 4,), "float32") for index in range(gradients)]
     return build_plan(shapes, cluster, Profile(**knobs))  # type: ignore[arg-type]
 

@@ -67,11 +67,11 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
         del settings["name"], settings["description"], settings["measured"]
     assert asked == {
         "single_node": {"nccl_comm_num": 1},
-        "multi_node": {"nccl_comm_num": 2, "fetch_frequency": 2},
+        "multi_node": {"fetch_frequency": 2},
         "one_communicator": {"nccl_comm_num": 1, "fetch_frequency": 2},
         "two_communicators": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 4.0},
         "unfused": {"nccl_comm_num": 1, "fuse_all_reduce_ops": False},
-        "recompute": {"nccl_comm_num": 2, "fetch_frequency": 2, "recompute_segments": 4},
+        "recompute": {"fetch_frequency": 2, "recompute_segments": 4},
         "ethernet_10g": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 8.0},
         "infiniband": {
             "nccl_comm_num": 2,
@@ -89,7 +89,6 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "powersgd_start_step": 30,
         },
         "tcp_only": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "environment": {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"},
         },
@@ -102,16 +101,14 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "fuse_parameter_groups_size": 50,
             "environment": {},
         },
-        "hierarchical": {"nccl_comm_num": 2, "fetch_frequency": 2, "use_hierarchical_allreduce": True},
+        "hierarchical": {"fetch_frequency": 2, "use_hierarchical_allreduce": True},
         "local_sgd": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "use_local_sgd": True,
             "local_sgd_is_warm_steps": 100,
             "local_sgd_steps": 4,
         },
         "local_sgd_adaptive": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "use_local_sgd": True,
             "local_sgd_is_warm_steps": 100,
@@ -120,7 +117,6 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "local_sgd_max_steps": 32,
         },
         "diloco": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "use_local_sgd": True,
             "local_sgd_is_warm_steps": 100,
@@ -146,7 +142,6 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
         "int8_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int8"},
         "int4_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int4"},
         "slowmo": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "use_local_sgd": True,
             "local_sgd_is_warm_steps": 100,
@@ -155,25 +150,23 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "outer_lr": 1.0,
             "outer_momentum": 0.6,
         },
-        "bf16_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "bf16"},
+        "bf16_compression": {"fetch_frequency": 2, "compression": "bf16"},
         "powersgd": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "compression": "powersgd",
             "powersgd_rank": 2,
             "powersgd_start_step": 100,
         },
         "dgc": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "compression": "dgc",
             "dgc_sparsity": 0.999,
             "dgc_rampup_begin_step": 100,
             "dgc_rampup_steps": 400,
         },
-        "amp_bf16": {"nccl_comm_num": 2, "fetch_frequency": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
-        "gradient_merge": {"nccl_comm_num": 2, "fetch_frequency": 2, "accumulate_steps": 4},
-        "sync_batch_norm": {"nccl_comm_num": 2, "fetch_frequency": 2, "sync_batch_norm": True},
+        "amp_bf16": {"fetch_frequency": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
+        "gradient_merge": {"fetch_frequency": 2, "accumulate_steps": 4},
+        "sync_batch_norm": {"fetch_frequency": 2, "sync_batch_norm": True},
     }
 
 
@@ -235,12 +228,16 @@ def test_the_schema_for_editors_has_every_key_and_no_others() -> None:
         "FLAGS_fuse_parameter_groups_size",
         "FLAGS_sync_nccl_allreduce",
     }
-    assert {key: schema["properties"]["nccl_comm_num"][key] for key in ("type", "minimum", "maximum", "default")} == {
+    row = schema["properties"]["fetch_frequency"]
+    assert {key: row[key] for key in ("type", "minimum", "maximum", "default")} == {
         "type": "integer",
         "minimum": 1,
-        "maximum": 16,
+        "maximum": 1_000_000,
         "default": 1,
     }
+    row = schema["properties"]["nccl_comm_num"]
+    assert row["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 16}, {"const": "auto", "type": "string"}]
+    assert row["default"] == "auto"
     assert all(row["description"] for row in schema["properties"].values())
 
 
@@ -285,7 +282,8 @@ def test_the_command_lists_the_catalogue() -> None:
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 0
     assert (
-        "multi_node          Several machines on a network; Fleet's advice, with two communicators.\n" in result.output
+        "multi_node          Several machines on a network; buckets and communicators chosen for the link.\n"
+        in result.output
     )
     assert [row["name"] for row in json.loads(CliRunner().invoke(command, ["--json"]).output)] == CATALOGUE
 
@@ -294,7 +292,8 @@ def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_
     output = CliRunner().invoke(command, ["tcp_only"]).output
     carried, _, rest = output.partition("\nMAPPED (")
     mapped, _, refused = rest.partition("\nREFUSED (")
-    assert "strategies/multi_node.yaml:12; default 1]" in carried
+    assert "strategies/multi_node.yaml:16; default 1]" in carried
+    assert "  nccl_comm_num: auto communicators  [default]" in carried
     assert "      NCCL_IB_DISABLE: (set)  [" in carried
     assert "  num_threads: 1 threads  [default]" in mapped
     assert "  FLAGS_fuse_parameter_memory_size -> fuse_grad_size_in_MB" in mapped
@@ -353,7 +352,7 @@ def test_the_command_shows_a_profile_as_json() -> None:
     knob = shown["knobs"]["fuse_grad_size_in_MB"]
     assert (knob["value"], knob["default"], knob["unit"], knob["fate"]) == (
         4.0,
-        16.0,
+        "auto",
         "MB (2**20 bytes)",
         "carried out",
     )

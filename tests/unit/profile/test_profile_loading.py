@@ -55,44 +55,52 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
         ("zzz: 2", "zzz: unknown key"),
         ("no: 2", "no: unknown key"),
         ("NCCL_DEBUG: INFO", "NCCL_DEBUG: unknown key; an environment variable goes below 'environment:'"),
-        ("nccl_comm_num: 0", "nccl_comm_num: given 0; allowed: a whole number, 1 to 16"),
-        ("nccl_comm_num: -1", "nccl_comm_num: given -1; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: 0", "nccl_comm_num: given 0; allowed: a whole number, 1 to 16, or auto"),
+        ("nccl_comm_num: -1", "nccl_comm_num: given -1; allowed: a whole number, 1 to 16, or auto"),
         (
             "nccl_comm_num: '2'",
-            "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16; write 2 without quotes",
+            "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16, or auto; write 2 without quotes",
         ),
         (
             "nccl_comm_num: 2.0",
-            "nccl_comm_num: given 2.0 (a number with decimals); allowed: a whole number, 1 to 16; write 2",
+            "nccl_comm_num: given 2.0 (a number with decimals); allowed: a whole number, 1 to 16, or auto; write 2",
         ),
-        ("nccl_comm_num: two", "nccl_comm_num: given 'two' (text); allowed: a whole number, 1 to 16"),
-        ("nccl_comm_num: yes", "nccl_comm_num: yes is read as a boolean by YAML; allowed: a whole number, 1 to 16"),
-        ("nccl_comm_num:", "nccl_comm_num: has no value; allowed: a whole number, 1 to 16"),
-        ("nccl_comm_num: [2]", "nccl_comm_num: given a list; allowed: a whole number, 1 to 16"),
-        ("nccl_comm_num: {a: 2}", "nccl_comm_num: given a section; allowed: a whole number, 1 to 16"),
+        ("nccl_comm_num: two", "nccl_comm_num: given 'two' (text); allowed: a whole number, 1 to 16, or auto"),
+        (
+            "nccl_comm_num: yes",
+            "nccl_comm_num: yes is read as a boolean by YAML; allowed: a whole number, 1 to 16, or auto",
+        ),
+        ("nccl_comm_num:", "nccl_comm_num: has no value; allowed: a whole number, 1 to 16, or auto"),
+        ("nccl_comm_num: [2]", "nccl_comm_num: given a list; allowed: a whole number, 1 to 16, or auto"),
+        ("nccl_comm_num: {a: 2}", "nccl_comm_num: given a section; allowed: a whole number, 1 to 16, or auto"),
         ("nccl_comm_num: 010", "nccl_comm_num: 010 is read as 8 by YAML; write a plain decimal number"),
         ("num_threads: 1:30", "num_threads: 1:30 is read as 90 by YAML; write a plain decimal number"),
         ("num_threads: 0x10", "num_threads: 0x10 is read as 16 by YAML; write a plain decimal number"),
         (
             "nccl_comm_num: 2026-01-01",
-            "nccl_comm_num: given 2026-01-01 (a date); allowed: a whole number, 1 to 16",
+            "nccl_comm_num: given 2026-01-01 (a date); allowed: a whole number, 1 to 16, or auto",
         ),
         (
             "fuse_grad_size_in_MB: 1e-3",
-            "fuse_grad_size_in_MB: given '1e-3' (text); allowed: a number, more than 0 and up to 4096; write 1.0e-3",
+            "fuse_grad_size_in_MB: given '1e-3' (text); allowed: a number, more than 0 and up to 4096, or auto; "
+            "write 1.0e-3",
         ),
         (
             "fuse_grad_size_in_MB: 2E1",
-            "fuse_grad_size_in_MB: given '2E1' (text); allowed: a number, more than 0 and up to 4096; write 2.0e+1",
+            "fuse_grad_size_in_MB: given '2E1' (text); allowed: a number, more than 0 and up to 4096, or auto; "
+            "write 2.0e+1",
         ),
-        ("fuse_grad_size_in_MB: 0", "fuse_grad_size_in_MB: given 0; allowed: a number, more than 0 and up to 4096"),
+        (
+            "fuse_grad_size_in_MB: 0",
+            "fuse_grad_size_in_MB: given 0; allowed: a number, more than 0 and up to 4096, or auto",
+        ),
         (
             "fuse_grad_size_in_MB: .inf",
-            "fuse_grad_size_in_MB: given inf; allowed: a number, more than 0 and up to 4096",
+            "fuse_grad_size_in_MB: given inf; allowed: a number, more than 0 and up to 4096, or auto",
         ),
         (
             "fuse_grad_size_in_MB: .nan",
-            "fuse_grad_size_in_MB: given nan; allowed: a number, more than 0 and up to 4096",
+            "fuse_grad_size_in_MB: given nan; allowed: a number, more than 0 and up to 4096, or auto",
         ),
         (
             "fuse_all_reduce_ops: 'false'",
@@ -139,7 +147,7 @@ def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) 
     text = "nccl_comm_num: 99\nfoo: 1\nfetch_frequency: 'x'\nsync_nccl_allreduce: true\nnccl_comm_num: 2\n"
     assert problems(load, text) == [
         "a.yaml:1: nccl_comm_num: is set again on line 5; keep one of the two",
-        "a.yaml:1: nccl_comm_num: given 99; allowed: a whole number, 1 to 16",
+        "a.yaml:1: nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto",
         "a.yaml:2: foo: unknown key",
         "a.yaml:3: fetch_frequency: given 'x' (text); allowed: a whole number, 1 to 1000000",
         "a.yaml:4: sync_nccl_allreduce: given true: not available yet; leave it off: a reason.",
@@ -301,7 +309,7 @@ def test_an_alias_to_its_own_section_is_refused(load: Load) -> None:
 
 def test_a_yaml_object_tag_is_text_of_the_wrong_type_and_never_built(load: Load) -> None:
     (line,) = problems(load, "nccl_comm_num: !!python/object/apply:os.getpid []\n")
-    assert line == "a.yaml:1: nccl_comm_num: given a list; allowed: a whole number, 1 to 16"
+    assert line == "a.yaml:1: nccl_comm_num: given a list; allowed: a whole number, 1 to 16, or auto"
 
 
 def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
@@ -370,10 +378,10 @@ def test_values_of_variables_are_not_repeated_in_errors(load: Load) -> None:
 
 
 def test_a_profile_extends_a_name_and_keeps_where_each_setting_came_from(load: Load) -> None:
-    profile = load("extends: multi_node\nfetch_frequency: 5\n")
-    assert (profile.name, profile.nccl_comm_num, profile.fetch_frequency) == ("a", 2, 5)
+    profile = load("extends: one_communicator\nfetch_frequency: 5\n")
+    assert (profile.name, profile.nccl_comm_num, profile.fetch_frequency) == ("a", 1, 5)
     assert profile.explicit == {"nccl_comm_num", "fetch_frequency"}
-    assert profile.origin("nccl_comm_num").endswith("strategies/multi_node.yaml:12")
+    assert profile.origin("nccl_comm_num").endswith("strategies/one_communicator.yaml:13")
     assert profile.origin("fetch_frequency") == "a.yaml:2"
     assert profile.description == ""
 
@@ -409,7 +417,7 @@ def test_switching_off_what_the_parent_tunes_takes_the_tuning_with_it(folder: Pa
     ],
 )
 def test_choosing_differently_from_the_parent_takes_its_tuning_with_it(load: Load, text: str, left: set[str]) -> None:
-    assert load(text).explicit == left | {"nccl_comm_num", "fetch_frequency"}
+    assert load(text).explicit == left | {"fetch_frequency"}
 
 
 def test_what_goes_with_the_parents_choice_takes_its_own_tuning_with_it(folder: Path, load: Load) -> None:
@@ -443,7 +451,7 @@ def test_extending_too_many_files_is_refused(folder: Path, load: Load) -> None:
 def test_a_mistake_in_the_parent_is_told_with_the_parents_line(folder: Path, load: Load) -> None:
     (folder / "base.yaml").write_text("\nnccl_comm_num: 99\n")
     assert problems(load, "extends: base.yaml\n") == [
-        "base.yaml:2: nccl_comm_num: given 99; allowed: a whole number, 1 to 16"
+        "base.yaml:2: nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto"
     ]
 
 

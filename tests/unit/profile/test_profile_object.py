@@ -18,12 +18,13 @@ from tests.support.processes import ROOT
 
 def test_the_defaults_are_the_recipes() -> None:
     recipe = {
-        "nccl_comm_num": 1,
+        "nccl_comm_num": "auto",
         "num_threads": 1,
         "num_iteration_per_drop_scope": 30,
         "fetch_frequency": 1,
         "fuse_all_reduce_ops": True,
-        "fuse_grad_size_in_MB": 16.0,
+        "fuse_grad_size_in_MB": "auto",
+        "last_comm_group_size_MB": "auto",
         "fuse_parameter_groups_size": 50,
         "use_hierarchical_allreduce": False,
         "hierarchical_allreduce_inter_nranks": 0,
@@ -54,7 +55,7 @@ def test_wrong_settings_are_told_all_at_once() -> None:
         "environment.A: given a whole number; allowed: text",
         "fetch_frequenzy: unknown key; did you mean 'fetch_frequency'?",
         "fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
-        "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16",
+        "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16, or auto",
     ]
 
 
@@ -65,7 +66,7 @@ def test_a_whole_number_knob_takes_nothing_else(value: object) -> None:
 
 
 def test_the_digest_is_of_what_changes_training() -> None:
-    assert Profile().digest() == Profile(name="other", description="text", nccl_comm_num=1).digest()
+    assert Profile().digest() == Profile(name="other", description="text", nccl_comm_num="auto").digest()
     assert Profile().digest() != Profile(nccl_comm_num=2).digest()
     assert Profile().digest() != Profile(environment={"NCCL_ALGO": "Tree"}).digest()
     assert Profile(environment={"A": "1", "B": "2"}).digest() == Profile(environment={"B": "2", "A": "1"}).digest()
@@ -73,8 +74,8 @@ def test_the_digest_is_of_what_changes_training() -> None:
 
 
 def test_profiles_with_equal_values_are_equal_wherever_they_were_written() -> None:
-    assert Profile(nccl_comm_num=1) == Profile()
-    assert hash(Profile(nccl_comm_num=1)) == hash(Profile())
+    assert Profile(nccl_comm_num="auto") == Profile()
+    assert hash(Profile(nccl_comm_num="auto")) == hash(Profile())
     assert Profile(nccl_comm_num=2) != Profile()
 
 

@@ -1,0 +1,31 @@
+"""Settling what a profile leaves open, the same on every rank: the link is measured where that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.probe import glance
+from fleet_train.convert.apply_profile import say
+from fleet_train.plan import Gradient
+from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose, needs_link
+from fleet_train.plan.predict import Network
+from fleet_train.profile import Profile
+
+
+def settle(job: Job, profile: Profile, gradients: Sequence[Gradient]) -> Profile:
+    """``profile`` with numbers for what it leaves open; rank 0 says which. All ranks call it with the same."""
+    if needs_link(profile, gradients, job.cluster) and job.network is None:
+        job.network = _measured(job)
+    source = job.network_source if job.network else "assumed"
+    most = MOST_COMMUNICATORS if job.engine.side_by_side else 1
+    conditions = Conditions(job.network or PAPER, most_communicators=most, source=source)
+    choice = choose(profile, gradients, job.cluster, conditions)
+    say(choice.sentences, job.cluster.rank)
+    return choice.profile
+
+
+def _measured(job: Job) -> Network:
+    """What the ranks talk over is the link between nodes where there are several."""
+    link = glance(job)
+    return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)

@@ -1,0 +1,28 @@
+"""What communicating costs beside the link's latency and bandwidth: seconds, measured on processors. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Nothing, unless said otherwise: then a price is that of the link alone."""
+
+    collective_seconds: float = 0.0
+    """Of each collective of a step: waking the threads that carry it out, filling and emptying its pipeline. Others on
+    other communicators use the link meanwhile."""
+    bucket_seconds: float = 0.0
+    """Of each bucket on the computing thread: the host operators that start it and wait for it."""
+    codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """By compression: encoding and decoding, per byte of the float32 gradients, on the communicators' threads."""
+
+
+NOTHING = Costs()
+TYPICAL = Costs(
+    collective_seconds=1e-3,
+    bucket_seconds=2.5e-4,
+    codec_seconds_per_byte={"bf16": 0.5e-9, "fp16": 0.5e-9},
+)
+"""Of Paddle's Gloo on two cores of a 2020s server that also compute (tools/bench_prediction.py measures them)."""

@@ -1,0 +1,36 @@
+"""The knobs that cut gradients into buckets, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile.knobs import AUTO
+from fleet_train.profile.profile import Profile
+
+CHOSEN = "chosen"
+"""How the origin of a number begins that nobody has given."""
+COMMUNICATORS, SIZE, EDGE = BUCKET_KNOBS = ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How many communicators take the buckets in turn; the largest size of a bucket, and of the first and last one, in
+    MB (2**20 bytes)."""
+
+    communicators: int
+    megabytes: float
+    edge_megabytes: float
+
+
+def open_knobs(profile: Profile) -> tuple[str, ...]:
+    """Those that are left to be chosen and have an effect."""
+    return tuple(knob for knob in BUCKET_KNOBS if getattr(profile, knob) == AUTO and profile.heeds(knob))
+
+
+def buckets_of(profile: Profile) -> Buckets:
+    """The numbers of a profile; what has no effect is 0. Raises ProfileError while one is left open."""
+    if left := open_knobs(profile):
+        raise ProfileError(f"{left[0]}: is auto, and nothing has chosen a number for it; fleet_train.plan.choose does")
+    numbers = [getattr(profile, knob) if profile.heeds(knob) else 0 for knob in BUCKET_KNOBS]
+    return Buckets(int(numbers[0]), float(numbers[1]), float(numbers[2]))
