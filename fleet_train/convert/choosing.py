@@ -9,19 +9,24 @@ from fleet_train.collectives.probe import glance
 from fleet_train.convert.apply_profile import say
 from fleet_train.plan import Gradient
 from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose, needs_link
+from fleet_train.plan.decline import JUDGED, decline
 from fleet_train.plan.predict import Network
 from fleet_train.profile import Profile
 
 
 def settle(job: Job, profile: Profile, gradients: Sequence[Gradient]) -> Profile:
-    """``profile`` with numbers for what it leaves open; rank 0 says which. All ranks call it with the same."""
-    if needs_link(profile, gradients, job.cluster) and job.network is None:
+    """``profile`` with numbers for what it leaves open, and without a compression that does not pay; rank 0 says which.
+
+    All ranks call it with the same.
+    """
+    if job.network is None and needs_link(profile, gradients, job.cluster, JUDGED):
         job.network = _measured(job)
     source = job.network_source if job.network else "assumed"
     most = MOST_COMMUNICATORS if job.engine.side_by_side else 1
     conditions = Conditions(job.network or PAPER, most_communicators=most, source=source)
-    choice = choose(profile, gradients, job.cluster, conditions)
-    say(choice.sentences, job.cluster.rank)
+    kept = decline(profile, gradients, job.cluster, conditions)
+    choice = choose(kept.profile, gradients, job.cluster, conditions)
+    say([*kept.sentences, *choice.sentences], job.cluster.rank)
     return choice.profile
 
 

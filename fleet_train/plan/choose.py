@@ -6,7 +6,7 @@ long one: the sum of the steps, each in units of the shortest that any choice gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,24 +52,26 @@ class Choice:
     sentences: tuple[str, ...] = ()
 
 
-def needs_link(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster) -> bool:
-    """Whether a choice depends on how fast the link is and nobody has said it."""
+def needs_link(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, judged: Collection[str] = ()) -> bool:
+    """Whether a choice depends on how fast the link is and nobody has said it. ``judged``: compressions that decline
+    themselves by it."""
     told = profile.link_gigabits > 0 and profile.link_latency_ms > 0
-    return bool(open_knobs(profile)) and not told and _is_worth_cutting(gradients, cluster)
+    depends = bool(open_knobs(profile)) or profile.compression in judged
+    return depends and not told and is_worth_cutting(gradients, cluster)
 
 
 def choose(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, conditions: Conditions) -> Choice:
     """Settle what ``profile`` leaves open. The same arguments give the same choice on every rank."""
     if not open_knobs(profile):
         return Choice(profile)
-    if not _is_worth_cutting(gradients, cluster):
+    if not is_worth_cutting(gradients, cluster):
         return Choice(_settled(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too little to cut"))
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
     plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
-    computing = (conditions.compute,) if conditions.compute else _assumed_computing(plans[0][1], paths)
+    computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
     buckets, plan = _best(plans, cluster, paths, computing)
-    link = f"{_in_words(network, cluster)} ({_source(profile, conditions)})"
+    link = link_in_words(network, cluster, profile, conditions)
     settled = _settled(profile, buckets, f"{CHOSEN} for {link}")
     return Choice(settled, (_sentence(profile, settled, plan, link),))
 
@@ -98,7 +100,8 @@ def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Net
     return Network(link, network.inside) if several else Network(network.between, link)
 
 
-def _is_worth_cutting(gradients: Sequence[Gradient], cluster: Cluster) -> bool:
+def is_worth_cutting(gradients: Sequence[Gradient], cluster: Cluster) -> bool:
+    """Whether what is sent takes long enough for a choice to matter."""
     return cluster.world_size > 1 and _bytes(gradients) > WORTH_CUTTING_BYTES
 
 
@@ -148,7 +151,7 @@ def _numbers(given: Any, otherwise: Sequence[float]) -> list[float]:
     return list(otherwise) if given == AUTO else [given]
 
 
-def _assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
+def assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
     """Computing times from short to long, by what the gradients of ``plan`` take on the link."""
     link = sum(phase.seconds for bucket in plan.buckets for sent in bucket.sent for phase in paths.of(plan, sent))
     return tuple(Compute.of(share * link) for share in _COMPUTING)
@@ -157,7 +160,7 @@ def _assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
 def _settled(profile: Profile, buckets: Buckets, origin: str = CHOSEN) -> Profile:
     """``profile`` with these numbers where it has none."""
     numbers = {COMMUNICATORS: buckets.communicators, SIZE: buckets.megabytes, EDGE: buckets.edge_megabytes}
-    return profile.with_numbers(origin, **{knob: numbers[knob] for knob in open_knobs(profile)})
+    return profile.with_choices(origin, **{knob: numbers[knob] for knob in open_knobs(profile)})
 
 
 def _best(
@@ -171,16 +174,14 @@ def _best(
     return next(one for one, total in zip(plans, totals, strict=True) if total <= _CLOSE * min(totals))
 
 
-def _source(profile: Profile, conditions: Conditions) -> str:
+def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
+    """The link that a job talks over, and where its figures come from."""
+    link = network.between if cluster.node_num > 1 else network.inside
+    figures = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"
     told = [name for name in ("link_gigabits", "link_latency_ms") if getattr(profile, name)]
     if not told:
-        return conditions.source
-    return f"{' and '.join(told)} given" + (f", the other {conditions.source}" if len(told) == 1 else "")
-
-
-def _in_words(network: Network, cluster: Cluster) -> str:
-    link = network.between if cluster.node_num > 1 else network.inside
-    return f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"
+        return f"{figures} ({conditions.source})"
+    return f"{figures} ({' and '.join(told)} given" + (")" if len(told) == 2 else f", the other {conditions.source})")
 
 
 def _sentence(profile: Profile, settled: Profile, plan: CommPlan, link: str) -> str:

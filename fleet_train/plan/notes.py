@@ -8,7 +8,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import MEGABYTE, Bucket, Gradient, Note
 from fleet_train.profile import Profile
-from fleet_train.profile.buckets import CHOSEN, buckets_of
+from fleet_train.profile.buckets import CHOSEN, DECLINED, buckets_of
 
 
 def notes_of(
@@ -83,7 +83,10 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
         notes.append(Note("use_hierarchical_allreduce", effect))
     if profile.sync_nccl_allreduce:
         notes.append(Note("sync_nccl_allreduce", "each bucket is waited for at once: nothing overlaps"))
-    if profile.compression != "none":
+    if (origin := profile.origin("compression")).startswith(DECLINED):
+        instead = "float32" if profile.compression == "none" else profile.compression
+        notes.append(Note("compression", f"{origin}: what was asked for does not pay there; {instead} is sent"))
+    elif profile.compression != "none":
         notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
     if profile.accumulate_steps > 1:
         notes.append(Note("accumulate_steps", f"all this once per {profile.accumulate_steps} micro-batches"))

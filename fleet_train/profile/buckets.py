@@ -10,6 +10,8 @@ from fleet_train.profile.profile import Profile
 
 CHOSEN = "chosen"
 """How the origin of a number begins that nobody has given."""
+DECLINED = "declined"
+"""How the origin of a compression begins that stands in for one that does not pay."""
 COMMUNICATORS, SIZE, EDGE = BUCKET_KNOBS = ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
 
 

@@ -82,10 +82,10 @@ class Profile(Settings):
         changed._notes = self._notes
         return changed
 
-    def with_numbers(self, origin: str, **numbers: float) -> Profile:
+    def with_choices(self, origin: str, **settings: Any) -> Profile:
         """A copy with these values, which are known to fit: unlike `with_settings` it is not checked again."""
-        changed = self.model_copy(update=numbers)
-        changed._origins = self._origins | dict.fromkeys(numbers, origin)
+        changed = self.model_copy(update=settings)
+        changed._origins = self._origins | dict.fromkeys(settings, origin)
         return changed
 
     def with_notes(self, sentences: Iterable[str]) -> Profile:
