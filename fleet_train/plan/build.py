@@ -14,7 +14,7 @@ from fleet_train.plan.notes import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
 from fleet_train.plan.quantised import averaging_settings
 from fleet_train.profile import Profile
-from fleet_train.profile.buckets import Buckets, buckets_of
+from fleet_train.profile.buckets import Buckets, buckets_of, chosen_in_words
 
 
 def build_settled(
@@ -58,6 +58,7 @@ def build_settled(
         averaging=_averaging(gradients, averaged, profile, state_values_per_parameter),
         profile_name=profile.name,
         profile_digest=profile.digest(),
+        chosen=chosen_in_words(profile),
         notes=tuple(notes_of(gradients, buckets, cluster, profile, team_size, statistics)),
     )
 

@@ -17,8 +17,8 @@ from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import MEGABYTE, CommPlan, Gradient
 from fleet_train.plan.predict import Compute, Link, Network, Paths, predict
 from fleet_train.profile import Profile
-from fleet_train.profile.buckets import CHOSEN, COMMUNICATORS, EDGE, SIZE, Buckets, open_knobs
-from fleet_train.profile.knobs import AUTO, shown
+from fleet_train.profile.buckets import CHOSEN, COMMUNICATORS, EDGE, SIZE, Buckets, chosen_in_words, open_knobs
+from fleet_train.profile.knobs import AUTO
 
 PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
 """Where nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
@@ -73,7 +73,7 @@ def choose(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, co
     buckets, plan = _best(plans, cluster, paths, computing)
     link = link_in_words(network, cluster, profile, conditions)
     settled = _settled(profile, buckets, f"{CHOSEN} for {link}")
-    return Choice(settled, (_sentence(profile, settled, plan, link),))
+    return Choice(settled, (_sentence(settled, plan, link),))
 
 
 def build_plan(
@@ -184,10 +184,9 @@ def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditio
     return f"{figures} ({' and '.join(told)} given" + (")" if len(told) == 2 else f", the other {conditions.source})")
 
 
-def _sentence(profile: Profile, settled: Profile, plan: CommPlan, link: str) -> str:
-    chosen = ", ".join(f"{knob}: {shown(getattr(settled, knob))}" for knob in open_knobs(profile))
+def _sentence(settled: Profile, plan: CommPlan, link: str) -> str:
     number, megabytes = len(plan.buckets), plan.gradient_bytes / MEGABYTE
     return (
-        f"{chosen}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
+        f"{chosen_in_words(settled)}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
         f"bucket{'s' if number > 1 else ''}; numbers in the profile are obeyed instead"
     )

@@ -181,6 +181,9 @@ class CommPlan:
     """Synchronised batch norm: the exchanges of one forward and backward pass, each of which is waited for."""
     profile_name: str = ""
     profile_digest: str = ""
+    chosen: str = ""
+    """What nobody gave and was chosen by its price, as lines of a profile with commas between: it says what to write to
+    get the same plan again."""
     notes: tuple[Note, ...] = ()
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile.knobs import AUTO
+from fleet_train.profile.knobs import AUTO, shown
 from fleet_train.profile.profile import Profile
 
 CHOSEN = "chosen"
@@ -28,6 +28,12 @@ class Buckets:
 def open_knobs(profile: Profile) -> tuple[str, ...]:
     """Those that are left to be chosen and have an effect."""
     return tuple(knob for knob in BUCKET_KNOBS if getattr(profile, knob) == AUTO and profile.heeds(knob))
+
+
+def chosen_in_words(profile: Profile) -> str:
+    """What was chosen for a profile, as it would be written: ``nccl_comm_num: 2, fuse_grad_size_in_MB: 4``."""
+    chosen = [knob for knob in BUCKET_KNOBS if profile.origin(knob).startswith(CHOSEN)]
+    return ", ".join(f"{knob}: {shown(getattr(profile, knob))}" for knob in chosen)
 
 
 def buckets_of(profile: Profile) -> Buckets:

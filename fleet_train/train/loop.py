@@ -14,6 +14,7 @@ from fleet_train import fleet
 from fleet_train.data import Loader, agree_steps
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, Preempted
+from fleet_train.plan import CommPlan
 from fleet_train.train import finite
 from fleet_train.train.average import WeightAverage
 from fleet_train.train.checkpoint import Checkpoints, Found
@@ -229,6 +230,8 @@ class Trainer:
         if found.state.profile.get("digest") != fleet.profile().digest():
             was, now = found.state.profile.get("name"), fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
+        elif note := other_choice(found.state.profile.get("chosen", ""), fleet.plan(), found.state.world_size):
+            self._progress.say(note)
 
     def _resume_schedule(self, found: Found) -> None:
         try:
@@ -243,6 +246,20 @@ class Trainer:
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
         if is_function or found.state.steps_per_epoch != self._steps_per_epoch:
             self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+
+
+def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
+    """What to say where a run goes on with buckets that were chosen otherwise; nothing where sums stay the same bits.
+
+    The sum of two ranks' values does not depend on the buckets; that of more is taken in an order that does.
+    """
+    if plan is None or plan.world_size != ranks or ranks < 3 or not saved or saved == plan.chosen:
+        return ""
+    return (
+        f"note: buckets were cut by {saved} and now by {plan.chosen or 'what the profile gives'}, so that sums over "
+        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
+        "go on bit by bit"
+    )
 
 
 def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:

@@ -61,7 +61,7 @@ class Saver:
         self.checkpoints.load(self.exe, found)
 
     def _state(self, at: Position, losses: EpochLoss) -> TrainState:
-        profile = fleet.profile()
+        profile, plan = fleet.profile(), fleet.plan()
         return TrainState(
             epoch=at.epoch,
             step=at.step,
@@ -69,7 +69,7 @@ class Saver:
             world_size=fleet.worker_num(),
             scheduler={} if self.scheduler is None else self.scheduler.state_dict(),
             config=self.description,
-            profile={"name": profile.name, "digest": profile.digest()},
+            profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
             versions=versions(),
             consumed_samples=at.consumed_samples,
             epoch_losses=fleet.gather([losses.total, losses.count]),

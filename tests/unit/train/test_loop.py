@@ -12,10 +12,13 @@ import paddle
 import pytest
 
 from fleet_train import DistributedStrategy, fleet
+from fleet_train.cluster import Cluster
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.errors import NotFinite, Preempted
+from fleet_train.plan import Gradient, build_plan
+from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
-from fleet_train.train.loop import begins_interval, last_reported
+from fleet_train.train.loop import begins_interval, last_reported, other_choice
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -229,3 +232,21 @@ def test_the_first_fetched_step_of_each_interval_is_the_one_that_was_reported() 
         *(0, 0, 0),
         *(11, 11, 21),
     ]
+
+
+def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
+    gradients = [Gradient(f"w{index}", (640, 640), "float32") for index in range(4)]
+    three, two = (build_plan(gradients, Cluster.imagined(ranks, 1), Profile()) for ranks in (3, 2))
+    saved = "nccl_comm_num: 4, fuse_grad_size_in_MB: 64, last_comm_group_size_MB: 64"
+    assert three.chosen.startswith("nccl_comm_num: ")
+    note = other_choice(saved, three, 3)
+    assert f"cut by {saved} and now by {three.chosen}" in note
+    assert "write the former into the profile to go on bit by bit" in note
+    silent = [
+        other_choice(three.chosen, three, 3),  # the same
+        other_choice(saved, two, 2),  # the sum of two is one sum
+        other_choice(saved, three, 4),  # other ranks have other sums anyway
+        other_choice("", three, 3),  # saved with numbers that were given
+        other_choice(saved, None, 1),
+    ]
+    assert silent == [""] * 5
