@@ -114,7 +114,9 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
         if settings is None:
             return inner
         bounds: dict[str, Any] = {
+            "nccl_comm_num": 1,
             "fuse_grad_size_in_MB": size.bucket_megabytes,
+            "last_comm_group_size_MB": 1.0,
             "collective_timeout_seconds": _TIMEOUT_SECONDS,
         }
         return fleet.distributed_optimizer(inner, Profile(**{**bounds, **settings}))

@@ -18,6 +18,7 @@ from fleet_train.convert.passes.precision_rules import MixedPrecision, refuse_un
 from fleet_train.errors import ConversionError
 from fleet_train.plan.simulate.trial import short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.profile.buckets import COMMUNICATORS, EDGE, SIZE, open_knobs
 from fleet_train.selftest.comparing import digest, relative_difference
 from fleet_train.selftest.networks import (
     BATCH_NORM,
@@ -46,6 +47,8 @@ _LONGEST_SLEEP_SECONDS = 0.004
 _MOST_KERNELS = 20
 _KERNEL_SIDE = 2048
 _TIMEOUT_SECONDS = 60
+_NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
+"""What is chosen for a fast link is one bucket; these make several, whose order and communicators are to be tried."""
 _SIMULATION_SECONDS = 600.0
 """How long rank 0 may compute what all ranks do; the others wait for it."""
 _STEPS_PER_PERIOD = 4
@@ -112,7 +115,13 @@ def fit(profile: Profile, steps: int) -> Fitted:
     }
     environment = {name: value for name, value in profile.environment.items() if not name.startswith("NCCL_")}
     network = BATCH_NORM if profile.sync_batch_norm else SPARSE if profile.compression == "dgc" else SEVERAL_BUCKETS
-    settings: dict[str, Any] = {**changed, "environment": environment, "collective_timeout_seconds": _TIMEOUT_SECONDS}
+    several = {knob: _NUMBERS[knob] for knob in open_knobs(profile)}
+    settings: dict[str, Any] = {
+        **changed,
+        **several,
+        "environment": environment,
+        "collective_timeout_seconds": _TIMEOUT_SECONDS,
+    }
     settings["divergence_check_steps"] = 0  # replicas are compared here, and what differs does not end the other checks
     return Fitted(profile.with_settings("the selftest", **settings), changed, network)
 
