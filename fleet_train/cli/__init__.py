@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "Show what a script or model would communicate, and which knob caused it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
+    "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
 }
 

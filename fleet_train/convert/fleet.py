@@ -227,6 +227,8 @@ def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
 
 
 def _resolve(strategy: Any, job: Job) -> Profile:
+    if (prescribed := session.prescribed()) is not None:
+        return prescribed
     if strategy is None:
         strategy = asked_strategy(os.environ) or ("multi_node" if job.cluster.node_num > 1 else "single_node")
     if isinstance(strategy, (str, Path)):

@@ -52,6 +52,7 @@ class Session:
 _session: Session | None = None
 _has_left_a_job = False
 _imagined_job: Callable[[], Job] | None = None
+_prescribed: Profile | None = None
 
 
 def begin(role: Any, strategy: Any) -> Session:
@@ -71,6 +72,17 @@ def join_as(make_job: Callable[[], Job] | None) -> None:
     """For planning: from now on ``begin`` takes this job instead of joining one; None ends that."""
     global _imagined_job
     _imagined_job = make_job
+
+
+def prescribe(profile: Profile | None) -> None:
+    """For trials: from now on this profile is carried out, whatever the script or launcher names; None ends that."""
+    global _prescribed
+    _prescribed = profile
+
+
+def prescribed() -> Profile | None:
+    """What `prescribe` was given."""
+    return _prescribed
 
 
 def current() -> Session:

@@ -51,13 +51,20 @@ class Child:
     """A running subject. It ends with its supervisor, however that ends: the kernel sees to it, also while the subject
     is stopped."""
 
-    def __init__(self, job: str, arguments: list[str], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        job: str,
+        arguments: list[str],
+        environ: Mapping[str, str],
+        log: Path,
+        module: str = "fleet_train.selftest.subject",
+    ) -> None:
         self.log = log
         self._reports = log.with_suffix(".reports")
         self._read = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         write_new(self._reports, b"")
-        command = [sys.executable, "-m", "fleet_train.selftest.subject", job, str(self._reports), *arguments]
+        command = [sys.executable, "-m", module, job, str(self._reports), *arguments]
         with open_new(log) as sink:
             self.process = subprocess.Popen(
                 command,

@@ -18,15 +18,16 @@ _GROUP = "supervisor"
 class Peers:
     """This rank's supervisor among the others. Every wait is bounded and names who is missing."""
 
-    def __init__(self, cluster: Cluster, timeout_seconds: float) -> None:
+    def __init__(self, cluster: Cluster, timeout_seconds: float, command: str = "selftest") -> None:
         self.cluster = cluster
+        self._command = command
         self._timeout_seconds = timeout_seconds
         self._host: StoreHost | None = None
         if is_host(cluster):
             self._host = StoreHost(cluster, timeout_seconds)
         endpoint = endpoint_of(cluster)
         self._address, _, scope = endpoint.partition("/")
-        self._scope = f"{scope}.selftest"
+        self._scope = f"{scope}.{command}"
         try:
             self._client = StoreClient.connect(
                 f"{self._address}/{self._scope}",
@@ -49,7 +50,7 @@ class Peers:
         ports = self.gather(f"ports of {job}", port)
         ranks = tuple(replace(rank, port=int(ports[rank.index])) for rank in self.cluster.ranks)
         endpoint = f"{self._address}/{self._scope}.{job}"
-        return Cluster(ranks, self.cluster.rank, endpoint, formed_by="the selftest")
+        return Cluster(ranks, self.cluster.rank, endpoint, formed_by=f"the {self._command}")
 
     def look(self) -> None:
         """Raise WorkerFailed when another supervisor is gone."""

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,21 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
 
 def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
     """This machine's share of the ranks, through our launcher; how it went, they write into a file."""
-    outcome = (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
-    launch = prepare(request_of(options, where, folder, outcome), os.environ)
+    outcome = outcome_in(folder)
+    return run_ranks(request_of(options, where, folder, outcome), outcome, as_json)
+
+
+def outcome_in(folder: Path) -> Path:
+    """A file of no other command, in which ranks write how it went."""
+    return (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
+
+
+def run_ranks(request: LaunchRequest, outcome: Path, as_json: bool) -> int:
+    """Run what ``request`` starts to its end; the exit code that its ranks have written into ``outcome``, or their own.
+
+    ``as_json``: print what they have written.
+    """
+    launch = prepare(request, os.environ)
     try:
         with beside_stdout() if as_json else contextlib.nullcontext():
             code = run(launch, os.environ)
@@ -85,6 +98,11 @@ def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> L
     command = ["fleet_train", "selftest", "--outcome", str(outcome), "--record", str(folder.absolute())]
     command += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
     command += ["--quick"] if options.is_quick else []
+    return request_for(command, where, folder, options.join_timeout_seconds)
+
+
+def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout_seconds: float) -> LaunchRequest:
+    """This machine's ranks of ``python -m command``: every GPU, or two where nobody has said how many."""
     nproc = where.nproc
     if nproc is None and look_around(os.environ).gpus is None:
         nproc = _PROCESSES_WITHOUT_GPUS
@@ -96,7 +114,7 @@ def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> L
         started_port=DEFAULT_STARTED_PORT if where.started_port is None else where.started_port,
         processes_per_node=nproc,
         log_dir=folder / "log",
-        join_timeout_seconds=options.join_timeout_seconds,
+        join_timeout_seconds=join_timeout_seconds,
     )
 
 

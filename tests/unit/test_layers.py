@@ -29,16 +29,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"fleet", "convert", "data"},
     "launch": {"cluster", "profile"},
     "selftest": {"fleet", "convert", "launch"},
+    "recommend": {"selftest"},
     "port": {"errors", "files"},
     "compat": {"errors"},
-    "cli": {"train", "launch", "port", "selftest"},
+    "cli": {"train", "launch", "port", "selftest", "recommend"},
     "fleet": {"convert"},
     "__init__": {"convert"},  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
 }
 # Narrower than the table: the trainer is a user of the facade like any other.
 NOT_EVEN_INDIRECTLY = {"train": {"collectives"}}
-ROOMS_WITH_PADDLE = {"collectives", "compat", "convert", "data", "selftest", "train"}
+ROOMS_WITH_PADDLE = {"collectives", "compat", "convert", "data", "recommend", "selftest", "train"}
 
 
 def allowed(room: str) -> set[str]:

@@ -1,0 +1,80 @@
+"""``python -m fleet_train recommend``: which profile is best for a script on this cluster?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange
+from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
+
+_EPILOG = """\b
+Examples:
+  python -m fleet_train recommend --script train.py --lr 0.1
+  python -m fleet_train recommend --ips 10.0.0.1,10.0.0.2 --script train.py     (the same line on both machines)
+  python -m fleet_train recommend --allow lossy --allow local_steps --script train.py
+
+\b
+As the program of a launcher, one process per rank:
+  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train recommend --script train.py
+
+\b
+The script runs for some steps in each trial, as it is, and is then ended: give it flags with which it may write.
+What follows --script SCRIPT is the script's.
+
+\b
+Exit codes:
+  0        a profile is recommended and written
+  1        no trial came to its end, or the script did not come as far as its first steps
+  2 to 6   flags, Paddle, addresses or ports, a machine that did not come
+  8, 11    machines were started differently; a machine or a supervisor was lost
+"""
+
+
+@click.command(
+    epilog=_EPILOG,
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "max_content_width": 110,
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.option(
+    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 2]"
+)
+@click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
+@click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
+@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
+@click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice(list(ALLOWABLE)),
+    help="Also pick what may cost accuracy: gradients rounded to 16 bits, approximated ones (and rounded ones), "
+    "local steps. May be repeated.",
+)
+@click.option("--seconds", type=NumberRange(10, 3600), default=90.0, show_default=True, help="About how long it takes.")
+@click.option("--trials", type=WholeNumberRange(1, 30), default=4, show_default=True, help="Profiles that are tried.")
+@click.option("--output", type=Path, default=DEFAULT_OUTPUT, show_default=True, help="The profile that is written.")
+@click.option("--record", type=Path, default=DEFAULT_FOLDER, show_default=True, metavar="DIR", help="Logs.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
+@click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
+@click.option("--script", required=True, metavar="SCRIPT", help="The training script; what follows is the script's.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    script: str, arguments: tuple[str, ...], allow: tuple[str, ...], seconds: float, trials: int, output: Path,
+    record: Path, as_json: bool, outcome: Path | None, **where: Any,
+) -> None:  # fmt: skip
+    """Measure the links and a script's computing, price every profile, try the best, and write the one to use.
+
+    Profiles that cannot change the result are picked by default; --allow widens. What was ruled out is listed with its
+    reason, and so is the bandwidth at which another profile would be better. A trial that fails or hangs is ended.
+    """
+    from fleet_train.recommend.start import start
+    from fleet_train.selftest.start import Where
+
+    options = Options(script, arguments, allow, seconds, trials)
+    sys.exit(start(options, Where(**where), record, output, as_json, outcome))

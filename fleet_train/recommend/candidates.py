@@ -1,0 +1,155 @@
+"""Every profile of the catalogue as a candidate: its risk, its plan, its price, or why it is ruled out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import FleetTrainError
+from fleet_train.plan import CommPlan, Gradient
+from fleet_train.plan.build import build_settled
+from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose
+from fleet_train.plan.costs import Costs
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.predict import Compute, Network, Prediction, predict
+from fleet_train.plan.traffic import traffic
+from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
+
+RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))
+"""At which the choice is looked at: 10 Mb/s to 100 Gb/s, four to a decade."""
+_PROGRAM_KNOBS = ("amp_level", "accumulate_steps", "recompute_segments", "sync_batch_norm")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured: the script's gradients and other exchanged values, its computing, the links."""
+
+    gradients: tuple[Gradient, ...]
+    averaged: tuple[Gradient, ...]
+    statistics: tuple[Sent, ...]
+    state_values: int
+    compute_seconds: float
+    network: Network
+    is_gloo: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One profile with the numbers that were chosen for it, and what is predicted of its step after any warm-up."""
+
+    name: str
+    risk: str
+    profile: Profile
+    plan: CommPlan
+    prediction: Prediction
+    codec_seconds: float
+    leaving_bytes: float
+
+    @property
+    def step(self) -> float:
+        return self.prediction.step
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    name: str
+    reason: str
+
+
+def risk_of(profile: Profile) -> str:
+    """What a profile may cost in accuracy, the greatest risk of several."""
+    if profile.use_local_sgd:
+        return LOCAL_STEPS
+    if profile.compression == "none":
+        return NONE
+    return ROUNDING if profile.compression in ("bf16", "fp16") else LOSSY
+
+
+def consider(
+    found: Found, cluster: Cluster, costs: Costs, most_communicators: int = MOST_COMMUNICATORS
+) -> tuple[list[Candidate], list[RuledOut]]:
+    """The catalogue, priced for what was found; the shortest predicted step first."""
+    candidates: list[Candidate] = []
+    ruled_out: list[RuledOut] = []
+    for name in profile_names():
+        profile = load_profile(name)
+        reason = _unfit(profile, found, cluster)
+        if not reason:
+            try:
+                candidates.append(_priced(name, profile, found, cluster, costs, most_communicators))
+                continue
+            except FleetTrainError as error:
+                reason = str(error)
+        ruled_out.append(RuledOut(name, reason))
+    distinct, same = _distinct(sorted(candidates, key=lambda one: one.step))
+    return distinct, [*ruled_out, *same]
+
+
+def predicted_at(candidate: Candidate, found: Found, cluster: Cluster, costs: Costs, gigabits: float) -> float:
+    """Seconds of the candidate's step were the link between nodes, or inside the only one, that fast."""
+    network = found.network
+    if cluster.node_num > 1:
+        network = replace(network, between=replace(network.between, bytes_per_second=gigabits * 1e9 / 8))
+    else:
+        network = replace(network, inside=replace(network.inside, bytes_per_second=gigabits * 1e9 / 8))
+    return predict(candidate.plan, cluster, network, Compute.of(found.compute_seconds), costs=costs).step
+
+
+def thresholds(
+    candidates: Sequence[Candidate], found: Found, cluster: Cluster, costs: Costs
+) -> list[tuple[float, str]]:
+    """(Gb/s, name): from this rate on the named candidate has the shortest predicted step."""
+    changes: list[tuple[float, str]] = []
+    for rate in RATES_GIGABITS:
+        steps: Mapping[str, float] = {one.name: predicted_at(one, found, cluster, costs, rate) for one in candidates}
+        best = min(steps, key=lambda name: steps[name])
+        kept = changes[-1][1] if changes else best
+        # Less than a hundredth is no reason to change.
+        best = kept if kept in steps and steps[kept] <= 1.01 * steps[best] else best
+        if not changes or changes[-1][1] != best:
+            changes.append((rate, best))
+    return changes
+
+
+def _priced(
+    name: str, profile: Profile, found: Found, cluster: Cluster, costs: Costs, most_communicators: int
+) -> Candidate:
+    conditions = Conditions(found.network, costs, Compute.of(found.compute_seconds), most_communicators, "measured")
+    settled = choose(profile, found.gradients, cluster, conditions).profile
+    plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
+    prediction = predict(plan, cluster, found.network, Compute.of(found.compute_seconds), costs=costs)
+    codec = costs.codec_seconds_per_byte.get(profile.compression, 0.0) * plan.gradient_bytes
+    counted: Any = traffic(plan, cluster)
+    leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
+    return Candidate(name, risk_of(profile), settled, plan, prediction, codec, leaving)
+
+
+def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:
+    """Why a profile is no candidate here, or nothing."""
+    changes = [knob for knob in _PROGRAM_KNOBS if getattr(profile, knob) != getattr(Profile(), knob)]
+    if changes:
+        return f"{changes[0]} changes what a rank computes, not what it sends: decide that by itself"
+    if found.is_gloo and any(name.startswith("NCCL_") for name in profile.environment):
+        return "sets variables that NCCL reads, and these ranks talk over Gloo"
+    per_node = len(cluster.ranks_on_node(0))
+    if profile.use_hierarchical_allreduce and not 1 < per_node < cluster.world_size:
+        return "these ranks form no hierarchy: it takes several nodes with several ranks each"
+    if profile.num_threads != 1:
+        return "shows the old recipe's knobs; multi_node is the same in today's"
+    return ""
+
+
+def _distinct(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[RuledOut]]:
+    """Profiles that come to the same plan here are one candidate."""
+    found: dict[str, Candidate] = {}
+    same: list[RuledOut] = []
+    for one in candidates:
+        plan = replace(one.plan, profile_name="", profile_digest="", chosen="", notes=())
+        if plan.digest in found:
+            same.append(RuledOut(one.name, f"comes to the same plan here as {found[plan.digest].name}"))
+        else:
+            found[plan.digest] = one
+    return list(found.values()), same

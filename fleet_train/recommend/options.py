@@ -1,0 +1,37 @@
+"""What a recommendation was asked for; the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NONE, ROUNDING, LOSSY, LOCAL_STEPS = RISKS = ("none", "rounding", "lossy", "local_steps")
+"""What a profile risks in accuracy: nothing, gradients rounded to 16 bits, approximated ones, replicas that part."""
+ALLOWABLE = (ROUNDING, LOSSY, LOCAL_STEPS)
+DEFAULT_FOLDER = Path("runs/recommend")
+DEFAULT_OUTPUT = Path("recommended.yaml")
+
+
+@dataclass(frozen=True)
+class Options:
+    """``allow``: risks that the pick may take. ``seconds``: about how long everything may take. ``trials``: how many
+    profiles are tried at most."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    seconds: float = 90.0
+    trials: int = 4
+    join_timeout_seconds: float = 60.0
+
+    def allows(self, risk: str) -> bool:
+        """Who allows lossy gradients allows rounded ones."""
+        return risk == NONE or risk in self.allow or (risk == ROUNDING and LOSSY in self.allow)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Options:
+        return cls(**data | {"arguments": tuple(data["arguments"]), "allow": tuple(data["allow"])})

@@ -1,0 +1,181 @@
+"""A recommendation for people, as JSON, and as a profile: pure text."""
+
+from __future__ import annotations
+
+import datetime
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.plan.costs import TYPICAL
+from fleet_train.plan.predict import Link
+from fleet_train.profile import load_profile
+from fleet_train.profile.buckets import BUCKET_KNOBS
+from fleet_train.recommend.candidates import Candidate, thresholds
+from fleet_train.recommend.options import Options
+from fleet_train.recommend.supervisor import Results
+
+MEGABYTE = 2**20
+_WIDTH = 118
+
+
+def pick(results: Results, options: Options) -> Candidate | None:
+    """The allowed profile with the shortest measured step; where no trial came to its end, none."""
+    measured = [
+        one
+        for one in results.candidates
+        if options.allows(one.risk) and one.name in results.tried and not results.tried[one.name].failure
+    ]
+    return min(measured, key=lambda one: results.tried[one.name].step_ms) if measured else None
+
+
+def describe(results: Results, options: Options, cluster: Cluster) -> str:
+    """The table, what was ruled out, and at which rates the choice would change."""
+    best = pick(results, options)
+    lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", *_ruled_out(results)]
+    lines += ["", *_changes(results, options, cluster)]
+    if best is None:
+        lines += ["", "no profile is recommended: no trial came to its end; the reasons stand above"]
+        return "\n".join(lines)
+    lines += ["", f"recommended: {best.name}, {results.tried[best.name].step_ms:.1f} ms per step"]
+    lines += [*_hint(results, options, best)]
+    return "\n".join(lines)
+
+
+def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, Any]:
+    """Everything as plain data; seconds if a name does not say otherwise."""
+    best = pick(results, options)
+    return {
+        "exit_code": 0 if best else 1,
+        "recommended": best.name if best else None,
+        "seconds": results.seconds,
+        "ranks": cluster.world_size,
+        "nodes": cluster.node_num,
+        "compute": results.found.compute_seconds,
+        "spread": results.spread,
+        "network": asdict(results.found.network),
+        "error_of_the_fit": results.link_error,
+        "profiles": [_row(one, results, options) for one in results.candidates],
+        "ruled_out": {one.name: one.reason for one in results.ruled_out},
+        "changes_gigabits": thresholds(_allowed(results, options), results.found, cluster, TYPICAL),
+    }
+
+
+def profile_text(results: Results, options: Options, cluster: Cluster, command: str) -> str:
+    """The recommended profile as a file: what it extends, the numbers that were chosen, the reason before them."""
+    best = pick(results, options)
+    assert best is not None
+    tried = results.tried[best.name]
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    link = results.found.network.between if cluster.node_num > 1 else results.found.network.inside
+    per_node = cluster.world_size // cluster.node_num
+    reasons = [
+        f"Recommended on {today} for {_script(options)} on {cluster.node_num} x {per_node} ranks: {best.name}, "
+        f"{tried.step_ms:.1f} ms per step measured, {1e3 * best.step:.1f} predicted, of which "
+        f"{1e3 * results.found.compute_seconds:.1f} are computing; the link has {_rate(link)}, "
+        f"{1e3 * link.latency_seconds:.2f} ms. Risk to accuracy: {best.risk.replace('_', ' ')}."
+    ]
+    others = [
+        f"{name} {one.step_ms:.1f} ms" for name, one in results.tried.items() if name != best.name and not one.failure
+    ]
+    reasons += [f"Also tried: {', '.join(others)}."] if others else []
+    reasons.append(f"Made by: {command}")
+    header = [line for reason in reasons for line in textwrap.wrap(reason, _WIDTH - 2)]
+    asked, settled = load_profile(best.name), best.profile
+    numbers = {knob: getattr(settled, knob) for knob in BUCKET_KNOBS if getattr(asked, knob) != getattr(settled, knob)}
+    content = {
+        "description": f"{best.name} with the numbers that were measured for {_script(options)}.",
+        "extends": best.name,
+        **numbers,
+    }
+    return "".join(f"# {line}\n" for line in header) + "\n" + yaml.safe_dump(content, sort_keys=False, width=_WIDTH)
+
+
+def _script(options: Options) -> str:
+    return options.script.rpartition("/")[2]
+
+
+def _allowed(results: Results, options: Options) -> list[Candidate]:
+    return [one for one in results.candidates if options.allows(one.risk)]
+
+
+def _conditions(results: Results, cluster: Cluster) -> list[str]:
+    found = results.found
+    links = {"between nodes": found.network.between} if cluster.node_num > 1 else {}
+    if len(cluster.ranks_on_node(0)) > 1:
+        links["inside a node"] = found.network.inside
+    lines = [
+        f"{where}: {_rate(link)}, {1e3 * link.latency_seconds:.2f} ms per message" for where, link in links.items()
+    ]
+    lines.append(
+        f"computing: {1e3 * found.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times the "
+        f"quickest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in all"
+    )
+    return lines
+
+
+def _table(results: Results, options: Options, best: Candidate | None) -> list[str]:
+    lines = [
+        f"  {'profile':<20} {'risk':<12} {'predicted ms':>12} {'measured ms':>11} {'codec ms':>8} {'wire ms':>8} "
+        f"{'exposed ms':>10} {'MB sent':>9} {'memory MB':>9}"
+    ]
+    for one in results.candidates:
+        row = _row(one, results, options)
+        mark = "*" if one is best else " "
+        measured = f"{row['measured_ms']:.1f}" if row["measured_ms"] else "failed" if row["failure"] else "-"
+        memory = f"{row['memory_bytes'] / MEGABYTE:.0f}" if row["memory_bytes"] else "-"
+        lines.append(
+            f"{mark} {one.name:<20} {one.risk.replace('_', ' '):<12} {row['predicted_ms']:>12.1f} {measured:>11} "
+            f"{row['codec_ms']:>8.1f} {row['wire_ms']:>8.1f} {row['exposed_ms']:>10.1f} {row['sent_megabytes']:>9.3f} "
+            f"{memory:>9}"
+        )
+    lines.append("  * = recommended; MB that a node sends per step; codec, wire and exposed are predicted")
+    return lines
+
+
+def _row(one: Candidate, results: Results, options: Options) -> dict[str, Any]:
+    tried = results.tried.get(one.name)
+    return {
+        "name": one.name,
+        "risk": one.risk,
+        "allowed": options.allows(one.risk),
+        "predicted_ms": 1e3 * one.step,
+        "measured_ms": tried.step_ms if tried and not tried.failure else None,
+        "failure": tried.failure if tried else "",
+        "compute_ms": 1e3 * one.prediction.compute,
+        "codec_ms": 1e3 * one.codec_seconds,
+        "wire_ms": 1e3 * one.prediction.communication,
+        "exposed_ms": 1e3 * one.prediction.exposed,
+        "sent_megabytes": one.leaving_bytes / MEGABYTE,
+        "memory_bytes": tried.memory_bytes if tried else 0,
+        "chosen": one.plan.chosen,
+    }
+
+
+def _ruled_out(results: Results) -> list[str]:
+    failed = [f"  {name}: {one.failure}" for name, one in results.tried.items() if one.failure]
+    rest = [f"  {one.name}: {one.reason}" for one in results.ruled_out]
+    return ["ruled out:", *failed, *rest]
+
+
+def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
+    changes = thresholds(_allowed(results, options), results.found, cluster, TYPICAL)
+    (_, first), *rest = changes
+    words = "".join(f", from {rate:.2g} Gb/s on {name}" for rate, name in rest)
+    return [f"by the link's rate (predicted): {first}{words}"]
+
+
+def _hint(results: Results, options: Options, best: Candidate) -> list[str]:
+    """What a greater risk would buy, by prediction."""
+    quicker = [one for one in results.candidates if not options.allows(one.risk) and one.step < 0.9 * best.step]
+    if not quicker:
+        return []
+    one = quicker[0]
+    return [f"with --allow {one.risk}: {one.name}, {1e3 * one.step:.1f} ms predicted; compare its accuracy"]
+
+
+def _rate(link: Link) -> str:
+    return f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s"

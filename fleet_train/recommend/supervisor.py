@@ -1,0 +1,267 @@
+"""One rank of a recommendation: starts a subject per trial, bounded, and meets the supervisors of the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.errors import FleetTrainError, WorkerFailed
+from fleet_train.plan import Gradient
+from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER
+from fleet_train.plan.costs import TYPICAL
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.predict import Link, Network
+from fleet_train.plan.simulate.trial import short_warm_ups
+from fleet_train.profile import Profile
+from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider
+from fleet_train.recommend.options import Options
+from fleet_train.selftest.child import Child, environ_of, free_port
+from fleet_train.selftest.faults import describe_code, last_words
+from fleet_train.selftest.peers import Peers
+
+_MODULE = "fleet_train.recommend.subject"
+_COMPUTING = "computing"
+_TICK_SECONDS, _LOOK_SECONDS = 0.05, 0.5
+_START_SECONDS = 60.0
+"""What importing Paddle, joining and a first step may take beside the steps of a trial, on a busy machine."""
+_MEASURE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 4.0, 4.0
+_COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS = 40, 8, 40
+_UNTIMED_STEPS = 3
+_SHORT_PERIOD = 4
+"""Steps between averagings in a trial; what an averaging costs is then spread over the profile's own period."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a trial gave: milliseconds of a step after its warm-up on the slowest rank, or what went wrong."""
+
+    name: str
+    step_ms: float = 0.0
+    exposed_ms: float = 0.0
+    memory_bytes: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a recommendation rests on."""
+
+    found: Found
+    spread: float
+    """Of the ranks' computing: the slowest over the quickest."""
+    link_error: float
+    memory_bytes: int
+    candidates: tuple[Candidate, ...]
+    ruled_out: tuple[RuledOut, ...]
+    tried: Mapping[str, Tried]
+    seconds: float
+
+
+class TrialFailed(Exception):
+    """A trial ended in another way than with its last step; the words say how."""
+
+
+class Supervisor:
+    """Carries out a recommendation for one rank; ``say`` is told of the progress, on rank 0."""
+
+    def __init__(self, cluster: Cluster, options: Options, folder: Path, say: Say) -> None:
+        self.cluster = cluster
+        self._options = options
+        self._folder = folder
+        self._say = say
+        self.peers = Peers(cluster, options.join_timeout_seconds, "recommend")
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """All supervisors leave together; one that fails is lost for the others."""
+        try:
+            yield
+            self.peers.leave()
+        finally:
+            self.peers.close()
+
+    def run(self) -> Results:
+        """Measure, price, try; the same on every rank. Raises FleetTrainError where the script cannot be measured."""
+        self._say(f"measuring the computing of {self._options.script} and the links")
+        task = self._task(_local_only(), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {"measure_seconds": _MEASURE_SECONDS}
+        try:
+            reports = self._trial(_COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _COMPUTE_SECONDS))
+        except TrialFailed as failed:
+            raise FleetTrainError(f"{self._options.script} did not run so far as to be measured: {failed}") from None
+        found, spread, error = read_computing(reports)
+        most = MOST_COMMUNICATORS if found.is_gloo else 1
+        candidates, ruled_out = consider(found, self.cluster, TYPICAL, most)
+        self._say(
+            f"computing {found.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
+            f"{len(ruled_out)} ruled out; trying the best of those that --allow permits"
+        )
+        tried = dict(self._tries(candidates))
+        memory = max(report["memory"] for report in reports.values())
+        seconds = time.monotonic() - self._began
+        return Results(found, spread, error, memory, tuple(candidates), tuple(ruled_out), tried, seconds)
+
+    def _tries(self, candidates: Sequence[Candidate]) -> Iterator[tuple[str, Tried]]:
+        """The most promising ones in turn, as long as there is time."""
+        allowed = [one for one in candidates if self._options.allows(one.risk)][: self._options.trials]
+        for number, candidate in enumerate(allowed):
+            steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(_TRIAL_SECONDS / candidate.step)))
+            taken = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
+            expected = taken / (number + 1)
+            if number > 1 and taken + expected > self._options.seconds:
+                self._say(f"{candidate.name}: not tried, the time is up")
+                return
+            tried = self._try(f"trial {number}", candidate, steps)
+            self._say(
+                f"{candidate.name}: "
+                + (tried.failure or f"{tried.step_ms:.1f} ms, {candidate.step * 1e3:.1f} predicted")
+            )
+            yield candidate.name, tried
+
+    def _try(self, job: str, candidate: Candidate, steps: int) -> Tried:
+        profile = short(candidate.profile)
+        limit = _START_SECONDS + 5 * steps * max(candidate.step, 0.01)
+        try:
+            reports = self._trial(job, self._task(profile, steps + _UNTIMED_STEPS, limit), limit)
+        except TrialFailed as failed:
+            return Tried(candidate.name, failure=f"failed: {failed}")
+        step = max(step_of(report["steps"], profile, candidate.profile) for report in reports.values())
+        exposed = max(report["exposed_ms"] for report in reports.values())
+        return Tried(candidate.name, 1e3 * step, exposed, max(report["memory"] for report in reports.values()))
+
+    def _task(self, profile: Profile, steps: int, longest_seconds: float) -> dict[str, Any]:
+        return {
+            "script": self._options.script,
+            "arguments": list(self._options.arguments),
+            "profile": profile.settings(),
+            "steps": steps,
+            "longest_seconds": longest_seconds,
+        }
+
+    def _trial(self, job: str, task: Mapping[str, Any], limit_seconds: float) -> dict[int, dict[str, Any]]:
+        """What every rank's subject has reported. Raises TrialFailed where one has not come to its end."""
+        subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
+        environ = environ_of(subjects, self._options.join_timeout_seconds, os.environ)
+        log = self._folder / "log" / f"{job.replace(' ', '_')}.{self.cluster.rank}.log"
+        child = Child(job, [json.dumps(task)], environ, log, _MODULE)
+        try:
+            report, failure = self._attend(job, child, limit_seconds)
+        finally:
+            child.kill()
+        everybody = self.peers.gather(f"end of {job}", [report, failure], limit_seconds + _START_SECONDS)
+        failures = {rank: words for rank, (_, words) in everybody.items() if words}
+        if failures:
+            # Who has lost another rank is no cause.
+            rank, words = min(failures.items(), key=lambda one: (_is_loss(one[1]), one[0]))
+            raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
+        return {rank: found for rank, (found, _) in everybody.items()}
+
+    def _attend(self, job: str, child: Child, limit_seconds: float) -> tuple[dict[str, Any] | None, str]:
+        """The report of this rank's subject, or how it ended without one."""
+        deadline, look_at, report = time.monotonic() + limit_seconds, 0.0, None
+        while True:
+            has_ended = child.has_ended()
+            for line in child.reports():
+                report = line if "steps" in line else report
+            if has_ended:
+                if report is not None and child.exit_code == 0:
+                    return report, ""
+                self.peers.note(f"failure of {job}")
+                ending = f"ended with {describe_code(child.exit_code)}: {last_words(child.last_lines())}"
+                return None, ending if child.exit_code else "ended without a step of a converted program"
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + _LOOK_SECONDS
+                self.peers.look()
+                if time.monotonic() > deadline:
+                    self.peers.note(f"failure of {job}")
+                    return None, f"had not ended after {limit_seconds:.0f} s and was stopped"
+                failed = self.peers.noted(f"failure of {job}")
+                if failed is not None and self.peers.clock() > failed + _LOOK_SECONDS * 10:
+                    return None, f"{_LOST} and was stopped"
+            time.sleep(_TICK_SECONDS)
+
+
+_LOST = "waited for a rank that had failed"
+
+
+def _is_loss(words: str) -> bool:
+    return words.startswith(_LOST) or describe_code(WorkerFailed.exit_code) in words
+
+
+def _local_only() -> Profile:
+    """A step of this profile is a step that sends nothing, on all ranks at a time."""
+    return Profile(
+        use_local_sgd=True,
+        local_sgd_is_warm_steps=0,
+        local_sgd_steps=1_000_000,
+        local_sgd_momentum="average",
+        divergence_check_steps=0,
+        fuse_grad_size_in_MB=4096.0,
+        last_comm_group_size_MB=4096.0,
+        nccl_comm_num=1,
+    )
+
+
+def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, float, float]:
+    """What the ranks' local steps and links give: what was found, the spread between ranks, the error of the fit."""
+    plan = reports[0]["plan"]
+    gradients = tuple(_gradient(one) for bucket in plan["buckets"] for one in bucket["gradients"])
+    averaging = plan["averaging"]
+    averaged = tuple(_gradient(one) for one in (*averaging["values"], *averaging["statistics"]))
+    statistics_ = tuple(Sent(**one) for one in plan["statistics"])
+    computing = {rank: statistics.median(_timed(report["steps"])) for rank, report in reports.items()}
+    links, error = reports[0]["links"], 0.0
+    network = PAPER
+    if "between nodes" in links:
+        network = Network(Link(**links["between nodes"]["link"]), network.inside)
+        error = float(links["between nodes"]["error"])
+    if "inside a node" in links:
+        network = Network(network.between, Link(**links["inside a node"]["link"]))
+        error = error or float(links["inside a node"]["error"])
+    state = int(averaging["state_values_per_parameter"])
+    slowest = max(computing.values())
+    found = Found(gradients, averaged, statistics_, state, slowest, network, bool(reports[0]["is_gloo"]))
+    return found, slowest / max(min(computing.values()), 1e-9), error
+
+
+def short(profile: Profile) -> Profile:
+    """A profile whose warm-ups end, and whose periods are seen, within a trial."""
+    changed = short_warm_ups(profile)
+    for knob in ("local_sgd_steps", "local_sgd_max_steps"):
+        if profile.heeds(knob) and getattr(profile, knob) > _SHORT_PERIOD:
+            changed[knob] = _SHORT_PERIOD
+    overlap = profile.local_sgd_overlap_steps
+    if profile.use_local_sgd and overlap >= changed.get("local_sgd_steps", profile.local_sgd_steps):
+        changed["local_sgd_overlap_steps"] = _SHORT_PERIOD - 1
+    return profile.with_settings("the trial", **changed) if changed else profile
+
+
+def step_of(steps: Sequence[float], tried: Profile, asked: Profile) -> float:
+    """Seconds of a step after the warm-up; LocalSGD: what an averaging adds is spread over the period asked for."""
+    timed = _timed(steps)
+    if not tried.use_local_sgd:
+        return statistics.median(timed)
+    period = tried.local_sgd_steps
+    whole = timed[len(timed) % period :] or timed
+    local = statistics.median(whole)
+    blocks = [sum(whole[start : start + period]) for start in range(0, len(whole), period)]
+    return local + max(0.0, statistics.median(blocks) - period * local) / asked.local_sgd_steps
+
+
+def _timed(steps: Sequence[float]) -> list[float]:
+    """Without the first ones, which compile and connect."""
+    return list(steps[_UNTIMED_STEPS:] or steps)
+
+
+def _gradient(content: Mapping[str, Any]) -> Gradient:
+    return Gradient(content["name"], tuple(content["shape"]), content["dtype"])

@@ -1,0 +1,86 @@
+"""A user's script for some steps below a profile that is prescribed: each step's time, then the end of the process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fleet_train import fleet
+from fleet_train.convert import session
+from fleet_train.profile import Profile
+
+Report = Callable[..., None]
+
+
+class Steps:
+    """Counts the runs of the converted program; behind the last one ``then`` reports, and the process ends.
+
+    A step is the time from the start of one run to the start of the next: what a script does between them counts, as it
+    does in training.
+    """
+
+    def __init__(
+        self, number: int, longest_seconds: float, together: bool, then: Callable[[list[float]], None]
+    ) -> None:
+        self._number = number
+        self._longest_seconds = longest_seconds
+        self._together = together
+        self._then = then
+        self._starts: list[float] = []
+
+    def watch(self) -> None:
+        """From now on every executor of this process is watched."""
+        original = paddle.static.Executor.run
+
+        def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
+            is_step = session.current().main_program is not None and self._is_converted(program)
+            if is_step:
+                self._begins()
+            return original(executor, program, *arguments, **named)
+
+        paddle.static.Executor.run = run
+
+    def _is_converted(self, program: Any) -> bool:
+        # Scripts may wrap it (CompiledProgram); None is the default main program.
+        inner = getattr(program, "_program", program) or paddle.static.default_main_program()
+        return inner is session.current().main_program
+
+    def _begins(self) -> None:
+        self._starts.append(time.perf_counter())
+        taken = self._starts[-1] - self._starts[0]
+        # Ranks that talk in their steps must all end behind the same one.
+        is_over = not self._together and taken > self._longest_seconds and len(self._starts) > 3
+        if len(self._starts) > self._number or is_over:
+            self.end()
+
+    def end(self) -> None:
+        """Report what was counted and leave, at once: the script is not to save, evaluate or go on."""
+        steps = [after - before for before, after in zip(self._starts, self._starts[1:], strict=False)]
+        self._then(steps)
+        fleet.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps: Steps) -> None:
+    """Run the script as its user would; it ends with ``steps``, or with its own end."""
+    session.prescribe(profile)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    steps.watch()
+    runpy.run_path(str(script), run_name="__main__")
+    steps.end()
+
+
+def memory_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
