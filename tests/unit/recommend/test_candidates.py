@@ -1,0 +1,133 @@
+"""What is priced, what is ruled out, and what is printed and written of it; nothing is measured here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan import Gradient
+from fleet_train.plan.costs import TYPICAL
+from fleet_train.plan.predict import Link, Network
+from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.recommend.candidates import Found, consider, risk_of, thresholds
+from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
+from fleet_train.recommend.report import describe, pick, profile_text, to_json
+from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
+
+PAIR, TEAMS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
+GRADIENTS = tuple(Gradient(f"w{i}", (640, 640), "float32") for i in range(8))
+FOUND = Found(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)))
+
+
+def results(**tried: Tried) -> Results:
+    candidates, ruled_out = consider(FOUND, PAIR, TYPICAL)
+    return Results(FOUND, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
+
+
+def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
+    candidates, ruled_out = consider(FOUND, PAIR, TYPICAL)
+    assert sorted([*(one.name for one in candidates), *(one.name for one in ruled_out)]) == profile_names()
+    assert all(one.reason for one in ruled_out)
+    steps = [one.step for one in candidates]
+    assert steps == sorted(steps)
+    assert min(steps) >= FOUND.compute_seconds
+
+
+def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
+    reasons = {one.name: one.reason for one in consider(FOUND, PAIR, TYPICAL)[1]}
+    assert "form no hierarchy" in reasons["hierarchical"]
+    assert "NCCL reads" in reasons["tcp_only"]
+    assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
+    assert "hierarchical" in [one.name for one in consider(FOUND, TEAMS, TYPICAL)[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "risk"),
+    [("multi_node", NONE), ("bf16_compression", ROUNDING), ("powersgd", LOSSY), ("diloco", LOCAL_STEPS)],
+)
+def test_risks(name: str, risk: str) -> None:
+    assert risk_of(load_profile(name)) == risk
+
+
+def test_what_is_allowed() -> None:
+    exact, lossy = Options("train.py"), Options("train.py", allow=(LOSSY,))
+    assert [exact.allows(risk) for risk in (NONE, ROUNDING, LOSSY, LOCAL_STEPS)] == [True, False, False, False]
+    assert [lossy.allows(risk) for risk in (NONE, ROUNDING, LOSSY, LOCAL_STEPS)] == [True, True, True, False]
+    assert Options.from_json(lossy.to_json()) == lossy
+
+
+def test_the_choice_changes_with_the_link() -> None:
+    candidates, _ = consider(FOUND, PAIR, TYPICAL)
+    changes = thresholds(candidates, FOUND, PAIR, TYPICAL)
+    assert len(changes) > 1
+    rates = [rate for rate, _ in changes]
+    assert rates == sorted(rates)
+    risky = {one.name for one in candidates if one.risk in (LOSSY, LOCAL_STEPS)}
+    assert changes[0][1] in risky  # 10 Mb/s
+
+
+def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
+    found = results(
+        multi_node=Tried("multi_node", 110.0),
+        two_communicators=Tried("two_communicators", failure="failed: rank 1 ended"),
+        diloco=Tried("diloco", 21.0),
+    )
+    exact, all_of_it = Options("a/train.py"), Options("a/train.py", allow=(LOCAL_STEPS,))
+    best = pick(found, exact)
+    assert best is not None
+    assert best.name == "multi_node"
+    allowed = pick(found, all_of_it)
+    assert allowed is not None
+    assert allowed.name == "diloco"
+    text = describe(found, exact, PAIR)
+    assert "* multi_node" in text
+    assert "two_communicators: failed: rank 1 ended" in text
+    assert "with --allow " in text
+    assert to_json(found, exact, PAIR)["recommended"] == "multi_node"
+
+
+def test_without_a_trial_that_ended_nothing_is_recommended() -> None:
+    found = results(multi_node=Tried("multi_node", failure="failed: it"))
+    assert pick(found, Options("train.py")) is None
+    assert "no profile is recommended" in describe(found, Options("train.py"), PAIR)
+    assert to_json(found, Options("train.py"), PAIR)["exit_code"] == 1
+
+
+def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
+    found = results(multi_node=Tried("multi_node", 110.0), one_communicator=Tried("one_communicator", 130.0))
+    path = tmp_path / "recommended.yaml"
+    path.write_text(profile_text(found, Options("a/train.py"), PAIR, "python -m fleet_train recommend ..."))
+    best = pick(found, Options("a/train.py"))
+    assert best is not None
+    assert load_profile(str(path)).digest() == best.profile.digest()
+    assert "110.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())
+    assert "one_communicator 130.0 ms" in path.read_text()
+
+
+def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
+    asked = Profile(use_local_sgd=True, local_sgd_steps=50, local_sgd_is_warm_steps=100, local_sgd_overlap_steps=10)
+    tried = short(asked)
+    assert (tried.local_sgd_steps, tried.local_sgd_overlap_steps) == (4, 3)
+    assert tried.local_sgd_is_warm_steps <= 2
+    # Local steps of 10 ms, an averaging of 100 ms more in every fourth.
+    steps = [1.0, 1.0, 1.0, *[0.01, 0.01, 0.01, 0.11] * 3]
+    assert step_of(steps, tried, asked) == pytest.approx(0.01 + 0.1 / 50)
+    assert step_of([1.0, 1.0, 1.0, 0.02, 0.03, 0.04], Profile(), Profile()) == pytest.approx(0.03)
+
+
+def test_reports_of_local_steps_become_what_is_priced() -> None:
+    candidates, _ = consider(FOUND, PAIR, TYPICAL)
+    plan = next(one.plan for one in candidates if one.profile.use_local_sgd)
+    assert plan.averaging is not None
+    averaging = replace(plan.averaging, state_values_per_parameter=2)
+    link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
+    content = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
+    reports = {0: content | {"steps": [9.0, 9.0, 9.0, 0.02, 0.02]}, 1: content | {"steps": [9.0, 9.0, 9.0, 0.03, 0.03]}}
+    found, spread, error = read_computing(reports)
+    assert [one.name for one in found.gradients] == [one.name for one in GRADIENTS]
+    assert (found.compute_seconds, found.state_values, error) == (0.03, 2, 0.03)
+    assert spread == pytest.approx(1.5)
+    assert found.network.between == Link(1e-4, 1e8)
