@@ -10,10 +10,10 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, Gradient
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose
+from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
 from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
-from fleet_train.plan.predict import Compute, Network, Prediction, predict
+from fleet_train.plan.predict import Compute, Link, Network, Prediction, predict
 from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
@@ -33,6 +33,7 @@ class Found:
     state_values: int
     compute_seconds: float
     network: Network
+    costs: Costs
     is_gloo: bool = True
 
 
@@ -59,6 +60,16 @@ class RuledOut:
     reason: str
 
 
+def network_of(links: Mapping[str, Any]) -> Network:
+    """Measured links by where they are, as JSON; what the cluster does not have is as on paper."""
+    network = PAPER
+    if "between nodes" in links:
+        network = replace(network, between=Link(**links["between nodes"]["link"]))
+    if "inside a node" in links:
+        network = replace(network, inside=Link(**links["inside a node"]["link"]))
+    return network
+
+
 def risk_of(profile: Profile) -> str:
     """What a profile may cost in accuracy, the greatest risk of several."""
     if profile.use_local_sgd:
@@ -69,7 +80,7 @@ def risk_of(profile: Profile) -> str:
 
 
 def consider(
-    found: Found, cluster: Cluster, costs: Costs, most_communicators: int = MOST_COMMUNICATORS
+    found: Found, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS
 ) -> tuple[list[Candidate], list[RuledOut]]:
     """The catalogue, priced for what was found; the shortest predicted step first."""
     candidates: list[Candidate] = []
@@ -79,7 +90,7 @@ def consider(
         reason = _unfit(profile, found, cluster)
         if not reason:
             try:
-                candidates.append(_priced(name, profile, found, cluster, costs, most_communicators))
+                candidates.append(_priced(name, profile, found, cluster, most_communicators))
                 continue
             except FleetTrainError as error:
                 reason = str(error)
@@ -88,23 +99,21 @@ def consider(
     return distinct, [*ruled_out, *same]
 
 
-def predicted_at(candidate: Candidate, found: Found, cluster: Cluster, costs: Costs, gigabits: float) -> float:
+def predicted_at(candidate: Candidate, found: Found, cluster: Cluster, gigabits: float) -> float:
     """Seconds of the candidate's step were the link between nodes, or inside the only one, that fast."""
     network = found.network
     if cluster.node_num > 1:
         network = replace(network, between=replace(network.between, bytes_per_second=gigabits * 1e9 / 8))
     else:
         network = replace(network, inside=replace(network.inside, bytes_per_second=gigabits * 1e9 / 8))
-    return predict(candidate.plan, cluster, network, Compute.of(found.compute_seconds), costs=costs).step
+    return predict(candidate.plan, cluster, network, Compute.of(found.compute_seconds), costs=found.costs).step
 
 
-def thresholds(
-    candidates: Sequence[Candidate], found: Found, cluster: Cluster, costs: Costs
-) -> list[tuple[float, str]]:
+def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) -> list[tuple[float, str]]:
     """(Gb/s, name): from this rate on the named candidate has the shortest predicted step."""
     changes: list[tuple[float, str]] = []
     for rate in RATES_GIGABITS:
-        steps: Mapping[str, float] = {one.name: predicted_at(one, found, cluster, costs, rate) for one in candidates}
+        steps: Mapping[str, float] = {one.name: predicted_at(one, found, cluster, rate) for one in candidates}
         best = min(steps, key=lambda name: steps[name])
         kept = changes[-1][1] if changes else best
         # Less than a hundredth is no reason to change.
@@ -114,14 +123,14 @@ def thresholds(
     return changes
 
 
-def _priced(
-    name: str, profile: Profile, found: Found, cluster: Cluster, costs: Costs, most_communicators: int
-) -> Candidate:
-    conditions = Conditions(found.network, costs, Compute.of(found.compute_seconds), most_communicators, "measured")
+def _priced(name: str, profile: Profile, found: Found, cluster: Cluster, most_communicators: int) -> Candidate:
+    conditions = Conditions(
+        found.network, found.costs, Compute.of(found.compute_seconds), most_communicators, "measured"
+    )
     settled = choose(profile, found.gradients, cluster, conditions).profile
     plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
-    prediction = predict(plan, cluster, found.network, Compute.of(found.compute_seconds), costs=costs)
-    codec = costs.codec_seconds_per_byte.get(profile.compression, 0.0) * plan.gradient_bytes
+    prediction = predict(plan, cluster, found.network, Compute.of(found.compute_seconds), costs=found.costs)
+    codec = found.costs.codec_seconds_per_byte.get(profile.compression, 0.0) * plan.gradient_bytes
     counted: Any = traffic(plan, cluster)
     leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
     return Candidate(name, risk_of(profile), settled, plan, prediction, codec, leaving)

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.plan.costs import TYPICAL
 from fleet_train.plan.predict import Link
 from fleet_train.profile import load_profile
 from fleet_train.profile.buckets import BUCKET_KNOBS
@@ -60,7 +59,7 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
         "error_of_the_fit": results.link_error,
         "profiles": [_row(one, results, options) for one in results.candidates],
         "ruled_out": {one.name: one.reason for one in results.ruled_out},
-        "changes_gigabits": thresholds(_allowed(results, options), results.found, cluster, TYPICAL),
+        "changes_gigabits": thresholds(_allowed(results, options), results.found, cluster),
     }
 
 
@@ -162,7 +161,7 @@ def _ruled_out(results: Results) -> list[str]:
 
 
 def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
-    changes = thresholds(_allowed(results, options), results.found, cluster, TYPICAL)
+    changes = thresholds(_allowed(results, options), results.found, cluster)
     (_, first), *rest = changes
     words = "".join(f", from {rate:.2g} Gb/s on {name}" for rate, name in rest)
     return [f"by the link's rate (predicted): {first}{words}"]

@@ -14,6 +14,8 @@ from fleet_train import fleet
 from fleet_train.collectives.probe import probe
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
+from fleet_train.recommend.calibrate import calibrate
+from fleet_train.recommend.candidates import network_of
 from fleet_train.recommend.trial import Steps, memory_bytes, run_script
 from fleet_train.selftest.subject import Reports
 
@@ -33,10 +35,14 @@ def main(job: str, reports_path: str, task_text: str) -> None:
         assert plan is not None
         found = probe(current().job, float(task["measure_seconds"]), lambda _: None)
         links = {where: asdict(measured) for where, measured in found.items()}
+        network = network_of(links)
+        gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
+        costs = calibrate(current().job, gradients, network)
         reports.write(
             steps=steps,
             plan=plan.to_json(),
             links=links,
+            costs=asdict(costs),
             memory=memory_bytes(),
             is_gloo=isinstance(fleet.place(), paddle.CPUPlace),
         )

@@ -15,13 +15,12 @@ from typing import Any
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.errors import FleetTrainError, WorkerFailed
 from fleet_train.plan import Gradient
-from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER
-from fleet_train.plan.costs import TYPICAL
+from fleet_train.plan.choose import MOST_COMMUNICATORS
+from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
-from fleet_train.plan.predict import Link, Network
 from fleet_train.plan.simulate.trial import short_warm_ups
 from fleet_train.profile import Profile
-from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider
+from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.faults import describe_code, last_words
@@ -32,7 +31,7 @@ _COMPUTING = "computing"
 _TICK_SECONDS, _LOOK_SECONDS = 0.05, 0.5
 _START_SECONDS = 60.0
 """What importing Paddle, joining and a first step may take beside the steps of a trial, on a busy machine."""
-_MEASURE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 4.0, 4.0
+_MEASURE_SECONDS, _CALIBRATE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 10.0, 4.0, 4.0
 _COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS = 40, 8, 40
 _UNTIMED_STEPS = 3
 _SHORT_PERIOD = 4
@@ -96,12 +95,14 @@ class Supervisor:
         self._say(f"measuring the computing of {self._options.script} and the links")
         task = self._task(_local_only(), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {"measure_seconds": _MEASURE_SECONDS}
         try:
-            reports = self._trial(_COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _COMPUTE_SECONDS))
+            reports = self._trial(
+                _COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _CALIBRATE_SECONDS + _COMPUTE_SECONDS)
+            )
         except TrialFailed as failed:
             raise FleetTrainError(f"{self._options.script} did not run so far as to be measured: {failed}") from None
         found, spread, error = read_computing(reports)
         most = MOST_COMMUNICATORS if found.is_gloo else 1
-        candidates, ruled_out = consider(found, self.cluster, TYPICAL, most)
+        candidates, ruled_out = consider(found, self.cluster, most)
         self._say(
             f"computing {found.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
             f"{len(ruled_out)} ruled out; trying the best of those that --allow permits"
@@ -220,17 +221,12 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     averaged = tuple(_gradient(one) for one in (*averaging["values"], *averaging["statistics"]))
     statistics_ = tuple(Sent(**one) for one in plan["statistics"])
     computing = {rank: statistics.median(_timed(report["steps"])) for rank, report in reports.items()}
-    links, error = reports[0]["links"], 0.0
-    network = PAPER
-    if "between nodes" in links:
-        network = Network(Link(**links["between nodes"]["link"]), network.inside)
-        error = float(links["between nodes"]["error"])
-    if "inside a node" in links:
-        network = Network(network.between, Link(**links["inside a node"]["link"]))
-        error = error or float(links["inside a node"]["error"])
+    links = reports[0]["links"]
+    error = max((float(link["error"]) for link in links.values()), default=0.0)
+    network, costs = network_of(links), Costs(**reports[0]["costs"])
     state = int(averaging["state_values_per_parameter"])
     slowest = max(computing.values())
-    found = Found(gradients, averaged, statistics_, state, slowest, network, bool(reports[0]["is_gloo"]))
+    found = Found(gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"]))
     return found, slowest / max(min(computing.values()), 1e-9), error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,16 @@ from fleet_train.recommend.supervisor import Results, Tried, read_computing, sho
 
 PAIR, TEAMS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
 GRADIENTS = tuple(Gradient(f"w{i}", (640, 640), "float32") for i in range(8))
-FOUND = Found(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)))
+FOUND = Found(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
 
 
 def results(**tried: Tried) -> Results:
-    candidates, ruled_out = consider(FOUND, PAIR, TYPICAL)
+    candidates, ruled_out = consider(FOUND, PAIR)
     return Results(FOUND, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
 
 
 def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
-    candidates, ruled_out = consider(FOUND, PAIR, TYPICAL)
+    candidates, ruled_out = consider(FOUND, PAIR)
     assert sorted([*(one.name for one in candidates), *(one.name for one in ruled_out)]) == profile_names()
     assert all(one.reason for one in ruled_out)
     steps = [one.step for one in candidates]
@@ -37,11 +37,11 @@ def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
 
 
 def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
-    reasons = {one.name: one.reason for one in consider(FOUND, PAIR, TYPICAL)[1]}
+    reasons = {one.name: one.reason for one in consider(FOUND, PAIR)[1]}
     assert "form no hierarchy" in reasons["hierarchical"]
     assert "NCCL reads" in reasons["tcp_only"]
     assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
-    assert "hierarchical" in [one.name for one in consider(FOUND, TEAMS, TYPICAL)[0]]
+    assert "hierarchical" in [one.name for one in consider(FOUND, TEAMS)[0]]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_what_is_allowed() -> None:
 
 
 def test_the_choice_changes_with_the_link() -> None:
-    candidates, _ = consider(FOUND, PAIR, TYPICAL)
-    changes = thresholds(candidates, FOUND, PAIR, TYPICAL)
+    candidates, _ = consider(FOUND, PAIR)
+    changes = thresholds(candidates, FOUND, PAIR)
     assert len(changes) > 1
     rates = [rate for rate, _ in changes]
     assert rates == sorted(rates)
@@ -119,15 +119,17 @@ def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
 
 
 def test_reports_of_local_steps_become_what_is_priced() -> None:
-    candidates, _ = consider(FOUND, PAIR, TYPICAL)
+    candidates, _ = consider(FOUND, PAIR)
     plan = next(one.plan for one in candidates if one.profile.use_local_sgd)
     assert plan.averaging is not None
     averaging = replace(plan.averaging, state_values_per_parameter=2)
     link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
     content = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
+    content["costs"] = asdict(TYPICAL)
     reports = {0: content | {"steps": [9.0, 9.0, 9.0, 0.02, 0.02]}, 1: content | {"steps": [9.0, 9.0, 9.0, 0.03, 0.03]}}
     found, spread, error = read_computing(reports)
     assert [one.name for one in found.gradients] == [one.name for one in GRADIENTS]
     assert (found.compute_seconds, found.state_values, error) == (0.03, 2, 0.03)
     assert spread == pytest.approx(1.5)
     assert found.network.between == Link(1e-4, 1e8)
+    assert found.costs == TYPICAL
