@@ -19,12 +19,13 @@ def settle(job: Job, profile: Profile, gradients: Sequence[Gradient]) -> Profile
 
     All ranks call it with the same.
     """
-    if job.network is None and needs_link(profile, gradients, job.cluster, JUDGED):
+    judged = JUDGED if profile.compression_declines else frozenset[str]()
+    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
         job.network = _measured(job)
     source = job.network_source if job.network else "assumed"
     most = MOST_COMMUNICATORS if job.engine.side_by_side else 1
     conditions = Conditions(job.network or PAPER, most_communicators=most, source=source)
-    kept = decline(profile, gradients, job.cluster, conditions)
+    kept = decline(profile, gradients, job.cluster, conditions, judged)
     choice = choose(kept.profile, gradients, job.cluster, conditions)
     say([*kept.sentences, *choice.sentences], job.cluster.rank)
     return choice.profile

@@ -24,6 +24,15 @@ class CompressionKnobs(LocalSgdKnobs):
         "keep what they left out and add it later; that memory is in checkpoints. Sources: Seide et al. 2014 (error "
         "feedback), Dettmers et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
     )
+    compression_declines: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("compression", ("int8", "int4")),
+        meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan's price says that this makes shorter "
+        "steps on this link. false = send what was asked for, whatever it costs.",
+        reason="Coding takes processor time, which a fast link does not give back. The link is that of link_gigabits "
+        "and link_latency_ms, measured where they are not given; rank 0 says what was declined.",
+    )
     quantised_block_size: int = knob(
         512,
         fate="carried out",

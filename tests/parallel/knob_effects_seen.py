@@ -66,6 +66,11 @@ def _said(event: Event) -> str:
     return f"{event.what} {event.nbytes}{dtype}"
 
 
+def sent_as(ran: Ran) -> list[str]:
+    """As what the buckets of the plan travel."""
+    return sorted({bucket["compression"] for bucket in ran.facts["plan"]["buckets"]})
+
+
 def counted(ran: Ran) -> int:
     """The bytes that `fleet.communication` says were sent: between two ranks, those of the buffers."""
     return int(ran.facts["bytes"])

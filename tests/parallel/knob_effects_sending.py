@@ -82,6 +82,20 @@ LINK = [
         {"link_gigabits": 10.0},
         run="large",
     ),
+    Case(
+        "compression_declines",
+        False,
+        {see.sent_as: ["int8"]},
+        {"compression": "int8", "link_gigabits": 1000.0, "link_latency_ms": 0.01},
+        run="large",
+    ),
+    Case(
+        "compression_declines",
+        True,
+        {see.sent_as: ["none"]},
+        {"compression": "int8", "link_gigabits": 1000.0, "link_latency_ms": 0.01},
+        run="large",
+    ),
 ]
 
 _BESIDE: dict[Look, Any] = {see.sends_beside_the_computing: True}

@@ -35,7 +35,10 @@ WITHOUT_A_CASE: dict[str, str] = {
     **dict.fromkeys(["recompute_every_blocks", "recompute_checkpoints"], "another way to cut what segments cut"),
     **dict.fromkeys(["name", "description", "measured", "environment"], "nothing in a step depends on it"),
     **dict.fromkeys(["fetch_frequency", "num_iteration_per_drop_scope"], "a matter of the script's loop"),
-    **dict.fromkeys(["link_gigabits", "link_latency_ms"], "what they choose is a case: buckets and communicators"),
+    **dict.fromkeys(
+        ["link_gigabits", "link_latency_ms", "compression_declines"],
+        "what they choose is a case: buckets, communicators, compressions",
+    ),
     "collective_timeout_seconds": "tests/parallel/stream_faults.py",
 }
 

@@ -127,7 +127,6 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "outer_momentum": 0.9,
         },
         "streaming_diloco": {
-            "nccl_comm_num": 2,
             "fetch_frequency": 2,
             "use_local_sgd": True,
             "local_sgd_is_warm_steps": 30,
@@ -139,8 +138,8 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "outer_lr": 0.7,
             "outer_momentum": 0.5,
         },
-        "int8_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int8"},
-        "int4_compression": {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "int4"},
+        "int8_compression": {"fetch_frequency": 2, "compression": "int8"},
+        "int4_compression": {"fetch_frequency": 2, "compression": "int4"},
         "slowmo": {
             "fetch_frequency": 2,
             "use_local_sgd": True,
