@@ -251,9 +251,12 @@ class Trainer:
 def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
     """What to say where a run goes on with buckets that were chosen otherwise; nothing where sums stay the same bits.
 
-    The sum of two ranks' values does not depend on the buckets; that of more is taken in an order that does.
+    The sum of two ranks' values does not depend on the buckets; that of more is taken in an order that does, and so are
+    the scales of values in few bits.
     """
-    if plan is None or plan.world_size != ranks or ranks < 3 or not saved or saved == plan.chosen:
+    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
+        return ""
+    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
         return ""
     return (
         f"note: buckets were cut by {saved} and now by {plan.chosen or 'what the profile gives'}, so that sums over "
