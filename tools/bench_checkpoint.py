@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.benchmarks.jobs import shared_environment
+from tools.benchmarks.networks import describe
 from tools.benchmarks.record import circumstances
 from tools.benchmarks.task import TASKS
 
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     at = circumstances() | {"command": " ".join(["python", "tools/bench_checkpoint.py", *(arguments or sys.argv[1:])])}
     jobs = [measure(ranks, given.rounds, given.steps, given.timeout) for ranks in given.ranks]
-    record = {"circumstances": at, "task": TASKS["digits_3m"].describe(), "jobs": jobs}
+    record = {"circumstances": at, "task": describe(TASKS["mlp"]), "jobs": jobs}
     print(page(record))
     if given.record is not None:
         given.record.parent.mkdir(parents=True, exist_ok=True)

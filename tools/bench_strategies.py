@@ -1,20 +1,22 @@
 """Communication strategies against PyTorch DDP and stock Paddle on an emulated network; docs/benchmarks/ has records.
 
     sudo python tools/bench_strategies.py --quick
-    sudo python tools/bench_strategies.py --rounds 5 --ours multi_node --ours powersgd --ours my/profile.yaml
-    sudo python tools/bench_strategies.py --scenario small_tensors --rounds 5
+    sudo python tools/bench_strategies.py --scenario strategies --rounds 5 --output docs/benchmarks/DATE-mlp-1gbit
+    sudo python tools/bench_strategies.py --scenario strategies --rounds 5 --output docs/benchmarks/DATE-mlp-1gbit --add
+    sudo python tools/bench_strategies.py --task resnet18 --network 100mbit --ours powersgd --rivals torch:ddp
 
-Needs requirements-bench.txt (CPU PyTorch) and root (tools/lab.py).
+The record is written after every turn; ``--add`` goes on with it, after an interruption or for more rounds. Needs
+requirements-bench.txt (CPU PyTorch) and root (tools/lab.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,120 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import click
 
 from fleet_train.errors import FleetTrainError
-from fleet_train.plan.predict import Network
 from fleet_train.profile import load_profile
 from tools.benchmarks import contestants, record
+from tools.benchmarks.benchmark import Benchmark
 from tools.benchmarks.contestants import Contestant
-from tools.benchmarks.figures import Summary, summarise
-from tools.benchmarks.jobs import ROOT, JobFailed, Place, run_job
-from tools.benchmarks.loop import Assignment
-from tools.benchmarks.prediction import measure_links, predicted_step_ms
+from tools.benchmarks.jobs import ROOT
+from tools.benchmarks.networks import describe
 from tools.benchmarks.report import table
 from tools.benchmarks.scenarios import SCENARIOS
 from tools.benchmarks.task import TASKS, Task
-from tools.lab import Lab
 
-_QUICK = {"steps": 48, "warmup_steps": 16}
-_PORTS_PER_JOB, _FIRST_PORT = 20, 6200
-
-
-@dataclass
-class Benchmark:
-    """What is measured; ``rounds`` and ``failures`` grow while it runs."""
-
-    task: Task
-    chosen: list[Contestant]
-    nodes: int
-    ranks_per_node: int
-    rate: str
-    repeats: int
-    target: float
-    timeout_seconds: float
-    start_iteration: int
-    measure_seconds: float
-    before: Path
-    network: Network | None = None
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Every contestant once per round, in turn. Who fails once takes no part in later rounds."""
-        with Lab(self.nodes, self.rate) as lab, tempfile.TemporaryDirectory(prefix="bench_strategies_") as folder:
-            if self.measure_seconds and any(each.kind == contestants.OURS for each in self.chosen):
-                place = Place(lab, self.ranks_per_node, _FIRST_PORT - _PORTS_PER_JOB)
-                self.network = measure_links(place, Path(folder) / "links", self.measure_seconds, self.timeout_seconds)
-            turns = [(number, each) for number in range(self.repeats) for each in self.chosen]
-            for turn, (number, contestant) in enumerate(turns):
-                if any(failure["contestant"] == contestant.name for failure in self.failures):
-                    continue
-                place = Place(lab, self.ranks_per_node, _FIRST_PORT + _PORTS_PER_JOB * turn, self.before)
-                self._take_turn(contestant, number, place, Path(folder) / f"turn{turn}")
-
-    def _take_turn(self, contestant: Contestant, number: int, place: Place, folder: Path) -> None:
-        assignment = Assignment(
-            self.task, contestant.name, str(folder), self.nodes, self.ranks_per_node, self.timeout_seconds,
-            self.start_iteration,
-        )  # fmt: skip
-        try:
-            ranks = run_job(contestant, assignment, place)
-        except JobFailed as failure:
-            click.echo(f"round {number + 1}: {failure}", err=True)
-            reason = str(failure).splitlines()[0]
-            self.failures.append({"contestant": contestant.name, "round": number + 1, "reason": reason})
-            return
-        self.rounds.append({"contestant": contestant.name, "round": number + 1, "ranks": ranks})
-        summary = summarise([ranks], self.task.warmup_steps, self.ranks_per_node, self.target)
-        click.echo(
-            f"round {number + 1} of {self.repeats}  {contestant.name:<28} {summary.step_ms:7.1f} ms  "
-            f"{summary.interface_bytes / 1e3:9.1f} kB  accuracy {summary.accuracy:.4f}"
-        )
-
-    def summaries(self) -> dict[str, Summary]:
-        """Of everybody who finished every round, in the order of the contestants."""
-        found: dict[str, Summary] = {}
-        for name in (each.name for each in self.chosen):
-            mine = [each["ranks"] for each in self.rounds if each["contestant"] == name]
-            if len(mine) == self.repeats:
-                found[name] = summarise(mine, self.task.warmup_steps, self.ranks_per_node, self.target)
-        return found
-
-    def predictions(self, summaries: Mapping[str, Summary]) -> dict[str, float]:
-        """Milliseconds of a step by the plan, for ours; nothing where the links were not measured."""
-        found: dict[str, float] = {}
-        for each in self.chosen:
-            baseline = summaries.get(each.baseline)
-            if each.kind != contestants.OURS or each.name not in summaries or baseline is None or self.network is None:
-                continue
-            facts = next(row["ranks"][0]["facts"] for row in self.rounds if row["contestant"] == each.name)
-            milliseconds = predicted_step_ms(
-                each.variant, facts, self.nodes, self.ranks_per_node, self.network, baseline.step_ms
-            )
-            if milliseconds is not None:
-                found[each.name] = milliseconds
-        return found
-
-    def record(self, at: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "circumstances": at,
-            "lab": {
-                "nodes": self.nodes,
-                "ranks_per_node": self.ranks_per_node,
-                "rate": self.rate,
-                "link": self._link(),
-            },
-            "task": dataclasses.asdict(self.task) | {"description": self.task.describe()},
-            "target": self.target,
-            "repeats": self.repeats,
-            "start_iteration_of_hooks": self.start_iteration,
-            "failures": self.failures,
-            "rounds": self.rounds,
-        }
-
-    def _link(self) -> dict[str, float] | None:
-        if self.network is None:
-            return None
-        between = self.network.between
-        return {"latency_us": between.latency_seconds * 1e6, "bandwidth_mbps": between.bytes_per_second * 8 / 1e6}
+_QUICK = {"steps": 24, "warmup_steps": 4, "evaluate_every": 12}
+# The names of docs/benchmarks, and tc's.
+_NETWORKS = {"unlimited": "none"}
 
 
 def chosen_contestants(
@@ -145,13 +46,10 @@ def chosen_contestants(
     """What the flags name, with compute-only runs in front; click's error for a name that nobody knows."""
     words = list(explicit)
     if not words:
-        defaults = [contestants.parse(word) for word in contestants.DEFAULT]
-        profiles = ours or [each.variant for each in defaults if each.kind == contestants.OURS]
-        words = [f"ours:{name}" for name in profiles]
-        if rivals == "default":
-            words += [each.name for each in defaults if each.kind != contestants.OURS]
-        elif rivals != "none":
-            words += rivals.split(",")
+        default = SCENARIOS["strategies"]
+        words = [f"ours:{name}" for name in ours or default["ours"]]
+        rivals = default["rivals"] if rivals == "default" else rivals
+        words += [] if rivals == "none" else rivals.split(",")
     if has_before:
         words = contestants.beside_before(words)
     try:
@@ -189,55 +87,103 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
     type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     help="Another checkout of this project: each of ours also takes its turn with the package that is there.",
 )
-@click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="digits_3m", help="What is trained.")
+@click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--ranks_per_node", default=1, help="Processes on each.")
-@click.option("--rate", default="1gbit", help="What a node may send, as tc spells it.")
-@click.option("--rounds", "repeats", default=3, help="How often every contestant has its turn.")
+@click.option("--network", "rate", default="1gbit", help="What a node may send: 1gbit, 100mbit, or unlimited.")
+@click.option("--rounds", "repeats", default=3, help="How often every contestant has its turn, in all.")
+@click.option("--seeds", type=int, help="The rounds go through so many seeds; default: each has its own.")
 @click.option("--steps", type=int, help="Training steps per turn; default: the task's.")
 @click.option("--evaluate_every", type=int, help="Steps between two evaluations; default: the task's.")
+@click.option("--batch_size", type=int, help="Samples of a step over all ranks; default: the task's.")
 @click.option("--target", default=0.95, help="Test accuracy whose time is measured.")
-@click.option("--start_iteration", default=10, help="Plain steps before PyTorch's PowerSGD and post-local SGD begin.")
+@click.option("--start_iteration", default=10, help="Plain steps before PyTorch's hooks whose name does not say it.")
 @click.option("--measure_seconds", default=8.0, help="How long to measure the links first; 0 predicts no step times.")
-@click.option("--timeout", default=300.0, help="Seconds that a turn may take.")
+@click.option("--timeout", default=900.0, help="Seconds that a turn may take.")
 @click.option("--quick", is_flag=True, help="One round of few steps: to see that it works, not to quote.")
-@click.option("--output", default="docs/benchmarks/strategies", help="The record, without its ending.")
+@click.option("--add", is_flag=True, help="Go on with the record that is there, up to --rounds.")
+@click.option("--output", type=click.Path(path_type=Path), help="The record without its ending; --quick has a default.")
 def main(
-    ours: tuple[str, ...], rivals: str, explicit: tuple[str, ...], task_name: str, steps: int | None, quick: bool,
-    evaluate_every: int | None, output: str, before: Path | None, **options: Any,
+    ours: tuple[str, ...], rivals: str, explicit: tuple[str, ...], task_name: str, quick: bool, output: Path | None,
+    before: Path | None, add: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train the same network with every contestant in turn, and write down what it cost."""
-    changes: dict[str, Any] = (_QUICK if quick else {}) | ({"steps": steps} if steps else {})
-    changes |= {"evaluate_every": evaluate_every} if evaluate_every else {}
-    task = dataclasses.replace(TASKS[task_name], **changes)
-    if task.steps <= task.warmup_steps:
-        raise click.UsageError(f"--steps {task.steps}: the first {task.warmup_steps} are not timed; give more")
+    task = _task(task_name, quick, **{key: options.pop(key) for key in ("steps", "evaluate_every", "batch_size")})
     options["repeats"] = 1 if quick else options["repeats"]
+    options["seeds"] = options["seeds"] or options["repeats"]
+    options["rate"] = _NETWORKS.get(options["rate"], options["rate"])
     chosen = chosen_contestants(ours, rivals, explicit, has_before=before is not None)
     _require("matplotlib", *("torch" for each in chosen if each.framework == contestants.TORCH))
     at = record.circumstances()
     benchmark = Benchmark(task, chosen, timeout_seconds=options.pop("timeout"), before=before or ROOT, **options)
-    click.echo(f"{task.describe()}\n{len(chosen)} contestants, {benchmark.repeats} rounds\n")
-    benchmark.run()
+    path = _output(output, quick, add)
+    if add:
+        _go_on(benchmark, path, at)
+    click.echo(
+        f"{describe(task)}\n{len(chosen)} contestants, {benchmark.repeats} rounds, record: {path}.json, .md, .png"
+    )
+    click.echo(benchmark.told_left())
+    benchmark.run(at, lambda: _keep(benchmark, path))
     summaries = benchmark.summaries()
-    predictions = benchmark.predictions(summaries)
-    record.write(Path(output), benchmark.record(at), summaries, predictions)
-    _draw(Path(output), benchmark, summaries)
-    click.echo(f"\n{table(summaries, benchmark.rate, predictions)}\n\nwritten: {output}.json, .md, .png")
+    click.echo(
+        f"\n{table(summaries, benchmark.rate, benchmark.predictions(summaries))}\n\nwritten: {path}.json, .md, .png"
+    )
     if benchmark.failures:
-        raise click.ClickException(f"{len(benchmark.failures)} contestants failed, see above and the record")
+        raise click.ClickException(f"{len(benchmark.failures)} turns failed, see above and the record")
+
+
+def _task(name: str, quick: bool, steps: int | None, evaluate_every: int | None, batch_size: int | None) -> Task:
+    changes: dict[str, Any] = (_QUICK if quick else {}) | ({"steps": steps} if steps else {})
+    changes |= {"evaluate_every": evaluate_every} if evaluate_every else {}
+    changes |= {"global_batch_size": batch_size} if batch_size else {}
+    task = dataclasses.replace(TASKS[name], **changes)
+    if task.steps <= task.warmup_steps:
+        raise click.UsageError(f"--steps {task.steps}: the first {task.warmup_steps} are not timed; give more")
+    return task
+
+
+def _output(output: Path | None, quick: bool, add: bool) -> Path:
+    """Where the record goes; a finished one is not written over by accident."""
+    if output is None:
+        if not quick:
+            raise click.UsageError("--output is missing: where the record goes, such as docs/benchmarks/DATE-mlp-1gbit")
+        return Path(tempfile.mkdtemp(prefix="bench_quick_")) / "quick"
+    exists = record.beside(output, ".json").exists()
+    if exists and not add:
+        raise click.UsageError(f"{output}.json is there already: give --add to go on with it, or another --output")
+    if add and not exists:
+        raise click.UsageError(f"--add: there is no {output}.json to go on with")
+    return output
+
+
+def _go_on(benchmark: Benchmark, path: Path, at: dict[str, Any]) -> None:
+    """Take over the record at ``path``; click's error where it was made by other settings, code or machine."""
+    there = json.loads(record.beside(path, ".json").read_text())
+    for key in ("commit", "processor"):
+        if there["circumstances"][key] != at[key]:
+            raise click.UsageError(
+                f"--add: the record's {key} is {there['circumstances'][key]}, now it is {at[key]}; the rounds of a "
+                "record have to be comparable: give another --output"
+            )
+    try:
+        benchmark.go_on_from(there)
+    except ValueError as error:
+        raise click.UsageError(f"--add: {error}") from None
+
+
+def _keep(benchmark: Benchmark, path: Path) -> None:
+    from tools.benchmarks.plot import draw  # matplotlib is slow to import and only needed here
+
+    summaries = benchmark.summaries()
+    record.write(path, benchmark.record(), summaries, benchmark.predictions(summaries))
+    if summaries:
+        draw(record.beside(path, ".png"), benchmark.rounds, summaries, benchmark.target)
 
 
 def _require(*modules: str) -> None:
     missing = sorted({module for module in modules if importlib.util.find_spec(module) is None})
     if missing:
         raise click.ClickException(f"not installed: {', '.join(missing)}; pip install -r requirements-bench.txt")
-
-
-def _draw(path: Path, benchmark: Benchmark, summaries: Mapping[str, Summary]) -> None:
-    from tools.benchmarks.plot import draw  # matplotlib is slow to import and only needed here
-
-    draw(path.with_suffix(".png"), benchmark.rounds, summaries, benchmark.target)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def test_profiles_and_rivals_are_chosen_apart() -> None:
     assert names(["unfused"], "torch:ddp") == ["alone:ours", "alone:torch", "ours:unfused", "torch:ddp"]
     assert names(["unfused"], "none") == ["alone:ours", "ours:unfused"]
     assert names([], "none", ["paddle:data_parallel"]) == ["alone:paddle", "paddle:data_parallel"]
-    assert "torch:post_local_sgd_8" in names([], "default")
+    assert "torch:post_local_sgd_4_from_100" in names([], "default")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -43,7 +43,8 @@ def test_flags_win_over_a_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {}
     monkeypatch.setattr(main, "callback", lambda **options: given.update(options))
     main(["--scenario", "scaling", "--steps", "40"], standalone_mode=False)
-    assert (given["steps"], given["evaluate_every"], given["rivals"]) == (40, 144, "torch:post_local_sgd_8")
+    assert (given["steps"], given["evaluate_every"]) == (40, SCENARIOS["scaling"]["evaluate_every"])
+    assert given["rivals"] == SCENARIOS["scaling"]["rivals"]
     assert given["ours"] == tuple(SCENARIOS["scaling"]["ours"])
 
 

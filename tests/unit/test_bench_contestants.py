@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from tools.benchmarks.contestants import DEFAULT, Contestant, beside_before, number_in, parse, with_baselines
+from tools.benchmarks.contestants import Contestant, beside_before, is_tuned, parse, with_baselines
+from tools.benchmarks.hooks import Hook
 from tools.benchmarks.link import Sent, limiter_bytes
-from tools.benchmarks.task import TASKS, Batches, Task, start_weights
-from tools.benchmarks.task import test_accuracy as accuracy_on_test_images
+from tools.benchmarks.mlp import start_weights
+from tools.benchmarks.networks import judged, parameters
+from tools.benchmarks.task import TASKS, Batches, Task
 
 
 def test_words_become_contestants() -> None:
@@ -16,7 +20,7 @@ def test_words_become_contestants() -> None:
     assert parse("ours:profiles/mine.yaml") == Contestant("ours", "profiles/mine.yaml")
     assert parse("torch:powersgd_4").baseline == "alone:torch"
     assert parse("alone:paddle").framework == "paddle"
-    assert [parse(word).name for word in DEFAULT] == DEFAULT
+    assert parse("torch:post_local_sgd_4_from_100").name == "torch:post_local_sgd_4_from_100"
 
 
 @pytest.mark.parametrize(
@@ -45,18 +49,25 @@ def test_each_of_ours_runs_beside_the_other_checkouts() -> None:
     assert (parse("before:a").framework, parse("before:a").baseline) == ("ours", "alone:ours")
 
 
-def test_number_of_a_variant_is_its_last() -> None:
-    assert [number_in(word) for word in ("post_local_sgd_8", "ddp_4mb", "powersgd_1")] == [8, 4, 1]
+def test_a_hook_is_read_from_its_name() -> None:
+    assert Hook.of("ddp", 10) == Hook("ddp")
+    assert Hook.of("bf16_4mb", 10) == Hook("bf16", bucket_mb=4)
+    assert Hook.of("powersgd_2", 10) == Hook("powersgd", number=2, start=10)
+    assert Hook.of("post_local_sgd_8_from_0", 10) == Hook("post_local_sgd", number=8, start=0)
+    assert Hook.of("post_local_sgd_8", 10).rhythm() == {"settles_after": 10, "period_steps": 8}
+    assert Hook.of("powersgd_2", 10).rhythm() == {"settles_after": 10, "period_steps": 1}
 
 
-def test_network_has_about_three_million_parameters() -> None:
-    assert TASKS["digits_3m"].parameters == 2_919_690
-    assert TASKS["digits_3m"].tensors == 18
+def test_a_profile_of_a_file_is_tuned() -> None:
+    assert [is_tuned(parse(word)) for word in ("ours:a", "ours:b/a.yaml", "torch:ddp_4mb")] == [False, True, False]
 
 
-def test_small_tensors_has_160() -> None:
-    assert TASKS["small_tensors"].tensors == 160
-    assert len(start_weights(TASKS["small_tensors"])) == 160
+@pytest.mark.parametrize(
+    ("name", "values", "tensors"),
+    [("mlp", 2_919_690, 18), ("resnet18", 11_172_810, 62), ("small_tensors", 84_778, 160)],
+)
+def test_networks_have_the_sizes_that_the_pages_say(name: str, values: int, tensors: int) -> None:
+    assert parameters(TASKS[name]) == (values, tensors)
 
 
 def test_ranks_share_a_global_batch_without_overlap() -> None:
@@ -82,7 +93,16 @@ def test_start_weights_are_the_same_for_a_seed() -> None:
 def test_accuracy_of_a_network_that_always_says_zero() -> None:
     task = Task(hidden_layers=0)
     weights = [np.zeros((64, 10), np.float32), np.eye(10, dtype=np.float32)[0]]
-    assert accuracy_on_test_images(task, weights) == pytest.approx(36 / 359)
+    assert judged(task, weights)[0] == pytest.approx(36 / 359)
+
+
+def test_images_are_the_features_with_every_pixel_repeated() -> None:
+    features, labels = Batches(TASKS["mlp"], 0, 1).at(0)
+    images, same = Batches(dataclasses.replace(TASKS["resnet18"], global_batch_size=128), 0, 1).at(0)
+    assert images.shape == (128, 1, 32, 32)
+    np.testing.assert_array_equal(images[:, 0, ::4, ::4].reshape(128, 64), features)
+    np.testing.assert_array_equal(images[:, 0, 3::4, 3::4].reshape(128, 64), features)
+    np.testing.assert_array_equal(labels, same)
 
 
 def test_limiter_counts_are_read_from_tc() -> None:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.benchmarks.hooks import Hook
+
 OURS, BEFORE, TORCH, PADDLE, ALONE = "ours", "before", "torch", "paddle", "alone"
 
-_TORCH_VARIANTS = {
-    r"ddp": "DistributedDataParallel as it comes (Gloo, buckets of 25 MiB after a first one of 1 MiB)",
-    r"ddp_[1-9][0-9]*mb": "DistributedDataParallel with smaller buckets",
-    r"bf16": "DDP with bf16_compress_hook",
-    r"powersgd_[1-9][0-9]*": "DDP with powerSGD_hook of that rank",
-    r"post_local_sgd_[1-9][0-9]*": "DDP with post_localSGD_hook and PeriodicModelAverager of that period",
-}
-# In the order of the issue: what everything is compared with first.
-DEFAULT = """
-ours:multi_node ours:one_communicator ours:two_communicators ours:unfused
-torch:ddp torch:ddp_4mb torch:bf16 torch:powersgd_1 torch:powersgd_4 torch:post_local_sgd_8 paddle:data_parallel
-""".split()
+# What everything is compared with first.
 REFERENCE = "torch:ddp"
 
 
@@ -52,8 +42,11 @@ def parse(text: str) -> Contestant:
         raise ValueError(f"contestant {text!r} is not kind:variant, such as ours:multi_node or torch:ddp")
     if kind not in (OURS, BEFORE, TORCH, PADDLE, ALONE):
         raise ValueError(f"contestant {text!r}: unknown kind {kind!r}; known: ours, before, torch, paddle, alone")
-    if kind == TORCH and not any(re.fullmatch(pattern, variant) for pattern in _TORCH_VARIANTS):
-        raise ValueError(f"contestant {text!r}: PyTorch takes part as ddp, ddp_4mb, bf16, powersgd_1, post_local_sgd_8")
+    if kind == TORCH:
+        try:
+            Hook.of(variant, 0)
+        except ValueError as error:
+            raise ValueError(f"contestant {text!r}: {error}") from None
     if kind == PADDLE and variant != "data_parallel":
         raise ValueError(f"contestant {text!r}: stock Paddle takes part as data_parallel")
     if kind == ALONE and variant not in (OURS, TORCH, PADDLE):
@@ -73,9 +66,6 @@ def beside_before(words: Sequence[str]) -> list[str]:
     return [name for word, twin in pairs for name in dict.fromkeys((word, twin))]
 
 
-def number_in(variant: str) -> int:
-    """8 for ``post_local_sgd_8``, 4 for ``ddp_4mb``."""
-    found = re.findall(r"[0-9]+", variant)
-    if not found:
-        raise ValueError(f"{variant!r} has no number in it")
-    return int(found[-1])
+def is_tuned(contestant: Contestant) -> bool:
+    """Whether a profile is a file beside the catalogue: its knobs were chosen for the benchmark."""
+    return contestant.kind in (OURS, BEFORE) and contestant.variant.endswith((".yaml", ".yml"))

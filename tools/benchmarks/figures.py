@@ -1,4 +1,4 @@
-"""From the records of the rounds to figures: medians, spreads, ratios. Pure arithmetic."""
+"""From the records of the rounds to figures: means over whole periods, spreads over rounds. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,61 +7,100 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-# Strategies that synchronise every 8th step have no typical step: blocks of 8 are compared.
-BLOCK_STEPS = 8
 # Building the program and opening connections: the clock of "time to target" leaves these steps out.
 SETUP_STEPS = 3
+# The training loss is the mean of so many last steps.
+LAST_STEPS = 8
 
 Round = Sequence[Mapping[str, Any]]  # the records of all ranks of one job, by rank
 
 
 @dataclass(frozen=True)
-class Summary:
-    """One contestant over all rounds. Times in milliseconds, per step unless named otherwise."""
+class Window:
+    """The timed steps ``first`` .. ``last`` - 1, counted from 0; ``whole`` when they are whole periods of a strategy
+    that is past its own start.
+    """
 
-    step_ms: float
-    step_ms_p10: float
-    step_ms_p90: float
-    single_step_ms: float
-    round_step_ms: tuple[float, ...]
+    first: int
+    last: int
+    whole: bool
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One contestant over its rounds. Times in milliseconds per step; dictionaries are by the number of the round.
+
+    ``losses`` (training), ``test_losses`` and ``accuracies`` are those at the end; ``curve`` the mean test accuracy
+    over the rounds after so many steps.
+    """
+
+    step_ms: float  # median over the rounds
+    round_step_ms: dict[int, float]  # mean over the timed steps
+    timed_steps: int
+    whole_periods: bool
     interface_bytes: float  # per step and node, mean of nodes and rounds
     wire_bytes: float
     predicted_bytes: float | None
     synchronous: bool  # every step sends whole gradients
-    loss: float
-    accuracy: float
-    seconds_to_target: tuple[float | None, ...]  # by round
-    steps_to_target: tuple[int | None, ...]
+    family: str | None  # which of PyTorch's hooks does the same
+    losses: dict[int, float]
+    test_losses: dict[int, float]
+    accuracies: dict[int, float]
+    curve: list[tuple[int, float]]
+    steps_to_target: int | None
+    seconds_to_target: dict[int, float]
+    paused_share: float  # of the training time: with the clock stopped, to copy the weights
 
     @property
-    def median_seconds_to_target(self) -> float | None:
-        """None when a round did not reach the target."""
-        reached = [seconds for seconds in self.seconds_to_target if seconds is not None]
-        return median(reached) if reached and len(reached) == len(self.seconds_to_target) else None
+    def accuracy(self) -> float:
+        return fmean(self.accuracies.values())
+
+    @property
+    def mean_seconds_to_target(self) -> float | None:
+        return fmean(self.seconds_to_target.values()) if self.seconds_to_target else None
 
 
-def summarise(rounds: Sequence[Round], warmup_steps: int, ranks_per_node: int, target: float) -> Summary:
-    """Figures of one contestant; every round is given as the records of its ranks."""
-    blocks = [block_means(job_steps(each)[warmup_steps:]) for each in rounds]
-    pooled = [value for each in blocks for value in each]
-    measured = len(rounds[0][0]["step_seconds"]) - warmup_steps
-    sent = [record["sent"] for each in rounds for record in each[::ranks_per_node]]
-    reached = [time_to_target(each, target) for each in rounds]
+def summarise(rounds: Mapping[int, Round], warmup_steps: int, ranks_per_node: int, target: float) -> Summary:
+    """Figures of one contestant; every round, by its number, is given as the records of its ranks."""
+    first = next(iter(rounds.values()))
+    facts = first[0]["facts"]
+    window = window_of(facts, warmup_steps, len(first[0]["step_seconds"]))
+    means = {number: 1e3 * fmean(job_steps(each)[window.first : window.last]) for number, each in rounds.items()}
+    nodes = [record for each in rounds.values() for record in each[::ranks_per_node]]
+    curve = mean_curve([accuracies_of(each) for each in rounds.values()])
+    steps = steps_to_target(curve, target)
     return Summary(
-        step_ms=1e3 * median(pooled),
-        step_ms_p10=1e3 * percentile(pooled, 10),
-        step_ms_p90=1e3 * percentile(pooled, 90),
-        single_step_ms=1e3 * median([step for each in rounds for step in job_steps(each)[warmup_steps:]]),
-        round_step_ms=tuple(1e3 * median(each) for each in blocks),
-        interface_bytes=fmean(item["interface"] for item in sent) / measured,
-        wire_bytes=fmean(item["wire"] for item in sent) / measured,
-        predicted_bytes=predicted(rounds[0][0]["facts"], ranks_per_node),
-        synchronous=is_synchronous(rounds[0][0]["facts"]),
-        loss=fmean(fmean(record["losses"][-BLOCK_STEPS:]) for each in rounds for record in each),
-        accuracy=fmean(each[0]["accuracies"][-1][1] for each in rounds),
-        seconds_to_target=tuple(seconds for seconds, _ in reached),
-        steps_to_target=tuple(steps for _, steps in reached),
+        step_ms=median(means.values()),
+        round_step_ms=means,
+        timed_steps=window.steps,
+        whole_periods=window.whole,
+        interface_bytes=fmean(interface_bytes(record, window) for record in nodes),
+        wire_bytes=fmean(interface_bytes(record, window) * _wire_share(record) for record in nodes),
+        predicted_bytes=predicted(facts, ranks_per_node),
+        synchronous=is_synchronous(facts),
+        family=family_of(facts),
+        losses={number: _last_loss(each) for number, each in rounds.items()},
+        test_losses={number: _at_end(each, "test_losses") for number, each in rounds.items()},
+        accuracies={number: _at_end(each, "accuracies") for number, each in rounds.items()},
+        curve=curve,
+        steps_to_target=steps,
+        seconds_to_target={} if steps is None else {number: trained(each, steps) for number, each in rounds.items()},
+        paused_share=fmean(record["paused_seconds"] / sum(record["step_seconds"]) for record in nodes),
     )
+
+
+def window_of(facts: Mapping[str, Any], warmup_steps: int, steps: int) -> Window:
+    """The last whole periods behind the strategy's own start; all steps but the first where there is not even one."""
+    period = max(1, facts.get("period_steps", 1))
+    settled = max(warmup_steps, facts.get("settles_after", 0))
+    periods = (steps - settled) // period
+    if periods < 1:
+        return Window(warmup_steps, steps, whole=False)
+    return Window(steps - periods * period, steps, whole=True)
 
 
 def job_steps(records: Round) -> list[float]:
@@ -69,29 +108,51 @@ def job_steps(records: Round) -> list[float]:
     return [fmean(times) for times in zip(*(record["step_seconds"] for record in records), strict=True)]
 
 
-def block_means(seconds: Sequence[float], size: int = BLOCK_STEPS) -> list[float]:
-    """Means of consecutive whole blocks; of all steps when there are too few for one."""
-    if len(seconds) < size:
-        return [fmean(seconds)]
-    return [fmean(seconds[start : start + size]) for start in range(0, len(seconds) - size + 1, size)]
+def interface_bytes(record: Mapping[str, Any], window: Window) -> float:
+    """Bytes per step that the node's interface has sent in the window."""
+    after = [0, *record["interface_after"]]
+    return float(after[window.last] - after[window.first]) / window.steps
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def _wire_share(record: Mapping[str, Any]) -> float:
+    """What the limiter counts for a byte of the interface's counter; 0 where there is no limiter."""
+    sent = record["sent"]
+    return float(sent["wire"] / sent["interface"]) if sent["interface"] else 0.0
 
 
-def time_to_target(records: Round, target: float) -> tuple[float | None, int | None]:
-    """Seconds of training and steps until an evaluation first reached ``target``; evaluations take no time here."""
-    steps = job_steps(records)
-    for done, accuracy in records[0]["accuracies"]:
-        if accuracy >= target:
-            return sum(steps[SETUP_STEPS:done]), int(done)
-    return None, None
+def _last_loss(records: Round) -> float:
+    return fmean(fmean(record["losses"][-LAST_STEPS:]) for record in records)
+
+
+def _at_end(records: Round, key: str) -> float:
+    return float(max((int(step), value) for record in records for step, value in record[key])[1])
+
+
+def accuracies_of(records: Round) -> dict[int, float]:
+    """Test accuracy after so many steps; the ranks share the evaluations."""
+    return dict(sorted((int(step), float(value)) for record in records for step, value in record["accuracies"]))
+
+
+def mean_curve(curves: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
+    """The mean over rounds, where all of them have an evaluation."""
+    common = set(curves[0]).intersection(*curves)
+    return [(step, fmean(curve[step] for curve in curves)) for step in sorted(common)]
+
+
+def steps_to_target(curve: Sequence[tuple[int, float]], target: float) -> int | None:
+    """The first evaluation from which the curve stays at or above ``target`` to its end."""
+    reached = None
+    for step, accuracy in curve:
+        if accuracy < target:
+            reached = None
+        elif reached is None:
+            reached = step
+    return reached
+
+
+def trained(records: Round, steps: int) -> float:
+    """Seconds of training up to a step, without the set-up; evaluations and copies take no time here."""
+    return sum(job_steps(records)[SETUP_STEPS:steps])
 
 
 def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
@@ -105,20 +166,34 @@ def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
 
 def is_synchronous(facts: Mapping[str, Any]) -> bool:
     """Whether one of our profiles averages all gradients, uncompressed, in every step."""
+    return family_of(facts) == "ddp"
+
+
+def family_of(facts: Mapping[str, Any]) -> str | None:
+    """The kind of PyTorch's that does the same as one of our profiles; None where none does."""
     profile = facts.get("profile")
-    if profile is None or "gradients" not in facts:
-        return False
-    return not profile.get("use_local_sgd", False) and profile.get("compression", "none") == "none"
+    if profile is None or "gradients" not in facts or profile.get("accumulate_steps", 1) > 1:
+        return None
+    if profile.get("use_local_sgd", False):
+        return "post_local_sgd" if profile.get("compression", "none") == "none" else None
+    compression = profile.get("compression", "none")
+    return {"none": "ddp", "bf16": "bf16", "powersgd": "powersgd"}.get(compression)
 
 
-def paired_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Median over the rounds of one over other: both ran next to each other, under the same load."""
-    return median([one / other for one, other in zip(ones, others, strict=True)])
+def paired(ones: Mapping[int, float], others: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Of both, in the rounds that both have: they ran next to each other, under the same load."""
+    return {number: (one, others[number]) for number, one in ones.items() if number in others}
 
 
-def paired_difference(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Median over the rounds of one minus other."""
-    return median([one - other for one, other in zip(ones, others, strict=True)])
+def paired_ratio(ones: Mapping[int, float], others: Mapping[int, float]) -> float | None:
+    """Median over the rounds of one over other; None without a common round."""
+    pairs = paired(ones, others).values()
+    return median([one / other for one, other in pairs]) if pairs else None
+
+
+def paired_differences(ones: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
+    """One minus other, of every common round."""
+    return [one - other for one, other in paired(ones, others).values()]
 
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "bit": 1.0}

@@ -28,13 +28,17 @@ class Sent:
         return Sent(self.interface - other.interface, self.wire - other.wire)
 
 
+def interface_bytes() -> int:
+    """What this node has sent since it is up, by the interface's counter: quick enough to be read in every step."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
 def sent_so_far() -> Sent:
-    """What this node has sent since it is up."""
-    interface = int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+    """By both counters; takes milliseconds."""
     shown = subprocess.run(
         ["tc", "-s", "qdisc", "show", "dev", INTERFACE], capture_output=True, text=True, check=False, timeout=30
     )
-    return Sent(interface, limiter_bytes(shown.stdout))
+    return Sent(interface_bytes(), limiter_bytes(shown.stdout))
 
 
 def limiter_bytes(shown: str) -> int:

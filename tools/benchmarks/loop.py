@@ -1,22 +1,22 @@
-"""The loop that every contestant runs in each of its ranks: train, time, count, evaluate with the clock stopped."""
+"""The loop that every contestant runs in each of its ranks: train, time, count, and evaluate afterwards."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.benchmarks.link import Sent, sent_so_far
-from tools.benchmarks.task import Batches, Task, Weights, test_accuracy
+from tools.benchmarks.link import Sent, interface_bytes, sent_so_far
+from tools.benchmarks.networks import judged
+from tools.benchmarks.task import Batches, Task, Weights
 
 # After the last rank has finished a step, the kernel may still have bytes of it in a socket's buffer.
 _DRAIN_SECONDS = 0.05
@@ -29,7 +29,7 @@ class Trainee(Protocol):
         """Train on this rank's share of a batch; returns its loss."""
 
     def weights(self) -> Weights:
-        """This rank's weights now, in the order of ``start_weights``."""
+        """A copy of this rank's weights, in the order of ``start_weights``."""
 
     def facts(self) -> dict[str, Any]:
         """Versions, and what the strategy says about itself."""
@@ -45,7 +45,7 @@ class Assignment:
     node_num: int
     ranks_per_node: int
     timeout_seconds: float
-    start_iteration: int  # of PyTorch's hooks that begin with plain steps
+    start_iteration: int  # of PyTorch's hooks that begin with plain steps, where the contestant's name does not say it
 
     @property
     def world_size(self) -> int:
@@ -80,45 +80,42 @@ class Meeting:
                     raise TimeoutError(f"rank {rank} did not come to meeting {self._count} of the benchmark")
                 time.sleep(0.001)
 
-    def averaged(self, weights: Weights) -> Weights | None:
-        """On rank 0 the mean of all ranks' weights, else None. Strategies with local steps are judged by their mean."""
-        mine = self._folder / f"weights-{self._rank}.npz"
-        np.savez(mine, *weights)
+    def averaged(self, weights: Weights, on_rank: int) -> Weights | None:
+        """On one rank the mean of all ranks' weights, else None."""
+        np.savez(self._folder / f"weights-{on_rank}-{self._rank}.npz", *weights)
         self.meet()
-        if self._rank != 0:
+        if self._rank != on_rank:
             return None
-        files = [np.load(self._folder / f"weights-{rank}.npz") for rank in self._ranks]
+        files = [np.load(self._folder / f"weights-{on_rank}-{rank}.npz") for rank in self._ranks]
         return [np.mean([file[name] for file in files], axis=0) for name in files[0].files]
 
 
+@dataclass
+class Training:
+    """What one rank's training left behind; ``seconds`` and ``interface`` (bytes sent so far) by step."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    interface: list[int] = field(default_factory=list)
+    snapshots: list[tuple[int, Weights]] = field(default_factory=list)
+    paused_seconds: float = 0.0
+    sent: Sent = field(default_factory=Sent)
+
+
 def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
-    """Train the whole task and write this rank's record."""
-    task = assignment.task
+    """Train the whole task without a stop, then evaluate what was kept of it, and write this rank's record."""
     meeting = Meeting(assignment, rank)
-    batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
-    step_seconds: list[float] = []
-    losses: list[float] = []
-    accuracies: list[tuple[int, float]] = []
-    sent = Sent()
-    for first, last in _stretches(task):
-        meeting.meet()
-        before = sent_so_far()
-        for features, labels in batches[first:last]:
-            began = time.perf_counter()
-            losses.append(trainee.step(features, labels))
-            step_seconds.append(time.perf_counter() - began)
-        meeting.meet()
-        time.sleep(_DRAIN_SECONDS)
-        sent += (sent_so_far() - before) if first >= task.warmup_steps else Sent()
-        mean = meeting.averaged(trainee.weights())
-        if mean is not None:
-            accuracies.append((last, test_accuracy(task, mean)))
+    training = train(trainee, assignment, rank, meeting)
+    tests = evaluate(training.snapshots, assignment, meeting)
     record = {
         "rank": rank,
-        "step_seconds": step_seconds,
-        "losses": losses,
-        "accuracies": accuracies,
-        "sent": asdict(sent),
+        "step_seconds": training.seconds,
+        "losses": training.losses,
+        "interface_after": training.interface,
+        "sent": asdict(training.sent),
+        "paused_seconds": training.paused_seconds,
+        "accuracies": [(step, accuracy) for step, accuracy, _ in tests],
+        "test_losses": [(step, loss) for step, _, loss in tests],
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "facts": trainee.facts(),
     }
@@ -126,10 +123,49 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
     meeting.meet()  # nobody leaves while a peer may still need it
 
 
-def _stretches(task: Task) -> Iterator[tuple[int, int]]:
-    """Steps between two evaluations; the end of the warm-up is a boundary too."""
-    edges = sorted({0, task.warmup_steps, task.steps, *range(0, task.steps, task.evaluate_every)})
-    yield from itertools.pairwise(edges)
+def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting) -> Training:
+    """Every ``evaluate_every`` steps and at the end the weights are copied, with the clock stopped and nobody waited
+    for: what a strategy sends beside local steps has these milliseconds for nothing, and they are in the record.
+    """
+    task, done = assignment.task, Training()
+    batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
+    kept = {task.steps, *range(task.evaluate_every, task.steps, task.evaluate_every)}
+    meeting.meet()
+    before = sent_so_far()
+    for step, (features, labels) in enumerate(batches, 1):
+        began = time.perf_counter()
+        done.losses.append(trainee.step(features, labels))
+        ended = time.perf_counter()
+        done.seconds.append(ended - began)
+        done.interface.append(interface_bytes() - before.interface)
+        if step in kept:
+            done.snapshots.append((step, trainee.weights()))
+            done.paused_seconds += time.perf_counter() - ended
+    meeting.meet()
+    time.sleep(_DRAIN_SECONDS)
+    done.sent = sent_so_far() - before
+    done.interface[-1] = done.sent.interface
+    return done
+
+
+def evaluate(
+    snapshots: Sequence[tuple[int, Weights]], assignment: Assignment, meeting: Meeting
+) -> list[tuple[int, float, float]]:
+    """Step, accuracy and test loss of the mean of all ranks' weights, for this rank's share of the snapshots.
+
+    The mean, also of running statistics: replicas of strategies with local steps differ, and are judged together.
+    """
+    found: list[tuple[int, float, float]] = []
+    size = assignment.world_size
+    for first in range(0, len(snapshots), size):
+        mine: tuple[int, Weights] | None = None
+        for on_rank, (step, weights) in enumerate(snapshots[first : first + size]):
+            mean = meeting.averaged(weights, on_rank)
+            mine = mine if mean is None else (step, mean)
+        if mine is not None:
+            found.append((mine[0], *judged(assignment.task, mine[1])))
+        meeting.meet()
+    return found
 
 
 def _publish(record: dict[str, Any], path: Path) -> None:

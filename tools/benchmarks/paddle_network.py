@@ -1,17 +1,30 @@
-"""The task's network in Paddle, for static and dynamic mode."""
+"""The tasks' networks in Paddle, for static and dynamic mode."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import nn
 
-from tools.benchmarks.task import Task, start_weights
+from tools.benchmarks import resnet
+from tools.benchmarks.networks import start_weights
+from tools.benchmarks.resnet import Convolution
+from tools.benchmarks.task import CLASSES, MLP, Task
+
+
+def network(task: Task) -> Any:
+    """Its ``parameters()`` are in the order of ``start_weights``. Start values come through initializers, so that
+    whatever a strategy keeps of the start state is right too.
+    """
+    return Network(task) if task.network == MLP else ResNet(task)
 
 
 class Network(nn.Layer):  # type: ignore[misc]
-    """Start values come through initializers, so that whatever a strategy keeps of the start state is right too."""
+    """Fully connected."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -28,6 +41,52 @@ class Network(nn.Layer):  # type: ignore[misc]
             out = layer(hidden) if index == last else nn.functional.relu(layer(hidden))
             hidden = hidden + out if self._task.is_skipped(index) else out
         return hidden
+
+
+class _Normed(nn.Layer):  # type: ignore[misc]
+    """A convolution and its batch norm, which adds the running statistics to the parameters."""
+
+    def __init__(self, convolution: Convolution, start: Iterator[NDArray[np.float32]]) -> None:
+        super().__init__()
+        shape = (convolution.inputs, convolution.outputs, convolution.size, convolution.stride, convolution.padding)
+        self.convolution = nn.Conv2D(*shape, weight_attr=_starting_at(next(start)), bias_attr=False)
+        # Running statistics start at 0 and 1, which is what start_weights has for them.
+        scale, shift, _, _ = (next(start) for _ in range(4))
+        self.norm = nn.BatchNorm2D(
+            convolution.outputs, epsilon=resnet.EPSILON, weight_attr=_starting_at(scale), bias_attr=_starting_at(shift)
+        )
+
+    def forward(self, images: Any) -> Any:
+        return self.norm(self.convolution(images))
+
+
+class _Block(nn.Layer):  # type: ignore[misc]
+    def __init__(self, block: tuple[int, int, int], start: Iterator[NDArray[np.float32]]) -> None:
+        super().__init__()
+        self.parts = nn.LayerList(_Normed(each, start) for each in resnet.of_block(*block))
+
+    def forward(self, images: Any) -> Any:
+        first, second, *shortcut = self.parts
+        out = second(nn.functional.relu(first(images)))
+        return nn.functional.relu(out + (shortcut[0](images) if shortcut else images))
+
+
+class ResNet(nn.Layer):  # type: ignore[misc]
+    """ResNet-18 as ``resnet.py`` has it."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        start = iter(start_weights(task))
+        self.stem = _Normed(resnet.stem(), start)
+        self.blocks = nn.LayerList(_Block(each, start) for each in resnet.BLOCKS)
+        weight, bias = (_starting_at(value) for value in start)
+        self.classifier = nn.Linear(resnet.BLOCKS[-1][1], CLASSES, weight, bias)
+
+    def forward(self, images: Any) -> Any:
+        hidden = nn.functional.relu(self.stem(images))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.classifier(hidden.mean(axis=[2, 3]))
 
 
 def _starting_at(value: Any) -> Any:

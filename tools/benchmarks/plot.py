@@ -12,7 +12,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from tools.benchmarks.contestants import ALONE, parse
-from tools.benchmarks.figures import SETUP_STEPS, Summary, job_steps
+from tools.benchmarks.figures import Summary, accuracies_of, trained
 
 
 def draw(path: Path, rounds: Sequence[Mapping[str, Any]], summaries: Mapping[str, Summary], target: float) -> None:
@@ -25,7 +25,8 @@ def draw(path: Path, rounds: Sequence[Mapping[str, Any]], summaries: Mapping[str
         left.plot(times, accuracies, label=name, linewidth=1.2)
     left.axhline(target, color="grey", linewidth=0.8, linestyle="--")
     left.set(xlabel="seconds of training", ylabel="test accuracy", ylim=(0.6, 1.0))
-    left.legend(fontsize=7)
+    if shown:
+        left.legend(fontsize=7)
     positions = range(len(shown))
     computing = [_computing_ms(name, summaries) for name in shown]
     waiting = [max(0.0, summaries[name].step_ms - alone) for name, alone in zip(shown, computing, strict=True)]
@@ -42,9 +43,8 @@ def draw(path: Path, rounds: Sequence[Mapping[str, Any]], summaries: Mapping[str
 
 def accuracy_curve(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
     """Seconds of training and accuracy at every evaluation."""
-    steps = job_steps(ranks)
-    points = [(sum(steps[SETUP_STEPS:done]), accuracy) for done, accuracy in ranks[0]["accuracies"]]
-    return [seconds for seconds, _ in points], [accuracy for _, accuracy in points]
+    points = accuracies_of(ranks)
+    return [trained(ranks, step) for step in points], list(points.values())
 
 
 def _computing_ms(name: str, summaries: Mapping[str, Summary]) -> float:

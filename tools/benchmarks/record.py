@@ -1,10 +1,11 @@
-"""The record of a benchmark: what was measured, on what, with which command. JSON, a markdown page and a plot."""
+"""The record of a benchmark: what was measured, on what, with which command. JSON and a markdown page."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.selftest.record import git, processor
-from tools.benchmarks.figures import BLOCK_STEPS, SETUP_STEPS, Summary
+from tools.benchmarks.figures import SETUP_STEPS, Summary
 from tools.benchmarks.report import row_of, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def circumstances() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git(ROOT, "rev-parse", "HEAD"),
         "uncommitted_changes": bool(git(ROOT, "status", "--porcelain", "--", "fleet_train", "tools", "strategies")),
-        "command": " ".join(["python", "tools/bench_strategies.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "tools/bench_strategies.py", *map(shlex.quote, sys.argv[1:])]),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "processor": processor(),
         "processors": len(os.sched_getaffinity(0)),
@@ -59,7 +60,7 @@ def _version(package: str) -> str | None:
 def write(
     path: Path, record: Mapping[str, Any], summaries: Mapping[str, Summary], predictions: Mapping[str, float]
 ) -> None:
-    """``path`` is without its ending: .json, .md and .png are written."""
+    """``path`` is without its ending: .json and .md are written, each whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rate = record["lab"]["rate"]
     figures = {
@@ -70,58 +71,110 @@ def write(
     summary = json.dumps(figures, indent=1)
     rounds = ",\n".join(json.dumps(each) for each in record["rounds"])
     text = f'{content[:-2]},\n"summary": {summary},\n"rounds": [\n{rounds}\n]}}\n'
-    path.with_suffix(".json").write_text(text, encoding="utf-8")
-    path.with_suffix(".md").write_text(page(path.name, record, summaries, predictions), encoding="utf-8")
+    _replace(beside(path, ".json"), text)
+    _replace(beside(path, ".md"), page(path.name, record, summaries, predictions))
+
+
+def beside(path: Path, ending: str) -> Path:
+    """A record's name may have dots in it, so nothing is taken off it."""
+    return path.with_name(path.name + ending)
+
+
+def _replace(path: Path, text: str) -> None:
+    part = beside(path, ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
 
 
 def page(
     name: str, record: Mapping[str, Any], summaries: Mapping[str, Summary], predictions: Mapping[str, float]
 ) -> str:
     """The markdown page of a record."""
-    lab, at, task = record["lab"], record["circumstances"], record["task"]
+    lab, at = record["lab"], record["circumstances"]
     lines = [
-        f"# Strategies, {at['date'][:10]}: {lab['nodes']} nodes x {lab['ranks_per_node']} ranks, {lab['rate']}",
+        f"# Strategies, {at['date'][:10]}: {record['task']['network']}, {lab['nodes']} nodes x "
+        f"{lab['ranks_per_node']} ranks, {told_rate(lab['rate'])}",
         "",
-        f"- Network: {task['description']}; batch {task['global_batch_size']} over all ranks, SGD with momentum "
-        f"{task['momentum']}, learning rate {task['learning_rate']}, scikit-learn's digits, float32, one thread "
-        "per rank.",
-        f"- Machine: {at['processor']}, {at['processors']} processors for all ranks together, Linux {at['kernel']}, "
-        f"{at['congestion_control']}, load average "
-        f"{at['load_average_before'][0]} before the start; an emulated network.",
-        f"- Versions: {', '.join(f'{key} {value}' for key, value in at['versions'].items())}; "
-        f"commit {at['commit'][:10]}{' with uncommitted changes' if at['uncommitted_changes'] else ''}.",
-        f"- {record['repeats']} rounds, every contestant once per round in turn, {task['steps']} steps each, the first "
-        f"{task['warmup_steps']} not timed. Step: median over means of {BLOCK_STEPS} steps. Ratios and differences: "
-        "median over the rounds of what ran in the same round.",
-        f"- Target: test accuracy {record['target']}; evaluations take no time; the first {SETUP_STEPS} steps "
-        "are left out.",
-        f"- Command: `{at['command']}`",
+        *_settings(record),
+        *_sittings(record["sittings"]),
         "",
         table(summaries, lab["rate"], predictions),
         "",
-        *_notes(record),
+        *_notes(record, summaries),
         f"![time to accuracy]({name}.png)",
         "",
     ]
     return "\n".join(lines)
 
 
-def _notes(record: Mapping[str, Any]) -> list[str]:
-    failures: Sequence[Mapping[str, Any]] = record["failures"]
+def told_rate(rate: str) -> str:
+    return "no limit" if rate == "none" else rate
+
+
+def _settings(record: Mapping[str, Any]) -> list[str]:
+    task = record["task"]
+    seeds = sorted({each["seed"] for each in record["rounds"]})
+    return [
+        f"- **{record['whole_rounds']} of {record['repeats']} rounds**, every contestant once per round in turn, "
+        f"{task['steps']} steps each; seeds of start weights and data order: {', '.join(map(str, seeds))}.",
+        f"- Network: {task['description']}; batch {task['global_batch_size']} over all ranks, SGD with momentum "
+        f"{task['momentum']}, constant learning rate {task['learning_rate']}, scikit-learn's digits, float32, one "
+        "thread per rank.",
+        f"- Step: the mean over the last whole periods of a strategy, behind its own start and the first "
+        f"{task['warmup_steps']} steps; the median of these means over the rounds, with the smallest and largest. "
+        "Ratios and differences: of what ran in the same round, and the median over the rounds.",
+        f"- Target: the first evaluation from which the mean test accuracy over the rounds stays at or above "
+        f"{record['target']} to the end; the mean of the seconds of training until there, without the first "
+        f"{SETUP_STEPS} steps.",
+        f"- Off the clock: every {task['evaluate_every']} steps each rank copies its weights while its clock stands "
+        "still. After the training the mean of all ranks' weights (and running statistics) is evaluated: replicas "
+        "of strategies with local steps differ, and are judged by their mean.",
+    ]
+
+
+def _sittings(sittings: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for at in sittings:
+        loads = f"{at['load_average_before'][0]} before and {(at['load_average_after'] or ['?'])[0]} after"
+        lines += [
+            f"- Rounds {_told_rounds(at['rounds'])}, {at['date']}: {at['processor']}, {at['processors']} processors "
+            f"for all ranks together, Linux {at['kernel']}, {at['congestion_control']}; load average {loads}; an "
+            "emulated network.",
+            f"  - Versions: {', '.join(f'{key} {value}' for key, value in at['versions'].items() if value)}; commit "
+            f"{at['commit'][:10]}{' with uncommitted changes' if at['uncommitted_changes'] else ', clean'}.",
+            f"  - Command: `{at['command']}`",
+        ]
+    return lines
+
+
+def _told_rounds(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def _notes(record: Mapping[str, Any], summaries: Mapping[str, Summary]) -> list[str]:
     link = record["lab"].get("link")
+    turns = [each["seconds"] for each in record["rounds"]]
+    paused = max((each.paused_share for each in summaries.values()), default=0.0)
     notes = [
-        "*sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: "
-        "what the limiter counted, with one header per packet of the link's size, at the link's rate. *scaling "
-        "efficiency*: the compute-only step, which is one node's, over the step.",
+        "*best DDP*: the fastest of PyTorch DDP's bucket sizes in this table. *PyTorch twin*: the hook that does the "
+        "same, the fastest of its settings in this table. *(tuned)*: a file of tools/benchmarks/profiles with knobs "
+        "chosen for this benchmark; without it, a profile of the catalogue as it is. *sent / predicted*: the "
+        "interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: what the limiter counted, "
+        "with one header per packet of the link's size, at the link's rate. *scaling efficiency*: the compute-only "
+        "step, which is one node's, over the step. *times fewer than float32*: bytes of the first synchronous "
+        f"strategy over its own. Copies of the weights took at most {paused:.1%} of a contestant's training time.",
+        "",
+        f"The turns took {sum(turns) / 60:.0f} minutes.",
         "",
     ]
+    if any(not each.whole_periods for each in summaries.values()):
+        notes += ["[1] Shorter than its own start and one period: the mean over all steps but the first.", ""]
     if link:
         notes += [
             f"*predicted step*: the plan's price with the compute-only step and a link that `plan --measure` found to "
             f"have {link['latency_us']:.0f} us of latency and {link['bandwidth_mbps']:.0f} Mb/s.",
             "",
         ]
-    notes += []
-    for failure in failures:
-        notes.append(f"- **Failed**: {failure['contestant']} in round {failure['round']}: {failure['reason']}")
-    return [*notes, ""] if failures else notes
+    failed = [f"- **Failed**: {each['contestant']} in round {each['round']}: {each['reason']}"
+              for each in record["failures"]]  # fmt: skip
+    return [*notes, *failed, ""] if failed else notes

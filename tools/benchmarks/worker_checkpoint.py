@@ -31,7 +31,7 @@ class Worker:
     """One rank with its program, and a saver for each kind of block that saves."""
 
     def __init__(self, folder: Path) -> None:
-        task = TASKS["digits_3m"]
+        task = TASKS["mlp"]
         features = paddle.static.data("features", [None, task.sizes[0]], "float32")
         labels = paddle.static.data("labels", [None], "int64")
         self._loss = paddle.nn.functional.cross_entropy(Network(task)(features), labels)

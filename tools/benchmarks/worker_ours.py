@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,17 +17,17 @@ from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
 from fleet_train.plan.traffic import traffic
 from tools.benchmarks.loop import Assignment, run
-from tools.benchmarks.paddle_network import Network
+from tools.benchmarks.paddle_network import network
 from tools.benchmarks.task import Weights
 
 
 class OurTrainee:
     def __init__(self, assignment: Assignment) -> None:
         task = assignment.task
-        features = paddle.static.data("features", [None, task.sizes[0]], "float32")
+        features = paddle.static.data("features", [None, *task.sample_shape], "float32")
         labels = paddle.static.data("labels", [None], "int64")
         self._cluster = Cluster.imagined(assignment.node_num, assignment.ranks_per_node)
-        self._network = Network(task)
+        self._network = network(task)
         self._loss = paddle.nn.functional.cross_entropy(self._network(features), labels)
         optimizer = paddle.optimizer.Momentum(task.learning_rate, task.momentum)
         # The profile is the launcher's --strategy.
@@ -50,6 +51,7 @@ class OurTrainee:
         facts = {
             "paddle": paddle.__version__,
             "profile": profile.model_dump(mode="json", include=set(profile.explicit)),
+            **rhythm(profile.model_dump(mode="json")),
         }
         if plan is None:
             return facts
@@ -60,6 +62,19 @@ class OurTrainee:
             "gradient_bytes": plan.gradient_bytes,
             "gradients": [[g.name, g.shape, g.dtype] for bucket in plan.buckets for g in bucket.gradients],
         }
+
+
+def rhythm(profile: Mapping[str, Any]) -> dict[str, int]:
+    """When a profile's steps are all of one kind: the steps before, and after how many they repeat."""
+    if profile["use_local_sgd"]:
+        is_constant = profile["local_sgd_schedule"] == "constant"
+        return {
+            "settles_after": profile["local_sgd_is_warm_steps"],
+            "period_steps": profile["local_sgd_steps"] if is_constant else profile["local_sgd_max_steps"],
+        }
+    settles = {"powersgd": profile["powersgd_start_step"]}
+    settles["dgc"] = profile["dgc_rampup_begin_step"] + profile["dgc_rampup_steps"]
+    return {"settles_after": settles.get(profile["compression"], 0), "period_steps": profile["accumulate_steps"]}
 
 
 def main() -> None:

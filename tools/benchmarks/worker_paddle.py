@@ -8,18 +8,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import paddle
 
 from tools.benchmarks.contestants import ALONE, parse
 from tools.benchmarks.loop import Assignment, run
-from tools.benchmarks.paddle_network import Network
+from tools.benchmarks.paddle_network import network
 from tools.benchmarks.task import Weights
 
 
 class PaddleTrainee:
     def __init__(self, assignment: Assignment) -> None:
         task = assignment.task
-        self._network = Network(task)
+        self._network = network(task)
         is_alone = parse(assignment.contestant).kind == ALONE
         self._model = self._network if is_alone else paddle.DataParallel(self._network)
         self._optimizer = paddle.optimizer.Momentum(
@@ -35,7 +36,7 @@ class PaddleTrainee:
         return float(loss.item())
 
     def weights(self) -> Weights:
-        return [parameter.numpy() for parameter in self._network.parameters()]
+        return [np.array(parameter.numpy()) for parameter in self._network.parameters()]
 
     def facts(self) -> dict[str, Any]:
         return {"paddle": paddle.__version__}

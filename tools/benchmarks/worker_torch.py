@@ -8,7 +8,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,67 +17,47 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.benchmarks.contestants import ALONE, number_in, parse
+from tools.benchmarks.contestants import ALONE, parse
+from tools.benchmarks.hooks import Hook
 from tools.benchmarks.loop import Assignment, run
-from tools.benchmarks.task import Task, Weights, start_weights
-
-
-class Network(torch.nn.Module):  # type: ignore[misc]
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._task = task
-        sizes = zip(task.sizes, task.sizes[1:], strict=False)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in sizes)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters(), start_weights(task), strict=True):
-                parameter.copy_(torch.from_numpy(value.T))
-
-    def forward(self, hidden: Any) -> Any:
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            out = layer(hidden) if index == last else torch.relu(layer(hidden))
-            hidden = hidden + out if self._task.is_skipped(index) else out
-        return hidden
-
+from tools.benchmarks.task import Weights
+from tools.benchmarks.torch_network import network, weights_of
 
 # DDP takes bf16_compress_hook on NCCL only and knows it by its name; Gloo sums bfloat16 as well.
 _BF16_COMPRESS = lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)  # noqa: E731
 
 
-def _bucket_size(variant: str) -> dict[str, int]:
-    if variant.startswith("powersgd"):
+def _bucket_size(hook: Hook) -> dict[str, int]:
+    if hook.kind == "powersgd":
         # The hook's collectives of two buckets overtake each other on Gloo, and the job aborts: all in one bucket.
         return {"bucket_cap_mb": 1024}
-    return {"bucket_cap_mb": number_in(variant)} if variant.startswith("ddp_") else {}
+    return {"bucket_cap_mb": hook.bucket_mb} if hook.bucket_mb else {}
 
 
 class TorchTrainee:
     def __init__(self, assignment: Assignment) -> None:
         contestant, task = parse(assignment.contestant), assignment.task
-        self._network = Network(task)
+        self._network = network(task)
         self._optimizer: Any = torch.optim.SGD(
             self._network.parameters(), lr=task.learning_rate, momentum=task.momentum
         )
         self._model: Any = self._network
+        self._hook = Hook.of("ddp" if contestant.kind == ALONE else contestant.variant, assignment.start_iteration)
         if contestant.kind != ALONE:
-            self._distribute(contestant.variant, assignment)
+            self._distribute(self._hook, assignment)
 
-    def _distribute(self, variant: str, assignment: Assignment) -> None:
-        model = self._model = DistributedDataParallel(self._network, **_bucket_size(variant))
-        start = assignment.start_iteration
-        if variant == "bf16":
+    def _distribute(self, hook: Hook, assignment: Assignment) -> None:
+        model = self._model = DistributedDataParallel(self._network, **_bucket_size(hook))
+        if hook.kind == "bf16":
             model.register_comm_hook(None, _BF16_COMPRESS)
-        elif variant.startswith("powersgd"):
-            state = power_sgd.PowerSGDState(
-                None, matrix_approximation_rank=number_in(variant), start_powerSGD_iter=start
-            )
+        elif hook.kind == "powersgd":
+            state = power_sgd.PowerSGDState(None, matrix_approximation_rank=hook.number, start_powerSGD_iter=hook.start)
             model.register_comm_hook(state, power_sgd.powerSGD_hook)
-        elif variant.startswith("post_local_sgd"):
+        elif hook.kind == "post_local_sgd":
             inside_node, _ = dist.new_subgroups(assignment.ranks_per_node)
-            model.register_comm_hook(
-                local_sgd.PostLocalSGDState(None, inside_node, start_localSGD_iter=start), local_sgd.post_localSGD_hook
-            )
-            averager = PeriodicModelAverager(period=number_in(variant), warmup_steps=start)
+            state = local_sgd.PostLocalSGDState(None, inside_node, start_localSGD_iter=hook.start)
+            model.register_comm_hook(state, local_sgd.post_localSGD_hook)
+            averager = PeriodicModelAverager(period=hook.number, warmup_steps=hook.start)
             self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
 
     def step(self, features: Any, labels: Any) -> float:
@@ -89,10 +68,10 @@ class TorchTrainee:
         return float(loss.detach())
 
     def weights(self) -> Weights:
-        return [np.array(parameter.detach().numpy().T) for parameter in self._network.parameters()]
+        return weights_of(self._network.ordered())
 
     def facts(self) -> dict[str, Any]:
-        return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        return {"torch": torch.__version__, "threads": torch.get_num_threads(), **self._hook.rhythm()}
 
 
 def main() -> None:
