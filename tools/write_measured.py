@@ -1,10 +1,11 @@
-"""Write what benchmark records measured into the profiles of the catalogue.
+"""Write what the records of docs/benchmarks measured into the catalogue's profiles and the READMEs.
 
-    python tools/write_measured.py docs/benchmarks/2026-11-20-1gbit-2x1.json [more records]
+    python tools/write_measured.py           # after a new record, or a new mark on an old one
+    python tools/write_measured.py --check   # only say what is not as it would be written; exit code 1
 
-replaces the ``measured`` section of every profile in ``strategies/`` that one of the records has figures for, one line
-per record, and leaves the others alone. A profile file that was made for the benchmark counts for the catalogue's
-profile that it differs from in numbers only (a shorter warm-up, say); the line names these numbers.
+A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
+with the knobs that it has now. Refuted records, records with uncommitted changes, and files made for the benchmark give
+no line. A README has what its blocks ask for (tools/benchmarks/quoted.py).
 """
 
 from __future__ import annotations
@@ -13,106 +14,72 @@ import argparse
 import json
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from fleet_train.errors import ProfileError
-from fleet_train.profile import KNOBS, Profile, load_profile, profile_names
-from fleet_train.profile.knobs import shown
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = "torch:ddp"
+from fleet_train.profile import Profile, load_profile, profile_names
+from tools.benchmarks.quoted import line, with_blocks
+from tools.benchmarks.records import ROOT, Record, quotable
+
+READMES = ("README.md", "README_cn.md")
+NOT_YET = "not measured yet: no record in docs/benchmarks has it"
 _SECTION = re.compile(r"\n*^measured:.*\n(?:(?:[ \t]+.*|[ \t]*)\n?)*", re.MULTILINE)
 
 
-def lines_of(record: Mapping[str, Any], source: str) -> dict[str, list[str]]:
-    """One record's lines by the catalogue's profile. ``source``: the record's path, as the line shows it."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, figures in record["summary"].items():
-        kind, _, variant = name.partition(":")
-        if kind == "ours":
-            for profile, changes in _counts_for(variant):
-                found[profile].append(_line(record, figures, changes, source))
-    return dict(found)
+def lines_for(profile: Profile, name: str, records: Sequence[Record]) -> list[str]:
+    """A profile's lines. ``records``: those that may be quoted, the newest first."""
+    newest: dict[tuple[str, str, int, int], str] = {}
+    for record in records:
+        if record.setting not in newest and _ran(profile, f"ours:{name}", record):
+            newest[record.setting] = line(record, f"ours:{name}")
+    return [newest[setting] for setting in sorted(newest)]
 
 
-def _counts_for(variant: str) -> list[tuple[str, str]]:
-    """The profiles of the catalogue that figures of ``variant`` are for, and in which numbers it differs from them."""
-    if variant in profile_names():
-        return [(variant, "")]
-    try:
-        measured = load_profile(str(ROOT / variant))
-    except ProfileError as error:
-        print(f"{variant}: left out: {error}", file=sys.stderr)
-        return []
-    differences = {name: _differing(measured, load_profile(name)) for name in profile_names()}
-    return [
-        (name, ", ".join(f"{knob} {shown(getattr(measured, knob))}" for knob in differing))
-        for name, differing in differences.items()
-        if _has_a_strategy(measured) and all(KNOBS[knob].kind in (int, float) for knob in differing)
-    ]
+def _ran(profile: Profile, contestant: str, record: Record) -> bool:
+    """Whether the contestant finished a turn with the knobs that the profile has now."""
+    if contestant not in record.content["summary"]:
+        return False
+    ran = next(each for each in record.content["rounds"] if each["contestant"] == contestant)
+    used = ran["ranks"][0]["facts"]["profile"]
+    return bool(used == profile.model_dump(mode="json", include=set(profile.explicit)))
 
 
-def _differing(one: Profile, other: Profile) -> list[str]:
-    return [knob for knob in _knobs() if getattr(one, knob) != getattr(other, knob)]
-
-
-def _has_a_strategy(profile: Profile) -> bool:
-    """Whether a switch or a choice is other than by default: profiles that differ in sizes only are all alike."""
-    return any(KNOBS[knob].kind not in (int, float) for knob in _differing(profile, Profile()))
-
-
-def _knobs() -> list[str]:
-    return [name for name in Profile.model_fields if name not in ("name", "description", "measured")]
-
-
-def _line(record: Mapping[str, Any], figures: Mapping[str, Any], changes: str, source: str) -> str:
-    lab = record["lab"]
-    parts = [
-        f"{record['circumstances']['date'][:10]}, {lab['nodes']} nodes x {lab['ranks_per_node']} on {lab['rate']}, CPU",
-        f"step {figures['step_ms']:.1f} ms" + _than_reference(figures),
-        f"{figures['interface_bytes'] / 1e6:.3g} MB sent per step and node",
-        f"accuracy {figures['accuracy']:.2%}" + _target(record, figures),
-    ]
-    tuned = f" (with {changes})" if changes else ""
-    return f"{'; '.join(parts)}{tuned}; {source}"
-
-
-def _than_reference(figures: Mapping[str, Any]) -> str:
-    ratio = figures.get("ratio")
-    return f" ({ratio:.2f} of PyTorch DDP's)" if ratio else ""
-
-
-def _target(record: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    seconds = figures["seconds_to_target"]
-    if not seconds or None in seconds:
-        return f", {record['target']:.0%} not reached in every round"
-    ordered = sorted(seconds)
-    middle = (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
-    return f", {record['target']:.0%} after {middle:.1f} s"
+def section_of(profile: Profile, lines: Sequence[str]) -> list[str]:
+    """The lines; without any, the profile's own reason why it was not measured, if it has one."""
+    reasons = [each for each in profile.measured if each.startswith("not measured")]
+    return list(lines) or reasons or [NOT_YET]
 
 
 def with_section(text: str, lines: Sequence[str]) -> str:
     """A profile's text with these lines as its ``measured`` section, at its end."""
-    entries = "".join(f"  - {json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    entries = "".join(f"  - {json.dumps(each, ensure_ascii=False)}\n" for each in lines)
     return f"{_SECTION.sub(chr(10), text).rstrip()}\n\nmeasured:\n{entries}"
+
+
+def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
+    """The text that each profile whose lines differ, and each README, should have."""
+    found: dict[Path, str] = {}
+    for name in profile_names():
+        profile, file = load_profile(name), ROOT / "strategies" / f"{name}.yaml"
+        lines = section_of(profile, lines_for(profile, name, records))
+        found[file] = with_section(file.read_text(), lines) if lines != list(profile.measured) else file.read_text()
+    for page in READMES:
+        found[ROOT / page] = with_blocks((ROOT / page).read_text(), records)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, help="JSON records of tools/bench_strategies.py")
-    found: dict[str, list[str]] = defaultdict(list)
-    for path in parser.parse_args(arguments).records:
-        source = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path.name
-        for profile, lines in lines_of(json.loads(path.read_text()), str(source)).items():
-            found[profile] += lines
-    for profile, lines in sorted(found.items()):
-        file = ROOT / "strategies" / f"{profile}.yaml"
-        file.write_text(with_section(file.read_text(), lines))
-        print(f"strategies/{profile}.yaml: {len(lines)} line{'' if len(lines) == 1 else 's'}")
-    return 0
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    is_check = parser.parse_args(arguments).check
+    differing = {file: text for file, text in wanted(quotable()).items() if file.read_text() != text}
+    for file, text in differing.items():
+        if not is_check:
+            file.write_text(text)
+        print(f"{file.relative_to(ROOT)}: {'not what the records say' if is_check else 'written'}")
+    return 1 if is_check and differing else 0
 
 
 if __name__ == "__main__":

@@ -139,7 +139,11 @@ def test_only_one_rank_of_a_node_counts_its_link() -> None:
     assert found.interface_bytes == pytest.approx(1_000_000)
 
 
-PLANNED: dict[str, Any] = {"gradients": [["w", [4, 4], "float32"]], "predicted_bytes_per_step": 1_000_000}
+PLANNED: dict[str, Any] = {
+    "gradients": [["w", [4, 4], "float32"]],
+    "predicted_bytes_per_step": 1_000_000,
+    "period_steps": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -147,9 +151,10 @@ PLANNED: dict[str, Any] = {"gradients": [["w", [4, 4], "float32"]], "predicted_b
     [
         ({}, "ddp"),
         ({"compression": "bf16"}, "bf16"),
-        ({"compression": "powersgd"}, "powersgd"),
+        ({"compression": "powersgd"}, "powersgd_1"),
         ({"compression": "dgc"}, None),
-        ({"use_local_sgd": True}, "post_local_sgd"),
+        ({"use_local_sgd": True}, "post_local_sgd_8"),
+        ({"use_local_sgd": True, "outer_optimizer": "diloco"}, None),
         ({"accumulate_steps": 4}, None),
     ],
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from tools.benchmarks.hooks import BF16, DDP, POST_LOCAL_SGD, POWERSGD
+
 # Building the program and opening connections: the clock of "time to target" leaves these steps out.
 SETUP_STEPS = 3
 # The training loss is the mean of so many last steps.
@@ -166,18 +168,19 @@ def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
 
 def is_synchronous(facts: Mapping[str, Any]) -> bool:
     """Whether one of our profiles averages all gradients, uncompressed, in every step."""
-    return family_of(facts) == "ddp"
+    return family_of(facts) == DDP
 
 
 def family_of(facts: Mapping[str, Any]) -> str | None:
-    """The kind of PyTorch's that does the same as one of our profiles; None where none does."""
+    """The family of PyTorch's hooks that does the same as one of our profiles; None where none does."""
     profile = facts.get("profile")
     if profile is None or "gradients" not in facts or profile.get("accumulate_steps", 1) > 1:
         return None
-    if profile.get("use_local_sgd", False):
-        return "post_local_sgd" if profile.get("compression", "none") == "none" else None
     compression = profile.get("compression", "none")
-    return {"none": "ddp", "bf16": "bf16", "powersgd": "powersgd"}.get(compression)
+    if profile.get("use_local_sgd", False):
+        is_plain = compression == "none" and profile.get("outer_optimizer", "none") == "none"
+        return f"{POST_LOCAL_SGD}_{facts['period_steps']}" if is_plain else None
+    return {"none": DDP, "bf16": BF16, "powersgd": f"{POWERSGD}_{profile.get('powersgd_rank', 1)}"}.get(compression)
 
 
 def paired(ones: Mapping[int, float], others: Mapping[int, float]) -> dict[int, tuple[float, float]]:

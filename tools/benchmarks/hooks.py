@@ -36,6 +36,11 @@ class Hook:
             return Hook(found["plain"], int(found["bucket"]) if found["bucket"] else None)
         return Hook(found["starting"], None, int(found["number"]), int(found["start"]) if found["start"] else start)
 
+    @property
+    def family(self) -> str:
+        """What it does, whatever its buckets and its start: ``ddp``, ``bf16``, ``powersgd_1``, ``post_local_sgd_8``."""
+        return f"{self.kind}_{self.number}" if self.kind in (POWERSGD, POST_LOCAL_SGD) else self.kind
+
     def rhythm(self) -> dict[str, int]:
         """As of our profiles: the steps before all are of one kind, and after how many they repeat."""
         return {"settles_after": self.start, "period_steps": self.number if self.kind == POST_LOCAL_SGD else 1}

@@ -92,7 +92,7 @@ def page(
     """The markdown page of a record."""
     lab, at = record["lab"], record["circumstances"]
     lines = [
-        f"# Strategies, {at['date'][:10]}: {record['task']['network']}, {lab['nodes']} nodes x "
+        f"# Strategies, {at['date'][:10]}: {record['task']['name']}, {lab['nodes']} nodes x "
         f"{lab['ranks_per_node']} ranks, {told_rate(lab['rate'])}",
         "",
         *_settings(record),
@@ -156,10 +156,10 @@ def _notes(record: Mapping[str, Any], summaries: Mapping[str, Summary]) -> list[
     turns = [each["seconds"] for each in record["rounds"]]
     paused = max((each.paused_share for each in summaries.values()), default=0.0)
     notes = [
-        "*best DDP*: the fastest of PyTorch DDP's bucket sizes in this table. *PyTorch twin*: the hook that does the "
-        "same, the fastest of its settings in this table. *(tuned)*: a file of tools/benchmarks/profiles with knobs "
-        "chosen for this benchmark; without it, a profile of the catalogue as it is. *sent / predicted*: the "
-        "interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: what the limiter counted, "
+        "*best DDP*: the fastest of PyTorch DDP's bucket sizes in this table. *PyTorch twin*: the hook of the same "
+        "kind, rank or period, the fastest of its settings in this table. *(tuned)*: a file of "
+        "tools/benchmarks/profiles with knobs chosen for this benchmark; without it, a profile of the catalogue as it "
+        "is. *sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: what the limiter counted, "
         "with one header per packet of the link's size, at the link's rate. *scaling efficiency*: the compute-only "
         "step, which is one node's, over the step. *times fewer than float32*: bytes of the first synchronous "
         f"strategy over its own. Copies of the weights took at most {paused:.1%} of a contestant's training time.",

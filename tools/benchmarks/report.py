@@ -101,9 +101,9 @@ def row_of(
 
 
 def of_family(family: str | None, summaries: Mapping[str, Summary]) -> list[str]:
-    """PyTorch's contestants of one kind, or of all kinds."""
+    """PyTorch's contestants of one family, or all."""
     found = [name for name in summaries if parse(name).kind == TORCH]
-    return [name for name in found if family in (None, Hook.of(parse(name).variant, 0).kind)]
+    return [name for name in found if family in (None, Hook.of(parse(name).variant, 0).family)]
 
 
 def fastest(names: Sequence[str], summaries: Mapping[str, Summary]) -> str | None:

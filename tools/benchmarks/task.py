@@ -20,10 +20,11 @@ _PIXELS = 8
 class Task:
     """One training job on scikit-learn's digits, with SGD and a constant learning rate.
 
-    ``network``: ``mlp`` (``hidden_layers``, ``width``, ``residual``) on 64 features, or ``resnet18`` on images of
-    [1, ``image_pixels``, ``image_pixels``], each of the 8 x 8 pixels repeated.
+    ``name``: in ``TASKS``. ``network``: ``mlp`` (``hidden_layers``, ``width``, ``residual``) on 64 features, or
+    ``resnet18`` on images of [1, ``image_pixels``, ``image_pixels``], each of the 8 x 8 pixels repeated.
     """
 
+    name: str = "mlp"
     network: str = MLP
     hidden_layers: int = 8
     width: int = 640
@@ -58,9 +59,23 @@ class Task:
 TASKS = {
     "mlp": Task(),
     "resnet18": Task(
-        network=RESNET18, learning_rate=0.02, global_batch_size=8, steps=160, warmup_steps=8, evaluate_every=20
+        name="resnet18",
+        network=RESNET18,
+        learning_rate=0.02,
+        global_batch_size=8,
+        steps=160,
+        warmup_steps=8,
+        evaluate_every=20,
     ),
-    "small_tensors": Task(hidden_layers=79, width=32, residual=True, learning_rate=0.005, steps=72, evaluate_every=24),
+    "small_tensors": Task(
+        name="small_tensors",
+        hidden_layers=79,
+        width=32,
+        residual=True,
+        learning_rate=0.005,
+        steps=72,
+        evaluate_every=24,
+    ),
 }
 
 
