@@ -159,10 +159,11 @@ def _notes(record: Mapping[str, Any], summaries: Mapping[str, Summary]) -> list[
         "*best DDP*: the fastest of PyTorch DDP's bucket sizes in this table. *PyTorch twin*: the hook of the same "
         "kind, rank or period, the fastest of its settings in this table. *(tuned)*: a file of "
         "tools/benchmarks/profiles with knobs chosen for this benchmark; without it, a profile of the catalogue as it "
-        "is. *sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *wire time*: what the limiter counted, "
-        "with one header per packet of the link's size, at the link's rate. *scaling efficiency*: the compute-only "
-        "step, which is one node's, over the step. *times fewer than float32*: bytes of the first synchronous "
-        f"strategy over its own. Copies of the weights took at most {paused:.1%} of a contestant's training time.",
+        "is. *sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *wire "
+        "time*: what the limiter counted, with one header per packet of the link's size, at the link's rate. "
+        "*scaling efficiency*: the compute-only step, which is one node's, over the step. *times fewer than "
+        "float32*: bytes of the first synchronous strategy over its own. Copies of the weights took at most "
+        f"{paused:.1%} of a contestant's training time.",
         "",
         f"The turns took {sum(turns) / 60:.0f} minutes.",
         "",
