@@ -31,6 +31,7 @@ from tools.benchmarks.benchmark import Benchmark
 from tools.benchmarks.contestants import Contestant
 from tools.benchmarks.jobs import ROOT
 from tools.benchmarks.networks import describe
+from tools.benchmarks.records import same_code
 from tools.benchmarks.report import table
 from tools.benchmarks.scenarios import SCENARIOS
 from tools.benchmarks.task import TASKS, Task
@@ -159,12 +160,15 @@ def _output(output: Path | None, quick: bool, add: bool) -> Path:
 def _go_on(benchmark: Benchmark, path: Path, at: dict[str, Any]) -> None:
     """Take over the record at ``path``; click's error where it was made by other settings, code or machine."""
     there = json.loads(record.beside(path, ".json").read_text())
-    for key in ("commit", "processor"):
-        if there["circumstances"][key] != at[key]:
-            raise click.UsageError(
-                f"--add: the record's {key} is {there['circumstances'][key]}, now it is {at[key]}; the rounds of a "
-                "record have to be comparable: give another --output"
-            )
+    then = there["circumstances"]
+    rule = "the rounds of a record have to be comparable: give another --output"
+    if then["processor"] != at["processor"]:
+        raise click.UsageError(f"--add: the record is of {then['processor']}, this is {at['processor']}; {rule}")
+    if not same_code(then["commit"], at["commit"]):
+        raise click.UsageError(
+            f"--add: fleet_train, tools or strategies have changed since the record's commit {then['commit'][:10]}; "
+            f"{rule}"
+        )
     try:
         benchmark.go_on_from(there)
     except ValueError as error:

@@ -100,6 +100,11 @@ def in_history(commit: str) -> bool | None:
     return _git("merge-base", "--is-ancestor", commit, "HEAD")[0] == 0
 
 
+def same_code(one: str, other: str) -> bool:
+    """Whether nothing that a benchmark runs differs between two commits; False where one of them is not here."""
+    return one == other or _git("diff", "--quiet", one, other, "--", "fleet_train", "tools", "strategies")[0] == 0
+
+
 def _git(*words: str) -> tuple[int, str]:
     try:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

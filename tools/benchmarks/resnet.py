@@ -54,19 +54,24 @@ def convolutions() -> list[Convolution]:
 
 
 def start_weights(task: Task) -> Weights:
-    """He's start values for the kernels (fan out), plain batch norms, a small classifier; the same for a seed."""
+    """He's start values for the kernels (fan out), a small classifier, and blocks that begin as their shortcut: the
+    last norm's scale is 0 (arXiv 1706.02677, section 5.1). The same for a seed.
+    """
     generator = np.random.default_rng(task.seed)
     weights: Weights = []
-    for each in convolutions():
+    for each, scale in zip(convolutions(), _start_scales(), strict=True):
         deviation = np.float32(np.sqrt(2 / (each.outputs * each.size**2)))
         shape = (each.outputs, each.inputs, each.size, each.size)
         weights.append(generator.standard_normal(shape, dtype=np.float32) * deviation)
-        ones, zeros = np.ones(each.outputs, np.float32), np.zeros(each.outputs, np.float32)
-        weights += [ones, zeros, zeros.copy(), ones.copy()]
+        weights += [np.full(each.outputs, value, np.float32) for value in (scale, 0, 0, 1)]
     features = BLOCKS[-1][1]
-    weights.append(generator.standard_normal((features, CLASSES), dtype=np.float32) * np.float32(features**-0.5))
+    weights.append(generator.standard_normal((features, CLASSES), dtype=np.float32) * np.float32(0.1 * features**-0.5))
     weights.append(np.zeros(CLASSES, np.float32))
     return weights
+
+
+def _start_scales() -> list[float]:
+    return [1.0, *(scale for block in BLOCKS for _, scale in zip(of_block(*block), (1.0, 0.0, 1.0), strict=False))]
 
 
 def logits(weights: Sequence[NDArray[Any]], images: NDArray[np.float32]) -> NDArray[np.float32]:
