@@ -33,7 +33,7 @@ from tools.benchmarks.jobs import ROOT
 from tools.benchmarks.networks import describe
 from tools.benchmarks.records import same_code
 from tools.benchmarks.report import table
-from tools.benchmarks.scenarios import SCENARIOS
+from tools.benchmarks.scenarios import SCENARIOS, rivals_of
 from tools.benchmarks.task import TASKS, Task
 
 _QUICK = {"steps": 24, "warmup_steps": 4, "evaluate_every": 12}
@@ -45,15 +45,10 @@ def chosen_contestants(
     ours: Sequence[str], rivals: str, explicit: Sequence[str], has_before: bool = False
 ) -> list[Contestant]:
     """What the flags name, with compute-only runs in front; click's error for a name that nobody knows."""
-    words = list(explicit)
-    if not words:
-        default = SCENARIOS["strategies"]
-        words = [f"ours:{name}" for name in ours or default["ours"]]
-        rivals = default["rivals"] if rivals == "default" else rivals
-        words += [] if rivals == "none" else rivals.split(",")
-    if has_before:
-        words = contestants.beside_before(words)
     try:
+        words = list(explicit) or _words(ours or SCENARIOS["strategies"]["ours"], rivals)
+        if has_before:
+            words = contestants.beside_before(words)
         chosen = [contestants.parse(word) for word in words]
         for each in chosen:
             if each.kind == contestants.OURS:
@@ -61,6 +56,14 @@ def chosen_contestants(
     except (ValueError, FleetTrainError) as error:
         raise click.UsageError(str(error)) from None
     return contestants.with_baselines(chosen)
+
+
+def _words(ours: Sequence[str], rivals: str) -> list[str]:
+    """Profiles and rivals as contestants; the default rivals are those that fit the profiles."""
+    words = [f"ours:{name}" for name in ours]
+    if rivals == "default":
+        return words + rivals_of([load_profile(name) for name in ours])
+    return words + ([] if rivals == "none" else rivals.split(","))
 
 
 def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> str | None:
@@ -81,7 +84,9 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
     help="Who takes part in which task, by one word; other flags win over it.",
 )
 @click.option("--ours", multiple=True, help="A profile of strategies/ or a YAML file; again for more.")
-@click.option("--rivals", default="default", help="default, none, or words such as torch:ddp,torch:powersgd_2.")
+@click.option(
+    "--rivals", default="default", help="default (those that fit), none, or words such as torch:ddp,torch:powersgd_2."
+)
 @click.option("--contestant", "explicit", multiple=True, help="Exactly these, such as ours:multi_node, torch:ddp.")
 @click.option(
     "--before",

@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 import pytest
 
+from fleet_train.profile import load_profile
 from tests.support.processes import ROOT
 from tools.bench_strategies import chosen_contestants, main
 from tools.benchmarks.contestants import parse
 from tools.benchmarks.jobs import Place, commands_of, shared_environment
-from tools.benchmarks.scenarios import SCENARIOS
+from tools.benchmarks.scenarios import SCENARIOS, rivals_of
 from tools.lab import Lab
 
 PLACE = Place(Lab(2, name="x"), ranks_per_node=2, port=6200)  # not up: nothing is made
@@ -26,7 +27,21 @@ def test_profiles_and_rivals_are_chosen_apart() -> None:
     assert names(["unfused"], "torch:ddp") == ["alone:ours", "alone:torch", "ours:unfused", "torch:ddp"]
     assert names(["unfused"], "none") == ["alone:ours", "ours:unfused"]
     assert names([], "none", ["paddle:data_parallel"]) == ["alone:paddle", "paddle:data_parallel"]
-    assert "torch:post_local_sgd_4_from_100" in names([], "default")
+
+
+def test_default_rivals_have_the_ranks_periods_and_starts_of_the_profiles() -> None:
+    profiles = [load_profile(name) for name in ("multi_node", "powersgd", "ethernet_1g", "local_sgd", "diloco")]
+    rank, period = profiles[1].powersgd_rank, profiles[3].local_sgd_steps
+    assert rivals_of(profiles) == [
+        "torch:ddp",
+        "torch:ddp_4mb",
+        "torch:bf16",
+        "torch:bf16_4mb",
+        f"torch:powersgd_{rank}_from_{profiles[1].powersgd_start_step}",
+        f"torch:powersgd_{profiles[2].powersgd_rank}_from_{profiles[2].powersgd_start_step}",
+        f"torch:post_local_sgd_{period}_from_{profiles[3].local_sgd_is_warm_steps}",
+    ]
+    assert names(["local_sgd"], "default")[3:] == rivals_of([profiles[3]])
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -34,7 +49,7 @@ def test_every_scenario_is_made_of_flags_and_contestants_that_exist(name: str) -
     scenario = SCENARIOS[name]
     assert scenario.keys() <= {option.name for option in main.params}
     ours = [str(ROOT / word) if word.endswith(".yaml") else word for word in scenario["ours"]]
-    chosen = names(ours, scenario["rivals"])
+    chosen = names(ours, scenario.get("rivals", "default"))
     assert chosen[0] == "alone:ours"
     assert len(chosen) > len(ours)
 
@@ -44,7 +59,7 @@ def test_flags_win_over_a_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "callback", lambda **options: given.update(options))
     main(["--scenario", "scaling", "--steps", "40"], standalone_mode=False)
     assert (given["steps"], given["evaluate_every"]) == (40, SCENARIOS["scaling"]["evaluate_every"])
-    assert given["rivals"] == SCENARIOS["scaling"]["rivals"]
+    assert given["rivals"] == "default"
     assert given["ours"] == tuple(SCENARIOS["scaling"]["ours"])
 
 

@@ -134,9 +134,10 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
     before = sent_so_far()
     for step, (features, labels) in enumerate(batches, 1):
         began = time.perf_counter()
-        done.losses.append(trainee.step(features, labels))
+        loss = trainee.step(features, labels)
         ended = time.perf_counter()
-        done.seconds.append(ended - began)
+        done.seconds.append(round(ended - began, 6))
+        done.losses.append(round(loss, 6))
         done.interface.append(interface_bytes() - before.interface)
         if step in kept:
             done.snapshots.append((step, trainee.weights()))

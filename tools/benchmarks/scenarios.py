@@ -1,28 +1,27 @@
-"""The records of docs/benchmarks as words: who takes part in what. ``--scenario NAME``; other flags win over it."""
+"""The records of docs/benchmarks as words: who takes part in what. ``--scenario NAME``; other flags win over it.
+
+A new profile of the catalogue takes part once its name is in ``CATALOGUE``, with its twin of PyTorch's if it has one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from fleet_train.profile import profile_names
+from fleet_train.profile import Profile, profile_names
 
 _OWN = "tools/benchmarks/profiles"
 # The catalogue's strategies, as they are. Names that the catalogue does not have (yet) are left out.
 CATALOGUE = """
 multi_node bf16_compression int8_compression int4_compression powersgd ethernet_1g local_sgd diloco streaming_diloco
 """.split()
-# PyTorch with the same tuning effort: two bucket sizes, and hooks that start where the catalogue's profiles start.
-RIVALS = """
-torch:ddp torch:ddp_4mb torch:bf16 torch:bf16_4mb torch:powersgd_2_from_100 torch:powersgd_1_from_30
-torch:post_local_sgd_4_from_100
-""".split()
+# PyTorch with the same tuning effort in two bucket sizes; hooks that a profile has a twin in come on top (rivals_of).
+BUCKETS = "torch:ddp torch:ddp_4mb torch:bf16 torch:bf16_4mb".split()
 # The same strategies with knobs chosen for a run this short, on both sides.
 TUNED = [
     f"{_OWN}/{name}.yaml"
     for name in ("three_communicators", "bf16_small_buckets", "powersgd_1", "local_sgd_8", "diloco_8")
 ]
-TUNED_RIVALS = "torch:powersgd_1_from_10 torch:post_local_sgd_8_from_10".split()
 
 
 def present(names: Sequence[str]) -> list[str]:
@@ -31,11 +30,24 @@ def present(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in known]
 
 
+def rivals_of(profiles: Sequence[Profile]) -> list[str]:
+    """PyTorch's contestants for these: DDP and its bfloat16 hook, and PowerSGD and post-local SGD of our rank or period
+    that begin where ours begin.
+    """
+    twins = []
+    for each in profiles:
+        if each.use_local_sgd and each.outer_optimizer == "none":
+            twins.append(f"torch:post_local_sgd_{each.local_sgd_steps}_from_{each.local_sgd_is_warm_steps}")
+        elif each.compression == "powersgd" and not each.use_local_sgd:
+            twins.append(f"torch:powersgd_{each.powersgd_rank}_from_{each.powersgd_start_step}")
+    return list(dict.fromkeys([*BUCKETS, *twins]))
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     # Every kind of strategy as it is shipped beside its rival: step times, bytes, time to a target accuracy.
-    "strategies": {"ours": present(CATALOGUE), "rivals": ",".join(RIVALS)},
+    "strategies": {"ours": present(CATALOGUE)},
     # The same with tuned files beside the catalogue's, named as such, and tuned rivals.
-    "tuned": {"ours": [*present(CATALOGUE), *TUNED], "rivals": ",".join([*RIVALS, *TUNED_RIVALS])},
+    "tuned": {"ours": [*present(CATALOGUE), *TUNED]},
     # How much of two machines low-frequency strategies use, and at what cost in accuracy.
     "scaling": {
         "ours": [
@@ -44,7 +56,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             f"{_OWN}/local_sgd_overlap_float32.yaml",
             f"{_OWN}/diloco_overlap.yaml",
         ],
-        "rivals": "torch:ddp,torch:ddp_4mb,torch:post_local_sgd_4_from_100,torch:post_local_sgd_8_from_10",
         "steps": 400,
         "evaluate_every": 16,
     },
