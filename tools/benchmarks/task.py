@@ -61,7 +61,7 @@ TASKS = {
     "resnet18": Task(
         name="resnet18",
         network=RESNET18,
-        learning_rate=0.02,
+        learning_rate=0.03,
         global_batch_size=32,
         steps=160,
         warmup_steps=8,
