@@ -189,6 +189,18 @@ def test_what_is_left_is_told_from_each_contestants_own_turns() -> None:
     assert "6 turns left, about 6 min" in made.told_left()
 
 
+@pytest.mark.usefixtures("played")
+def test_another_checkout_is_named_by_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "git", lambda root, *words: f"{root.name}: {words[0]}")
+    made = benchmark(repeats=1, before=tmp_path)
+    made.run(AT, lambda: None)
+    content = written(made, tmp_path / "x")
+    assert content["before_commit"] == f"{tmp_path.name}: rev-parse"
+    assert "- *before*: commit " in (tmp_path / "x.md").read_text()
+    with pytest.raises(ValueError, match="before_commit"):
+        benchmark().go_on_from(content)
+
+
 def add(tmp_path: Path, at: dict[str, Any]) -> None:
     made = benchmark(repeats=1)
     made.run(AT, lambda: None)

@@ -16,6 +16,7 @@ import click
 
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan.predict import Link, Network
+from fleet_train.selftest.record import git
 from tools.benchmarks import contestants
 from tools.benchmarks.contestants import Contestant
 from tools.benchmarks.figures import Summary, summarise
@@ -182,6 +183,7 @@ class Benchmark:
             "whole_rounds": self.whole_rounds(),
             "seeds": self.seeds,
             "start_iteration_of_hooks": self.start_iteration,
+            "before_commit": self.before_commit(),
             "failures": self.failures,
             "rounds": self.rounds,
         }
@@ -209,8 +211,13 @@ class Benchmark:
             "contestants": [each.name for each in self.chosen],
             "target": self.target,
             "start_iteration_of_hooks": self.start_iteration,
+            "before_commit": self.before_commit(),
         }
         return settings
+
+    def before_commit(self) -> str | None:
+        """What the other checkout has, where one takes part."""
+        return None if self.before == ROOT else git(self.before, "rev-parse", "HEAD")
 
     def _link(self) -> dict[str, float] | None:
         if self.network is None:

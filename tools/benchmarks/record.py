@@ -114,7 +114,9 @@ def told_rate(rate: str) -> str:
 def _settings(record: Mapping[str, Any]) -> list[str]:
     task = record["task"]
     seeds = sorted({each["seed"] for each in record["rounds"]})
+    before = record["before_commit"]
     return [
+        *([f"- *before*: commit {before[:10]}."] if before else []),
         f"- **{record['whole_rounds']} of {record['repeats']} rounds**, every contestant once per round in turn, "
         f"{task['steps']} steps each; seeds of start weights and data order: {', '.join(map(str, seeds))}.",
         f"- Network: {task['description']}; batch {task['global_batch_size']} over all ranks, SGD with momentum "
