@@ -102,7 +102,7 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
 @click.option("--steps", type=int, help="Training steps per turn; default: the task's.")
 @click.option("--evaluate_every", type=int, help="Steps between two evaluations; default: the task's.")
 @click.option("--batch_size", type=int, help="Samples of a step over all ranks; default: the task's.")
-@click.option("--target", default=0.95, help="Test accuracy whose time is measured.")
+@click.option("--target", type=float, help="Test accuracy whose time is measured; default: the task's.")
 @click.option("--start_iteration", default=10, help="Plain steps before PyTorch's hooks whose name does not say it.")
 @click.option("--measure_seconds", default=8.0, help="How long to measure the links first; 0 predicts no step times.")
 @click.option("--timeout", default=900.0, help="Seconds that a turn may take.")
@@ -115,6 +115,7 @@ def main(
 ) -> None:  # fmt: skip
     """Train the same network with every contestant in turn, and write down what it cost."""
     task = _task(task_name, quick, **{key: options.pop(key) for key in ("steps", "evaluate_every", "batch_size")})
+    options["target"] = options["target"] or task.target
     options["repeats"] = 1 if quick else options["repeats"]
     options["seeds"] = options["seeds"] or options["repeats"]
     options["rate"] = _NETWORKS.get(options["rate"], options["rate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import paddle
@@ -10,12 +11,14 @@ import pytest
 
 from tools.benchmarks import mlp, resnet
 from tools.benchmarks.networks import judged, start_weights
-from tools.benchmarks.paddle_network import network
+from tools.benchmarks.paddle_network import network, start_feed
 from tools.benchmarks.task import TASKS, Batches, Task
 
 
 @pytest.fixture(autouse=True)
-def _eager() -> None:
+def _eager() -> Iterator[None]:
+    paddle.disable_static()
+    yield
     paddle.disable_static()
 
 
@@ -44,6 +47,20 @@ def test_start_weights_reach_paddle_in_their_order() -> None:
     task = dataclasses.replace(TASKS["resnet18"], seed=1)
     for parameter, start in zip(network(task).parameters(), start_weights(task), strict=True):
         np.testing.assert_array_equal(parameter.numpy(), start)
+
+
+def test_a_fed_startup_program_gives_the_start_weights() -> None:
+    task = dataclasses.replace(TASKS["resnet18"], seed=2)
+    paddle.enable_static()
+    main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+    with paddle.static.program_guard(main, startup), paddle.static.scope_guard(scope):
+        model = network(task)
+        feed = start_feed(task, startup)
+        assert len(feed) == 62, "running statistics start by themselves"
+        paddle.static.Executor().run(startup, feed=feed)
+        found = [np.array(scope.find_var(parameter.name).get_tensor()) for parameter in model.parameters()]
+    for value, start in zip(found, start_weights(task), strict=True):
+        np.testing.assert_array_equal(value, start)
 
 
 def test_the_test_loss_of_a_network_that_says_nothing_is_that_of_chance() -> None:

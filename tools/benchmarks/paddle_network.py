@@ -15,12 +15,41 @@ from tools.benchmarks.networks import start_weights
 from tools.benchmarks.resnet import Convolution
 from tools.benchmarks.task import CLASSES, MLP, Task
 
+_FED = "start_"
+
 
 def network(task: Task) -> Any:
     """Its ``parameters()`` are in the order of ``start_weights``. Start values come through initializers, so that
-    whatever a strategy keeps of the start state is right too.
+    whatever a strategy keeps of the start state is right too; in static mode the startup program is fed with them
+    (``start_feed``).
     """
     return Network(task) if task.network == MLP else ResNet(task)
+
+
+def start_feed(task: Task, startup_program: Any) -> dict[str, NDArray[np.float32]]:
+    """What to feed a startup program with that has one network of ``network(task)`` in it."""
+    asked = [op.attrs()["name"] for op in startup_program.global_block().ops if op.name() == "pd_op.data"]
+    given = {f"{_FED}{place}": value for place, value in enumerate(start_weights(task))}
+    return {name: given[name] for name in asked}
+
+
+class _Given(nn.initializer.Initializer):  # type: ignore[misc]
+    """A value by its place in the start weights. Assign makes one Python number of each element, and an attribute of
+    the program of all of them: minutes and gigabytes for 11 million.
+    """
+
+    def __init__(self, place: int, value: NDArray[np.float32]) -> None:
+        super().__init__()
+        self._name = f"{_FED}{place}"
+        self._value = value
+
+    def forward(self, parameter: Any, block: Any = None) -> Any:
+        del block
+        if paddle.in_dynamic_mode():
+            parameter.set_value(self._value)
+            return None
+        # What is fed cannot be the parameter itself.
+        return paddle.assign(paddle.static.data(self._name, list(self._value.shape), "float32"))
 
 
 class Network(nn.Layer):  # type: ignore[misc]
@@ -29,10 +58,11 @@ class Network(nn.Layer):  # type: ignore[misc]
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._task = task
-        start = start_weights(task)
+        start = _start(task)
+        sizes = zip(task.sizes, task.sizes[1:], strict=False)
         self.layers = nn.LayerList(
-            nn.Linear(*start[2 * index].shape, *(_starting_at(value) for value in start[2 * index : 2 * index + 2]))
-            for index in range(len(start) // 2)
+            nn.Linear(inputs, outputs, _starting_at(next(start)), _starting_at(next(start)))
+            for inputs, outputs in sizes
         )
 
     def forward(self, hidden: Any) -> Any:
@@ -46,7 +76,7 @@ class Network(nn.Layer):  # type: ignore[misc]
 class _Normed(nn.Layer):  # type: ignore[misc]
     """A convolution and its batch norm, which adds the running statistics to the parameters."""
 
-    def __init__(self, convolution: Convolution, start: Iterator[NDArray[np.float32]]) -> None:
+    def __init__(self, convolution: Convolution, start: Iterator[_Given]) -> None:
         super().__init__()
         shape = (convolution.inputs, convolution.outputs, convolution.size, convolution.stride, convolution.padding)
         self.convolution = nn.Conv2D(*shape, weight_attr=_starting_at(next(start)), bias_attr=False)
@@ -61,7 +91,7 @@ class _Normed(nn.Layer):  # type: ignore[misc]
 
 
 class _Block(nn.Layer):  # type: ignore[misc]
-    def __init__(self, block: tuple[int, int, int], start: Iterator[NDArray[np.float32]]) -> None:
+    def __init__(self, block: tuple[int, int, int], start: Iterator[_Given]) -> None:
         super().__init__()
         self.parts = nn.LayerList(_Normed(each, start) for each in resnet.of_block(*block))
 
@@ -76,7 +106,7 @@ class ResNet(nn.Layer):  # type: ignore[misc]
 
     def __init__(self, task: Task) -> None:
         super().__init__()
-        start = iter(start_weights(task))
+        start = _start(task)
         self.stem = _Normed(resnet.stem(), start)
         self.blocks = nn.LayerList(_Block(each, start) for each in resnet.BLOCKS)
         weight, bias = (_starting_at(value) for value in start)
@@ -89,5 +119,9 @@ class ResNet(nn.Layer):  # type: ignore[misc]
         return self.classifier(hidden.mean(axis=[2, 3]))
 
 
-def _starting_at(value: Any) -> Any:
-    return paddle.ParamAttr(initializer=nn.initializer.Assign(value))
+def _start(task: Task) -> Iterator[_Given]:
+    return (_Given(place, value) for place, value in enumerate(start_weights(task)))
+
+
+def _starting_at(given: _Given) -> Any:
+    return paddle.ParamAttr(initializer=given)

@@ -36,6 +36,7 @@ class Task:
     steps: int = 200
     warmup_steps: int = 16  # steps that are trained but neither timed nor counted
     evaluate_every: int = 8
+    target: float = 0.95  # test accuracy that is reached within the steps
     seed: int = 0
 
     @property
@@ -63,9 +64,10 @@ TASKS = {
         network=RESNET18,
         learning_rate=0.03,
         global_batch_size=32,
-        steps=160,
+        steps=200,
         warmup_steps=8,
         evaluate_every=20,
+        target=0.85,
     ),
     "small_tensors": Task(
         name="small_tensors",

@@ -20,7 +20,7 @@ from fleet_train.train.checkpoint import Checkpoints
 from fleet_train.train.position import EpochLoss, Position
 from fleet_train.train.saving import Saver
 from fleet_train.train.settings import TrainerSettings
-from tools.benchmarks.paddle_network import Network
+from tools.benchmarks.paddle_network import Network, start_feed
 from tools.benchmarks.task import TASKS, Batches
 
 KINDS = ("none", "background", "waiting")
@@ -37,7 +37,7 @@ class Worker:
         self._loss = paddle.nn.functional.cross_entropy(Network(task)(features), labels)
         fleet.distributed_optimizer(paddle.optimizer.Momentum(task.learning_rate, task.momentum)).minimize(self._loss)
         self._exe = paddle.static.Executor(fleet.place())
-        self._exe.run(fleet.startup_program)
+        self._exe.run(fleet.startup_program, feed=start_feed(task, fleet.startup_program))
         self._batches = Batches(task, fleet.worker_index(), fleet.worker_num())
         self._step = 0
         self._savers = {kind: self._saver(folder / kind, kind == "background") for kind in KINDS[1:]}

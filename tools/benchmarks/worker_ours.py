@@ -17,7 +17,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
 from fleet_train.plan.traffic import traffic
 from tools.benchmarks.loop import Assignment, run
-from tools.benchmarks.paddle_network import network
+from tools.benchmarks.paddle_network import network, start_feed
 from tools.benchmarks.task import Weights
 
 
@@ -33,7 +33,7 @@ class OurTrainee:
         # The profile is the launcher's --strategy.
         fleet.distributed_optimizer(optimizer).minimize(self._loss)
         self._executor = paddle.static.Executor(fleet.place())
-        self._executor.run(fleet.startup_program)
+        self._executor.run(fleet.startup_program, feed=start_feed(task, fleet.startup_program))
 
     def step(self, features: Any, labels: Any) -> float:
         feed = {"features": features, "labels": labels}
