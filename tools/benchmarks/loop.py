@@ -92,7 +92,11 @@ class Meeting:
 
 @dataclass
 class Training:
-    """What one rank's training left behind; ``seconds`` and ``interface`` (bytes sent so far) by step."""
+    """What one rank's training left behind; ``seconds`` and ``interface`` (bytes sent so far) by step.
+
+    ``interface`` is read when a step ends, also after the last: what is under way where whole periods begin is under
+    way where they end, and is counted once. ``sent`` has everything, also what ends after the training.
+    """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -145,7 +149,6 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
     meeting.meet()
     time.sleep(_DRAIN_SECONDS)
     done.sent = sent_so_far() - before
-    done.interface[-1] = done.sent.interface
     return done
 
 
