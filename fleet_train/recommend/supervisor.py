@@ -236,9 +236,9 @@ def short(profile: Profile) -> Profile:
     for knob in ("local_sgd_steps", "local_sgd_max_steps"):
         if profile.heeds(knob) and getattr(profile, knob) > _SHORT_PERIOD:
             changed[knob] = _SHORT_PERIOD
-    overlap = profile.local_sgd_overlap_steps
-    if profile.use_local_sgd and overlap >= changed.get("local_sgd_steps", profile.local_sgd_steps):
-        changed["local_sgd_overlap_steps"] = _SHORT_PERIOD - 1
+    flight = changed.get("local_sgd_steps", profile.local_sgd_steps) // profile.local_sgd_fragments
+    if profile.use_local_sgd and profile.local_sgd_overlap_steps >= flight:
+        changed["local_sgd_overlap_steps"] = flight - 1
     return profile.with_settings("the trial", **changed) if changed else profile
 
 

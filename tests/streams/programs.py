@@ -11,6 +11,7 @@ from paddle import nn
 from fleet_train.cluster import Cluster
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import AUTO
 from tests.streams.played import MakeEngine, PlayedJob, play_rank, stream_engine
 from tests.streams.recorder import Recorder
 from tests.streams.trace import Op, Trace
@@ -40,6 +41,8 @@ def shortened(profile: Profile) -> Profile:
     if "local_sgd_fragments" in wanted:
         wanted |= {"local_sgd_steps": 4}  # two steps for each fragment's averaging
     wanted["divergence_check_steps"] = 3
+    if profile.nccl_comm_num == AUTO:
+        wanted["nccl_comm_num"] = 2  # one would be chosen for so few bytes
     if profile.fuse_all_reduce_ops:
         wanted["fuse_parameter_groups_size"] = _GRADIENTS_PER_BUCKET
     return profile.with_settings("the model of streams", **wanted)
