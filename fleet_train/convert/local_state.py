@@ -59,8 +59,10 @@ def position_of(exchange: GradientExchange) -> Arrays:
     if averager is not None:
         averager.settle()
         arrays[_NUMBERS] = np.array(averager.schedule.numbers())
-        for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):
-            arrays |= {_of_dtype(name, dtype_name(buffer.dtype)): np.array(buffer.numpy()) for buffer in buffers or ()}
+        with dynamic_mode():
+            for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):
+                for buffer in buffers or ():
+                    arrays[_of_dtype(name, dtype_name(buffer.dtype))] = np.array(buffer.numpy())
     return arrays
 
 

@@ -24,6 +24,8 @@ PARAMETERS = ("linear_0.w_0", "linear_0.b_0", "linear_1.w_0", "linear_1.b_0")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "bf16": {"compression": "bf16"},
+    "int8": {"compression": "int8"},
+    "int4": {"compression": "int4"},
     "powersgd": {"compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 10},
     "dgc": {
         "compression": "dgc",
@@ -40,6 +42,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd, overlap": LOCAL | {"local_sgd_overlap_steps": 1},
     "slowmo": LOCAL | {"outer_optimizer": "slowmo", "outer_momentum": 0.4},
     "diloco": LOCAL | {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.5},
+    "streaming diloco": {
+        "use_local_sgd": True,
+        "local_sgd_is_warm_steps": 20,
+        "local_sgd_steps": 10,
+        "local_sgd_fragments": 2,
+        "local_sgd_overlap_steps": 3,
+        "local_sgd_dtype": "int4",
+        "outer_optimizer": "diloco",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    },
     "merge": {"accumulate_steps": 2},
     "amp": {"amp_level": "O2"},
 }

@@ -74,9 +74,12 @@ def test_another_number_of_ranks_takes_everything_over(saved: Path, world_size: 
         "dgc": ["pending", "velocity"],
         "ethernet_1g": ["error"],
         "gradient_merge": ["gradient_merge"],
+        "int4_compression": ["error"],
+        "LocalSGD, streaming diloco": ["error"],
         "merge, LocalSGD": ["gradient_merge"],
         "merge, PowerSGD": ["error", "gradient_merge"],
         "powersgd": ["error"],
+        "streaming_diloco": ["error"],
     }
     if world_size > 1:
         for name in with_own:

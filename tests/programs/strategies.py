@@ -69,6 +69,18 @@ ALWAYS = ("multi_node", "three communicators", "merge", "recompute", "local_sgd,
 
 LOSSY: dict[str, Strategy] = {
     "bf16": Strategy(settings={"compression": "bf16"}),
+    "int8": Strategy(settings={"compression": "int8"}),
+    "diloco, int8": Strategy(
+        settings={
+            "use_local_sgd": True,
+            "local_sgd_is_warm_steps": 0,
+            "local_sgd_steps": 2,
+            "local_sgd_dtype": "int8",
+            "outer_optimizer": "diloco",
+            "outer_lr": 0.7,
+            "outer_momentum": 0.5,
+        }
+    ),
     "powersgd": Strategy(settings={"compression": "powersgd", "powersgd_rank": 2, "powersgd_min_compression": 0}),
     "dgc": Strategy(settings={"compression": "dgc", "dgc_sparsity": 0.75, "dgc_min_elements": 16}, linear=True),
     "local_sgd": Strategy(

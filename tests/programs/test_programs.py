@@ -174,7 +174,7 @@ def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run,
         if complaint := found.complaint(case):
             wrong.append(complaint)
             continue
-        tolerance = ROUNDED if "bf16" in strategy else program.tolerance
+        tolerance = ROUNDED if any(rounded in strategy for rounded in ("bf16", "int8")) else program.tolerance
         for rank, record in enumerate(found.of(case)):
             wrong += unequal(f"{label(case)}: rank {rank}", record["simulated"], tolerance)
         if len({record["replica"] for record in found.of(case)}) > 1:
