@@ -87,9 +87,11 @@ def predict(
     """
     paths = paths or Paths(cluster, network, costs)
     if plan.averaging is not None and not warm_up:
-        alone = _seconds(plan, plan.averaging.sent, paths)
+        parts = range(len(plan.averaging.parts))
+        alone = [_seconds(plan, plan.averaging.sent_of(part), paths) for part in parts]
         hidden = plan.averaging.overlap_steps * plan.accumulate_steps * compute.total
-        communication, exposed = (seconds / plan.averaging.period for seconds in (alone, max(0.0, alone - hidden)))
+        outlasting = sum(max(0.0, seconds - hidden) for seconds in alone)
+        communication, exposed = (seconds / plan.averaging.period for seconds in (sum(alone), outlasting))
     else:
         statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
         communication, exposed = _buckets(plan, compute, paths)

@@ -205,6 +205,7 @@ CASES: dict[str, Case] = {
         LARGE, sgd, {"compression": "powersgd", "powersgd_rank": 2, **BUCKETS}, wrap=skipping, overflow=5
     ),
     "overflow, int8": Case(MLP, adam, BUCKETS | {"compression": "int8"}, wrap=skipping, overflow=5),
+    "int4, forgetful": Case(MLP, momentum, BUCKETS | {"compression": "int4", "quantised_error_feedback": False}),
     "loss scale, int4": Case(LARGE, momentum, {"compression": "int4"}, wrap=ScaledLoss, overflow=5),
     "int4, merge, loaded": Case(
         LARGE, momentum, BUCKETS | {"compression": "int4", "accumulate_steps": 2}, saved_after(4, 7), loads=1

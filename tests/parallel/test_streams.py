@@ -34,6 +34,7 @@ WITHOUT_A_CASE: dict[str, str] = {
     **dict.fromkeys([name for name in KNOBS if name.startswith("amp_") and name != "amp_level"], FLOAT16),
     **dict.fromkeys(["recompute_every_blocks", "recompute_checkpoints"], "another way to cut what segments cut"),
     **dict.fromkeys(["name", "description", "measured", "environment"], "nothing in a step depends on it"),
+    "quantised_rounding": "a device draws other random numbers than a CPU",
     **dict.fromkeys(["fetch_frequency", "num_iteration_per_drop_scope"], "a matter of the script's loop"),
     **dict.fromkeys(
         ["link_gigabits", "link_latency_ms", "compression_declines"],
