@@ -25,4 +25,5 @@ TYPICAL = Costs(
     bucket_seconds=2.5e-4,
     codec_seconds_per_byte={"bf16": 0.4e-9, "fp16": 0.4e-9, "int8": 1.4e-9, "int4": 1.7e-9},
 )
-"""Of Paddle's Gloo on two cores of a 2020s server that also compute (tools/bench_prediction.py measures them)."""
+"""Of Paddle's Gloo on two cores of a 2020s server that also compute. tools/bench_prediction.py compares what they
+predict."""

@@ -18,7 +18,7 @@ from fleet_train.plan import Gradient
 from fleet_train.plan.choose import MOST_COMMUNICATORS
 from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
-from fleet_train.plan.simulate.trial import short_warm_ups
+from fleet_train.plan.simulate.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
@@ -232,13 +232,7 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
 
 def short(profile: Profile) -> Profile:
     """A profile whose warm-ups end, and whose periods are seen, within a trial."""
-    changed = short_warm_ups(profile)
-    for knob in ("local_sgd_steps", "local_sgd_max_steps"):
-        if profile.heeds(knob) and getattr(profile, knob) > _SHORT_PERIOD:
-            changed[knob] = _SHORT_PERIOD
-    flight = changed.get("local_sgd_steps", profile.local_sgd_steps) // profile.local_sgd_fragments
-    if profile.use_local_sgd and profile.local_sgd_overlap_steps >= flight:
-        changed["local_sgd_overlap_steps"] = flight - 1
+    changed = short_warm_ups(profile) | short_periods(profile, _SHORT_PERIOD)
     return profile.with_settings("the trial", **changed) if changed else profile
 
 

@@ -16,7 +16,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.convert.passes.precision_rules import MixedPrecision, refuse_unusable
 from fleet_train.errors import ConversionError
-from fleet_train.plan.simulate.trial import short_warm_ups
+from fleet_train.plan.simulate.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.buckets import COMMUNICATORS, EDGE, SIZE, open_knobs
 from fleet_train.selftest.comparing import digest, relative_difference
@@ -40,8 +40,8 @@ EXACT = 1e-5
 APPROXIMATED = 1e-3
 """Where gradients are approximated, or computed in 16 bits: the last bit of a float32 decides now and then what is
 chosen, or to which side is rounded."""
-SENT_IN_16_BITS = 5e-3
-"""The same for what is rounded on the wire, in every step by up to 1/256."""
+ROUNDED = 5e-3
+"""The same for what is rounded on the wire: in bfloat16 by up to 1/256, in few bits by half a level."""
 _COMPARED_EVERY = 10
 _LONGEST_SLEEP_SECONDS = 0.004
 _MOST_KERNELS = 20
@@ -107,12 +107,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
 def fit(profile: Profile, steps: int) -> Fitted:
     """Warm-ups end, and periods are seen, within the steps. What NCCL alone reads is left to the cluster's owner."""
     changed = short_warm_ups(profile)
-    longest = max(2, steps // _STEPS_PER_PERIOD)
-    changed |= {
-        knob: longest
-        for knob in ("local_sgd_steps", "local_sgd_max_steps")
-        if profile.heeds(knob) and getattr(profile, knob) > longest
-    }
+    changed |= short_periods(profile, max(2, steps // _STEPS_PER_PERIOD))
     environment = {name: value for name, value in profile.environment.items() if not name.startswith("NCCL_")}
     network = BATCH_NORM if profile.sync_batch_norm else SPARSE if profile.compression == "dgc" else SEVERAL_BUCKETS
     several = {knob: _NUMBERS[knob] for knob in open_knobs(profile)}
@@ -224,8 +219,8 @@ def judge(
 
 def tolerance_of(profile: Profile, *, on_gpu: bool) -> float:
     """GPUs may multiply float32 in TF32, which keeps 10 bits."""
-    if profile.compression in ("bf16", "fp16") or profile.local_sgd_dtype == "bfloat16":
-        return SENT_IN_16_BITS
+    if profile.compression in ("bf16", "fp16", "int8", "int4") or profile.local_sgd_dtype != "float32":
+        return ROUNDED
     return APPROXIMATED if on_gpu or profile.amp_level != "O0" or profile.compression != "none" else EXACT
 
 

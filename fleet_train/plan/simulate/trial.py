@@ -89,6 +89,17 @@ def short_warm_ups(profile: Profile) -> dict[str, int]:
     return {knob: steps for knob, steps in _SHORT.items() if profile.heeds(knob) and getattr(profile, knob) > steps}
 
 
+def short_periods(profile: Profile, longest: int) -> dict[str, int]:
+    """The knobs of LocalSGD's periods that are longer than ``longest``, with what then goes together."""
+    names = ("local_sgd_steps", "local_sgd_max_steps", "local_sgd_fragments")
+    changed = {knob: longest for knob in names if profile.heeds(knob) and getattr(profile, knob) > longest}
+    if profile.use_local_sgd:
+        steps, fragments = (changed.get(knob, getattr(profile, knob)) for knob in (names[0], names[2]))
+        if profile.local_sgd_overlap_steps >= steps // fragments:
+            changed["local_sgd_overlap_steps"] = steps // fragments - 1
+    return changed
+
+
 def _updates_to_see(plan: CommPlan, profile: Profile) -> int:
     if plan.averaging is None:
         return max(_NO_LESS_THAN, profile.dgc_rampup_begin_step + profile.dgc_rampup_steps + 2)

@@ -236,8 +236,10 @@ class TestFitting:
             ("local_sgd", False, profiles.EXACT),
             ("powersgd", False, profiles.APPROXIMATED),
             ("amp_bf16", False, profiles.APPROXIMATED),
-            ("bf16_compression", False, profiles.SENT_IN_16_BITS),
-            ("diloco", True, profiles.SENT_IN_16_BITS),
+            ("bf16_compression", False, profiles.ROUNDED),
+            ("diloco", True, profiles.ROUNDED),
+            ("int4_compression", False, profiles.ROUNDED),
+            ("streaming_diloco", False, profiles.ROUNDED),
         ],
     )
     def test_tolerances(self, name: str, on_gpu: bool, tolerance: float) -> None:
