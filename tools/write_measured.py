@@ -5,7 +5,8 @@
 
 A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
 with the knobs that it has now. Refuted records, records with uncommitted changes, and files made for the benchmark give
-no line. A README has what its blocks ask for (tools/benchmarks/quoted.py).
+no line; lines from records of another kind are people's, and stay. A README has what its blocks ask for
+(tools/benchmarks/quoted.py).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet_train.profile import Profile, load_profile, profile_names
 from tools.benchmarks.quoted import line, with_blocks
-from tools.benchmarks.records import ROOT, Record, quotable
+from tools.benchmarks.records import ROOT, Record, all_records, quotable
 
 READMES = ("README.md", "README_cn.md")
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
@@ -46,10 +47,12 @@ def _ran(profile: Profile, contestant: str, record: Record) -> bool:
     return bool(used == profile.model_dump(mode="json", include=set(profile.explicit)))
 
 
-def section_of(profile: Profile, lines: Sequence[str]) -> list[str]:
-    """The lines; without any, the profile's own reason why it was not measured, if it has one."""
+def section_of(profile: Profile, lines: Sequence[str], others: Collection[str] = ()) -> list[str]:
+    """The lines, and those of the profile that end with one of ``others``: records of another kind, whose lines people
+    write. Without any, the profile's own reason why it was not measured, if it has one."""
+    kept = [each for each in profile.measured if each.endswith(tuple(others))]
     reasons = [each for each in profile.measured if each.startswith("not measured")]
-    return list(lines) or reasons or [NOT_YET]
+    return [*lines, *kept] or reasons or [NOT_YET]
 
 
 def with_section(text: str, lines: Sequence[str]) -> str:
@@ -61,9 +64,10 @@ def with_section(text: str, lines: Sequence[str]) -> str:
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     """The text that each profile whose lines differ, and each README, should have."""
     found: dict[Path, str] = {}
+    others = [each.source for each in all_records() if not each.compares_strategies and not each.refutation]
     for name in profile_names():
         profile, file = load_profile(name), ROOT / "strategies" / f"{name}.yaml"
-        lines = section_of(profile, lines_for(profile, name, records))
+        lines = section_of(profile, lines_for(profile, name, records), others)
         found[file] = with_section(file.read_text(), lines) if lines != list(profile.measured) else file.read_text()
     for page in READMES:
         found[ROOT / page] = with_blocks((ROOT / page).read_text(), records)

@@ -29,7 +29,7 @@ FIGURES: dict[str, Any] = {
     "seconds_to_target": {"1": 5.6, "2": 5.2},
     "target_ratio": 1.4,
 }
-BF16 = {"nccl_comm_num": 2, "fetch_frequency": 2, "compression": "bf16"}
+BF16 = {"fetch_frequency": 2, "compression": "bf16"}
 
 
 def record(name: str = "a", profile: dict[str, Any] = BF16, **changed: Any) -> Record:
@@ -119,6 +119,15 @@ def test_a_profile_without_lines_says_why() -> None:
     old = load_profile("multi_node").model_copy(update={"measured": ["2026-11-20, from a record that is refuted now"]})
     assert section_of(old, []) == [NOT_YET]
     assert section_of(old, ["new"]) == ["new"]
+
+
+def test_a_line_from_a_record_of_another_kind_stays() -> None:
+    lines = [
+        "2026-11-20, 1.2 of the step; docs/benchmarks/a.json",
+        "2026-11-20, 1.3 of the step; docs/benchmarks/b.json",
+    ]
+    profile = load_profile("multi_node").model_copy(update={"measured": lines})
+    assert section_of(profile, ["new"], ["docs/benchmarks/b.json"]) == ["new", lines[1]]
 
 
 def test_a_section_is_replaced_and_the_rest_stays() -> None:
