@@ -89,7 +89,7 @@ def make_method(
     profile: Profile,
     reducer: Reducer,
     dgc: DgcSettings | None,
-    quantised: QuantisedSums | None = None,
+    quantised: QuantisedSums | None,
 ) -> BucketMethod:
     """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
     make = entry_of(bucket.compression, METHODS, "method on real ranks")

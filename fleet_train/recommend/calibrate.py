@@ -13,6 +13,7 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.make_methods import METHODS, make_method
 from fleet_train.collectives.modes import dynamic_mode
+from fleet_train.collectives.quantised import QuantisedSums
 from fleet_train.collectives.reducers import make_reducers
 from fleet_train.plan import CommPlan, Gradient
 from fleet_train.plan.build import build_settled
@@ -69,7 +70,8 @@ def _slowest(job: Job, plan: CommPlan, profile: Profile) -> float:
     """Seconds of the exchange of a step, with nothing beside it: the quickest round of the slowest rank."""
     dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
     reducer = make_reducers(job, 1, 0)[0]
-    methods = [make_method(bucket, job, plan, profile, reducer, dgc) for bucket in plan.buckets]
+    sums = QuantisedSums(job, plan, [reducer]) if plan.is_quantised else None
+    methods = [make_method(bucket, job, plan, profile, reducer, dgc, sums) for bucket in plan.buckets]
     times: list[float] = []
     with dynamic_mode(job.place), paddle.no_grad():
         values = [

@@ -46,7 +46,7 @@ def test_no_plan_is_made_of_a_compression_without_bytes() -> None:
 
 def test_no_program_is_made_of_a_compression_without_a_method() -> None:
     with pytest.raises(ConversionError, match="compression: new has no method on real ranks"):
-        make_methods.make_method(BUCKET, None, None, Profile(), None, None)  # type: ignore[arg-type]
+        make_methods.make_method(BUCKET, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="compression: new has no bytes in the plan"):
         make_methods.dtype_between_teams("new")
 
@@ -59,7 +59,7 @@ def test_nothing_is_simulated_of_a_compression_without_a_twin() -> None:
 def test_dgc_without_its_settings_is_no_dense_exchange() -> None:
     bucket = Bucket(0, BUCKET.gradients, 0, compression="dgc")
     with pytest.raises(ConversionError, match="momentum it has not taken over"):
-        make_methods.make_method(bucket, None, None, Profile(), None, None)  # type: ignore[arg-type]
+        make_methods.make_method(bucket, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
 
 
 def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:
