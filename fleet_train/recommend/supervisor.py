@@ -32,10 +32,11 @@ _TICK_SECONDS, _LOOK_SECONDS = 0.05, 0.5
 _START_SECONDS = 60.0
 """What importing Paddle, joining and a first step may take beside the steps of a trial, on a busy machine."""
 _MEASURE_SECONDS, _CALIBRATE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 10.0, 4.0, 4.0
-_COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS = 40, 8, 40
+_COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS, _MOST_LOCAL_STEPS = 40, 8, 40, 100
 _UNTIMED_STEPS = 3
 _SHORT_PERIOD = 4
-"""Steps between averagings in a trial; what an averaging costs is then spread over the profile's own period."""
+"""Steps between averagings in a trial that has not two of the profile's own periods; what an averaging costs is then
+spread over that period."""
 
 Say = Callable[[str], None]
 
@@ -116,7 +117,7 @@ class Supervisor:
         """The most promising ones in turn, as long as there is time."""
         allowed = [one for one in candidates if self._options.allows(one.risk)][: self._options.trials]
         for number, candidate in enumerate(allowed):
-            steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(_TRIAL_SECONDS / candidate.step)))
+            steps = steps_for(candidate)
             taken = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
             expected = taken / (number + 1)
             if number > 1 and taken + expected > self._options.seconds:
@@ -130,7 +131,7 @@ class Supervisor:
             yield candidate.name, tried
 
     def _try(self, job: str, candidate: Candidate, steps: int) -> Tried:
-        profile = short(candidate.profile)
+        profile = short(candidate.profile, steps)
         limit = _START_SECONDS + 5 * steps * max(candidate.step, 0.01)
         try:
             reports = self._trial(job, self._task(profile, steps + _UNTIMED_STEPS, limit), limit)
@@ -230,9 +231,15 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     return found, slowest / max(min(computing.values()), 1e-9), error
 
 
-def short(profile: Profile) -> Profile:
-    """A profile whose warm-ups end, and whose periods are seen, within a trial."""
-    changed = short_warm_ups(profile) | short_periods(profile, _SHORT_PERIOD)
+def steps_for(candidate: Candidate) -> int:
+    """How many steps a trial times: more where most of them send nothing."""
+    most = _MOST_LOCAL_STEPS if candidate.profile.use_local_sgd else _MOST_STEPS
+    return max(_FEWEST_STEPS, min(most, int(_TRIAL_SECONDS / candidate.step)))
+
+
+def short(profile: Profile, steps: int) -> Profile:
+    """A profile whose warm-ups end, and two of whose periods are seen, within so many steps."""
+    changed = short_warm_ups(profile) | short_periods(profile, max(_SHORT_PERIOD, steps // 2 - _UNTIMED_STEPS))
     return profile.with_settings("the trial", **changed) if changed else profile
 
 

@@ -109,13 +109,21 @@ def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
 
 def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
     asked = Profile(use_local_sgd=True, local_sgd_steps=50, local_sgd_is_warm_steps=100, local_sgd_overlap_steps=10)
-    tried = short(asked)
+    tried = short(asked, 14)
     assert (tried.local_sgd_steps, tried.local_sgd_overlap_steps) == (4, 3)
     assert tried.local_sgd_is_warm_steps <= 2
     # Local steps of 10 ms, an averaging of 100 ms more in every fourth.
     steps = [1.0, 1.0, 1.0, *[0.01, 0.01, 0.01, 0.11] * 3]
     assert step_of(steps, tried, asked) == pytest.approx(0.01 + 0.1 / 50)
     assert step_of([1.0, 1.0, 1.0, 0.02, 0.03, 0.04], Profile(), Profile()) == pytest.approx(0.03)
+
+
+def test_a_trial_with_room_for_two_periods_has_the_profiles_own() -> None:
+    streaming = load_profile("streaming_diloco")
+    assert short(streaming, 100).local_sgd_steps == streaming.local_sgd_steps
+    assert short(streaming, 100).local_sgd_overlap_steps == streaming.local_sgd_overlap_steps
+    cut = short(streaming, 30)
+    assert (cut.local_sgd_steps, cut.local_sgd_fragments, cut.local_sgd_overlap_steps) == (12, 3, 3)
 
 
 def test_reports_of_local_steps_become_what_is_priced() -> None:
