@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet_train.collectives.dgc import DgcMethod
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.methods import BucketMethod, DenseMethod
+from fleet_train.collectives.methods import BucketMethod, DenseMethod, cut_for
 from fleet_train.collectives.powersgd import PowerSgdMethod
 from fleet_train.collectives.quantised import QuantisedSums
 from fleet_train.collectives.quantised_method import QuantisedMethod
@@ -35,14 +35,14 @@ class _Parts:
 
 
 def _dense(parts: _Parts) -> BucketMethod:
-    return DenseMethod(parts.bucket, parts.reducer, parts.plan.world_size)
+    return DenseMethod(parts.bucket, parts.reducer, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
 
 
 def _in_16_bits(parts: _Parts) -> BucketMethod:
     if parts.plan.team_size:
         return _dense(parts)
     reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype)
-    return DenseMethod(parts.bucket, reducer, parts.plan.world_size)
+    return DenseMethod(parts.bucket, reducer, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
 
 
 def _in_few_bits(parts: _Parts) -> BucketMethod:
@@ -52,7 +52,7 @@ def _in_few_bits(parts: _Parts) -> BucketMethod:
     settings = gradient_settings(parts.profile)
     name = bucket.gradients[0].name
     carried = parts.quantised.make(bucket.communicator, name, bucket.elements, settings)
-    return QuantisedMethod(bucket, carried, parts.plan.world_size)
+    return QuantisedMethod(bucket, carried, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
 
 
 def _powersgd(parts: _Parts) -> BucketMethod:

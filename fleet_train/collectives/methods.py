@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import paddle
@@ -51,16 +51,17 @@ class DenseMethod:
     kind = "dense"
     own_state: tuple[str, ...] = ()
 
-    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int) -> None:
+    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int, cut: Cut | None = None) -> None:
         self._bucket = bucket
         self._reducer = reducer
         self._scale = 1.0 / world_size
+        self._cut = cut or unflatten
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         flat = flatten(gradients)
         yield HAND_OVER
         (total,) = yield from self._reducer.sum([flat])
-        return unflatten(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
+        return self._cut(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -74,8 +75,17 @@ def flatten(tensors: Sequence[Any]) -> Any:
     return paddle.concat([tensor.reshape([-1]) for tensor in tensors])
 
 
+Cut = Callable[[Any, Sequence[Sequence[int]]], list[Any]]
+
+
+def cut_for(on_host: bool) -> Cut:
+    """How a buffer that nobody needs any more becomes tensors: without a copy on a CPU. Kernels of a GPU may want
+    tensors that begin where memory was allocated."""
+    return views if on_host else unflatten
+
+
 def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The same as ``unflatten``, sharing the buffer's memory: to be read at once."""
+    """The same as ``unflatten``, sharing the buffer's memory."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)

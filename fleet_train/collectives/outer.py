@@ -23,14 +23,19 @@ class OuterOptimizer:
         self.velocity: list[Any] | None = None
 
     def step(self, anchor: list[Any], difference: list[Any], rate: float) -> list[Any]:
-        """The next agreed values; ``rate`` is the inner optimizer's learning rate."""
+        """The next agreed values, in the memory of ``anchor``; ``difference`` is overwritten or kept, too.
+
+        ``rate`` is the inner optimizer's learning rate.
+        """
         if self._kind == "none":
-            return [a - d for a, d in zip(anchor, difference, strict=True)]
+            return [a.subtract_(d) for a, d in zip(anchor, difference, strict=True)]
         scale = 1.0 / rate if self._kind == "slowmo" and rate > 0 else 1.0
-        pushed = [one * scale for one in difference]
-        if self.velocity is not None:
-            pushed = [v * self._momentum + p for v, p in zip(self.velocity, pushed, strict=True)]
-        self.velocity = pushed
+        pushed = [d.scale_(scale) for d in difference] if scale != 1.0 else difference
+        if self.velocity is None:
+            self.velocity = [p.clone() for p in pushed]
+        else:
+            self.velocity = [v.scale_(self._momentum).add_(p) for v, p in zip(self.velocity, pushed, strict=True)]
         if self._kind == "slowmo":
-            return [a - v * (self._lr / scale) for a, v in zip(anchor, pushed, strict=True)]
-        return [a - (d + v * self._momentum) * self._lr for a, d, v in zip(anchor, difference, pushed, strict=True)]
+            return [a.subtract_(v * (self._lr / scale)) for a, v in zip(anchor, self.velocity, strict=True)]
+        steps = [p.add_(v * self._momentum) for p, v in zip(pushed, self.velocity, strict=True)]
+        return [a.subtract_(one.scale_(self._lr)) for a, one in zip(anchor, steps, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.kept_errors import KeptErrors
-from fleet_train.collectives.methods import flatten, unflatten
+from fleet_train.collectives.methods import Cut, flatten, unflatten
 from fleet_train.collectives.quantised import Carried
 from fleet_train.plan import Bucket
 
@@ -15,11 +15,12 @@ from fleet_train.plan import Bucket
 class QuantisedMethod(KeptErrors):
     """Whole numbers with a scale per block; with teams between their leaders only."""
 
-    def __init__(self, bucket: Bucket, carried: Carried, world_size: int) -> None:
+    def __init__(self, bucket: Bucket, carried: Carried, world_size: int, cut: Cut | None = None) -> None:
         super().__init__("quantised", bucket.gradients, carried.rounded)
         self._bucket = bucket
         self._sums = carried.sums
         self._scale = 1.0 / world_size
+        self._cut = cut or unflatten
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         if self._sums is self._rounded:
@@ -31,4 +32,4 @@ class QuantisedMethod(KeptErrors):
             yield HAND_OVER
             (total,) = yield from self._sums.sum([flat])
             total = total.scale_(self._scale)
-        return unflatten(total, [gradient.shape for gradient in self._bucket.gradients])
+        return self._cut(total, [gradient.shape for gradient in self._bucket.gradients])
