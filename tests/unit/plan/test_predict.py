@@ -71,6 +71,25 @@ def test_an_averaging_hides_behind_the_steps_of_its_overlap() -> None:
     assert predict(many, cluster, NETWORK, slow).exposed == 0.0
 
 
+def test_each_fragment_hides_behind_steps_of_its_own() -> None:
+    cluster, local = Cluster.imagined(2, 1), {"use_local_sgd": True, "local_sgd_steps": 9, "local_sgd_overlap_steps": 2}
+    whole = plan_of(cluster, gradients=3, **local)
+    parts = plan_of(cluster, gradients=3, local_sgd_fragments=3, **local)
+    # 32 ms in one piece, or three times 12 ms; two steps of 6 ms hide 12 of each piece.
+    slow = Compute(0.002, 0.004)
+    assert predict(whole, cluster, NETWORK, slow).exposed == pytest.approx(0.020 / 9)
+    assert predict(parts, cluster, NETWORK, slow).communication == pytest.approx(0.036 / 9)
+    assert predict(parts, cluster, NETWORK, slow).exposed == pytest.approx(0.0)
+    assert predict(parts, cluster, NETWORK, Compute(0.001, 0.002)).exposed == pytest.approx(3 * 0.006 / 9)
+
+
+def test_few_bits_are_an_eighth_of_the_bytes_in_one_round() -> None:
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster, compression="int4"), cluster, NETWORK, COMPUTE)
+    # 1 ms, 489 blocks of 260 bytes at 100 MB/s.
+    assert found.communication == pytest.approx(0.001 + 489 * 260 / 1e8)
+
+
 def test_hierarchical_on_two_nodes_of_two_ranks() -> None:
     cluster = Cluster.imagined(2, 2)
     flat = predict(plan_of(cluster), cluster, NETWORK, COMPUTE)
