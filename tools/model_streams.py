@@ -1,6 +1,6 @@
 """Replay what the engines enqueue on the streams of several GPUs, under random interleavings, on no GPU at all.
 
-    nice -n 10 python tools/model_streams.py --out docs/benchmarks/2026-11-21-model-of-streams
+    nice -n 10 python tools/model_streams.py --out docs/benchmarks/DATE-model-of-streams
 
 Exit code 0: the new engine never stands still, and each negative control does what it must; 1: not so, in words.
 """
