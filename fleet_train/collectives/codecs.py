@@ -163,13 +163,14 @@ class DeviceCodec:
         return total.add_(paddle.concat([*parts, paddle.zeros([rest], "float32")] if rest else parts))
 
     def encode(self, values: Any, random: np.random.Generator | None = None) -> tuple[Any, Any]:
-        count, blocks = self._settings.levels, values.reshape([-1, self._settings.block])
+        blocks = values.reshape([-1, self._settings.block])
         largest = blocks.abs().max(axis=1, keepdim=True)
         largest = paddle.where(paddle.isnan(blocks).any(axis=1, keepdim=True), _filled(largest, float("nan")), largest)
         usable, finite = largest >= SMALLEST, paddle.isfinite(largest)
-        scales = paddle.where(usable, largest / count, paddle.zeros_like(largest))
-        scales = paddle.where(finite, scales, _filled(scales, float("nan")))
-        inverse = paddle.where(usable, count / largest, paddle.zeros_like(largest))
+        # Both divided by a tensor: Paddle multiplies by the inverse of a number, which is another last bit.
+        count, none = _filled(largest, float(self._settings.levels)), paddle.zeros_like(largest)
+        scales = paddle.where(finite, paddle.where(usable, largest / count, none), _filled(largest, float("nan")))
+        inverse = paddle.where(usable, count / largest, none)
         scaled = blocks * inverse
         if random is not None:
             scaled = scaled + self._dither(random, scaled.shape)

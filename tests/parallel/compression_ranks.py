@@ -68,6 +68,7 @@ QUANTISED = {
     "int4, small blocks": QuantisedSettings(4, block=32),
     "int8, large": QuantisedSettings(8),
     "int4, forgetful": QuantisedSettings(4, error_feedback=False),
+    "int4, stochastic": QuantisedSettings(4, error_feedback=False, stochastic=True),
 }
 
 

@@ -129,7 +129,11 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
         sgd,
         {"local_sgd_fragments": 2, "local_sgd_fragment_pattern": "sequential", "outer_optimizer": "slowmo"},
     ),
-    "fragments, batch norm, overlap": (BATCH_NORM, momentum, {"local_sgd_fragments": 2, "local_sgd_overlap_steps": 1}),
+    "fragments, batch norm, overlap": (
+        BATCH_NORM,
+        momentum,
+        {"local_sgd_is_warm_steps": 0, "local_sgd_fragments": 2, "local_sgd_overlap_steps": 1},
+    ),
     "streaming diloco": (MLP, adamw, STREAMING),
     "streaming diloco without warm-up": (MLP, momentum, STREAMING | {"local_sgd_is_warm_steps": 0}),
     "hierarchical, streaming diloco": (MLP, adamw, STREAMING | {"use_hierarchical_allreduce": True}),

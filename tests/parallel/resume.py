@@ -54,7 +54,6 @@ MORE_OF_LOCAL_SGD = (
     "adaptive",
     "batch norm",
     "overlap, diloco",
-    "int4 differences, stochastic",
     "streaming diloco",
     "fragments, sequential, two dtypes",
 )

@@ -50,7 +50,13 @@ CASES: dict[str, tuple[Network, Any, dict[str, Any]]] = {
     "int8, merge, two communicators": (
         LARGE,
         momentum,
-        {"compression": "int8", "accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 2},
+        {
+            "compression": "int8",
+            "compression_declines": False,
+            "accumulate_steps": 2,
+            "nccl_comm_num": 2,
+            "fuse_parameter_groups_size": 2,
+        },
     ),
     # Small networks: of many thousand elements one is now and then rounded to the other side of a middle.
     "int4": (NETWORKS[0], momentum, {"compression": "int4", "quantised_block_size": 64}),

@@ -15,7 +15,7 @@ from tests.support.ranks import RanksResult, run_ranks
 POWERSGD = ["rank 1", "rank 2", "rank 4 after 3 steps", "cold", "forgetful", "full rank", "nothing pays"]
 DGC = ["constant", "ramp", "nesterov, clipped", "whole", "large", "all small"]
 SEEDS = (0, 1, 2)
-QUANTISED = ["int8", "int4", "int4, small blocks", "int8, large", "int4, forgetful"]
+QUANTISED = ["int8", "int4", "int4, small blocks", "int8, large", "int4, forgetful", "int4, stochastic"]
 KINDS = (("powersgd", POWERSGD), ("dgc", DGC), ("quantised", QUANTISED))
 CASES = [[kind, name, seed] for kind, names in KINDS for name in names for seed in SEEDS]
 RELATIVE_TOLERANCE = 1e-5
@@ -29,7 +29,8 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         world_size,
         folder=tmp_path_factory.mktemp("compression"),
         nodes=world_size,
-        args=[json.dumps(CASES)],
+        # A device draws other random numbers than the twin.
+        args=[json.dumps([case for case in CASES if not late_streams or "stochastic" not in case[1]])],
         late_streams=late_streams,
     )
 
@@ -37,7 +38,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def each(result: RanksResult) -> list[tuple[str, list[dict[str, Any]]]]:
     """Each case with what the ranks found."""
     ranks = result.of_all("cases")
-    assert len(ranks[0]) == len(CASES)
+    assert len(ranks[0]) in (len(CASES), len(CASES) - len(SEEDS))
     return [(case, [rank[case] for rank in ranks]) for case in ranks[0]]
 
 
