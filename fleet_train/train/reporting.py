@@ -56,14 +56,16 @@ class Reporter:
     def describe(self, step: int, description: Mapping[str, Any], evaluates: bool) -> None:
         """What runs, once at the start: settings to compare runs by, the profile and the plan to read."""
         profile, plan = fleet.profile(), fleet.plan()
-        settings = {"ranks": fleet.worker_num(), "nodes": fleet.node_num(), **profile_settings(profile), **description}
+        chosen = {} if plan is None else chosen_settings(plan.chosen)
+        where = {"ranks": fleet.worker_num(), "nodes": fleet.node_num()}
+        settings = {**where, **profile_settings(profile), **chosen, **description}
         plain = {
             name: value
             for name, value in settings.items()
             if isinstance(value, (bool, int, float, str)) and name not in _NO_SETTING
         }
         self._sinks.hparams(plain, [*(_COMPARED if evaluates else ()), "train/loss", "speed/samples_per_second"])
-        self._sinks.text(step, "profile/settings", profile_text(profile))
+        self._sinks.text(step, "profile/settings", profile_text(profile, chosen))
         self._sinks.text(step, "plan/table", "one process: nothing is sent" if plan is None else explain(plan))
 
     def begin_stretch(self) -> None:
@@ -147,6 +149,12 @@ def profile_settings(profile: Profile) -> dict[str, Any]:
     }
 
 
-def profile_text(profile: Profile) -> str:
-    """The profile as a YAML file that makes it again but for the values of variables, which may be secrets."""
-    return yaml.safe_dump(profile.shown_settings(), sort_keys=False, allow_unicode=True).rstrip()
+def chosen_settings(lines: str) -> dict[str, Any]:
+    """What was chosen where the profile gives no number, by knob; ``lines``: `CommPlan.chosen`."""
+    chosen: dict[str, Any] = yaml.safe_load(f"{{{lines}}}")
+    return chosen
+
+
+def profile_text(profile: Profile, chosen: Mapping[str, Any]) -> str:
+    """The profile as a YAML file that makes the run again but for the values of variables, which may be secrets."""
+    return yaml.safe_dump(profile.shown_settings() | dict(chosen), sort_keys=False, allow_unicode=True).rstrip()

@@ -69,10 +69,10 @@ def test_settings_texts_and_confusion_are_reported(slowed: Watched) -> None:
     output = slowed.run
     (settings,) = records(output, "hparams")
     assert (settings["hparams"]["ranks"], settings["hparams"]["profile"]) == (2, "multi_node")
-    assert (settings["hparams"]["model"], settings["hparams"]["nccl_comm_num"]) == ("mlp", 2)
+    assert (settings["hparams"]["model"], settings["hparams"]["nccl_comm_num"]) == ("mlp", 1)  # chosen
     assert "output_dir" not in settings["hparams"]
     texts = {record["tag"]: record["text"] for record in records(output, "text")}
-    assert "nccl_comm_num: 2" in texts["profile/settings"]
+    assert "nccl_comm_num: 1" in texts["profile/settings"]
     assert "bucket  gradients" in texts["plan/table"]
     images = {(record["tag"], record["file"]) for record in records(output, "image")}
     assert images == {(f"test/{name}", f"images/test_{name}.png") for name in ("confusion", "mistakes")}

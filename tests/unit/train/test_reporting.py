@@ -12,7 +12,7 @@ from fleet_train.profile import Profile, load_profile
 from fleet_train.train.meter import Speed
 from fleet_train.train.metrics import check_tags
 from fleet_train.train.pictures import confusion_picture
-from fleet_train.train.reporting import profile_settings, profile_text, rank_scalars, speed_scalars
+from fleet_train.train.reporting import chosen_settings, profile_settings, profile_text, rank_scalars, speed_scalars
 
 SPEED = Speed(samples_per_second=640.0, step_ms=200.0, data_wait_share=0.1)
 
@@ -69,7 +69,11 @@ def test_many_ranks_have_two_curves_together() -> None:
 
 def test_profile_text_makes_the_profile_again() -> None:
     profile = load_profile("multi_node")
-    assert Profile(**yaml.safe_load(profile_text(profile))).digest() == profile.digest()
+    assert Profile(**yaml.safe_load(profile_text(profile, {}))).digest() == profile.digest()
+    chosen = chosen_settings("nccl_comm_num: 2, fuse_grad_size_in_MB: 0.5")
+    settled = Profile(**yaml.safe_load(profile_text(Profile(), chosen)))
+    assert (settled.nccl_comm_num, settled.fuse_grad_size_in_MB) == (2, 0.5)
+    assert chosen_settings("") == {}
 
 
 def test_settings_have_the_knobs_that_are_not_at_their_default() -> None:
