@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from fleet_train.launch import worker
+from fleet_train.launch import stock_without_paddle, worker
 from fleet_train.launch.holding import hold, remove_abandoned
 from fleet_train.launch.node import Node
 
@@ -22,8 +22,12 @@ _JOB_ID = "/dev/null/fleet_train"
 def stock_command(
     node: Node, program: tuple[str, ...], *, is_module: bool, log_dir: Path, token: str, private: Path
 ) -> list[str]:
-    """What starts the ranks: the stock launcher, with our wrapper as the script of every rank."""
-    command = [sys.executable, "-m", "paddle.distributed.launch"]
+    """What starts the ranks: the stock launcher, with our wrapper as the script of every rank.
+
+    Without devices it needs nothing of Paddle's core, and starts in a tenth of the time without it.
+    """
+    command = [sys.executable, *([] if node.devices else [stock_without_paddle.__file__])]
+    command += ["-m", "paddle.distributed.launch"]
     command += [f"--ips={','.join(node.addresses)}", f"--host={node.address}", f"--start_port={node.started_port}"]
     command += [f"--devices={','.join(node.devices)}"] if node.devices else [f"--nproc_per_node={node.processes}"]
     command += [f"--log_dir={private}", f"--job_id={_JOB_ID}", "--enable_gpu_log=False"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import worker
+from fleet_train.launch import stock_without_paddle, worker
 from fleet_train.launch.node import Node
 from fleet_train.launch.stock import PrivateFolder, stock_command
 from tests.support.processes import clean_environ, python
@@ -23,6 +23,7 @@ def test_the_stock_launcher_starts_our_wrapper_for_every_process() -> None:
     node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
     assert command(node, "train.py", "--a", "--", "x y") == [
         sys.executable,
+        stock_without_paddle.__file__,
         "-m",
         "paddle.distributed.launch",
         "--ips=10.0.0.1,10.0.0.2",
@@ -40,7 +41,9 @@ def test_the_stock_launcher_starts_our_wrapper_for_every_process() -> None:
 
 
 def test_devices_are_named_where_there_are_any() -> None:
-    assert "--devices=2,3" in command(Node(("10.0.0.1",), 0, 6170, 2, ("2", "3"), "eth0"), "train.py")
+    started = command(Node(("10.0.0.1",), 0, 6170, 2, ("2", "3"), "eth0"), "train.py")
+    assert "--devices=2,3" in started
+    assert started[:3] == [sys.executable, "-m", "paddle.distributed.launch"]  # it asks Paddle's core for the devices
 
 
 def test_a_module_is_run_as_a_module() -> None:

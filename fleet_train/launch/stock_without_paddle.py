@@ -1,0 +1,108 @@
+"""Runs the installed ``paddle.distributed.launch`` without the rest of Paddle, whose import takes longer than its work.
+
+    stock_without_paddle.py -m paddle.distributed.launch --ips=... (what the plain command has)
+
+The launcher's modules are Paddle's own, unchanged. Of the packages around them it asks a few facts about the build,
+which are the same in every build for CPUs; placeholders give them. Where the build is another one, or anything else is
+asked for, this process becomes the plain command, as long as it has started nothing.
+Standard library only, and no import of fleet_train: like ``worker.py`` this stands between a command and its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+_LAUNCHER = "paddle.distributed.launch"
+# Of paddle/version: what a build for CPUs says.
+_CPU_BUILD = {"cuda_version": "False", "xpu_xre_version": "False", "hip_version": None}
+
+
+class Placeholder(ModuleType):
+    """Stands for a package that is not imported, and ends that where more is asked of it than it knows."""
+
+    def __init__(self, name: str, folder: Path | None, **known: Any) -> None:
+        super().__init__(name)
+        self.__path__ = [] if folder is None else [str(folder)]
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or _has_children():
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        become_the_plain_command()
+
+
+def become_the_plain_command() -> NoReturn:
+    """Go on as ``python -m paddle.distributed.launch ...``, with the same process number, parent and files."""
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+
+
+def _has_children() -> bool:
+    try:
+        return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip())
+    except OSError:
+        return True  # it cannot be known: rather an error than ranks that are started twice
+
+
+def folder_of_paddle() -> Path | None:
+    spec = PathFinder.find_spec("paddle")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(places[0]) if places else None
+
+
+def is_build_for_cpus(folder: Path) -> bool:
+    """By Paddle's own file about its build; devices of plug-ins are found by a variable or a folder."""
+    if os.environ.get("CUSTOM_DEVICE_ROOT") or (folder.parent / "paddle_custom_device").exists():
+        return False
+    facts: dict[str, Any] = {"__name__": "paddle.version"}
+    exec(compile((folder / "version" / "__init__.py").read_text(), "paddle.version", "exec"), facts)
+    return all(facts.get(name, "unknown") == value for name, value in _CPU_BUILD.items())
+
+
+def put_placeholders(folder: Path) -> None:
+    """For everything that the launcher's modules import; ``strtobool`` is Paddle's own."""
+    core = Placeholder(
+        "paddle.base.core",
+        None,
+        get_all_custom_device_type=list,
+        is_compiled_with_cuda=bool,
+        is_compiled_with_xpu=bool,
+        is_compiled_with_ipu=bool,
+    )
+    parts = {
+        "distributed": Placeholder("paddle.distributed", folder / "distributed"),
+        "base": Placeholder("paddle.base", None, core=core),
+        "device": Placeholder("paddle.device", None, get_available_custom_device=list),
+        "utils": Placeholder("paddle.utils", folder / "utils"),
+    }
+    paddle = Placeholder("paddle", folder, is_compiled_with_rocm=bool, **parts)
+    # Of the launcher's way to find other nodes, which has no part in a job whose nodes are given.
+    httpx = Placeholder("httpx", None)
+    sys.modules.update({each.__name__: each for each in (paddle, *parts.values(), core, httpx)})
+    from paddle.utils.environments import strtobool
+
+    parts["utils"].__dict__["strtobool"] = strtobool
+
+
+def main() -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # as with -m: instead of this file's folder
+    try:
+        folder = folder_of_paddle()
+        if sys.argv[1:3] != ["-m", _LAUNCHER] or folder is None or not is_build_for_cpus(folder):
+            become_the_plain_command()
+        put_placeholders(folder)
+        from paddle.distributed.launch import main as launcher
+    except Exception:  # another Paddle: whatever it is that fails here, its own import is the way
+        become_the_plain_command()
+    sys.argv = [str(launcher.__file__), *sys.argv[3:]]
+    launcher.launch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The page of the record of starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.benchmarks.record import told_circumstances
+
+
+def page(record: dict[str, Any]) -> str:
+    medians: dict[str, dict[str, float]] = record["medians"]
+    return "\n".join(
+        [
+            f"# From the command to the end of the first step, {record['date'][:10]}",
+            "",
+            *told_circumstances(record, "loopback, two processes"),
+            f"- {len(record['rounds'])} rounds, all in turn within a round, in another order in each; load average before "
+            f"the rounds: {', '.join(f'{load:g}' for load in record['loads'])}.",
+            "- 64 -> 8 ReLU layers of 640 -> 10, batch 64 per rank, Momentum; what each framework does by default. Python "
+            "files are compiled and in the page cache: each was started once before.",
+            "- The end is that of the slower rank's first step. Ratios are taken within a round.",
+            "",
+            "| started | seconds, median | to its first step / torchrun's: median | lowest to highest | until the command has ended, s |",
+            "| --- | --- | --- | --- | --- |",
+            *(_row(who, each, record["ratios_to_torchrun"].get(who)) for who, each in medians.items()),
+            "",
+            "Where the time goes, medians in seconds of the slower rank:",
+            "",
+            *(line for who, each in medians.items() for line in _phases(who, each)),
+        ]
+    )
+
+
+def _row(who: str, each: dict[str, float], ratios: dict[str, list[float]] | None) -> str:
+    compared = "1 | "
+    if ratios is not None:
+        totals = sorted(ratios["total"])
+        compared = f"{_median(totals):.2f} | {totals[0]:.2f} to {totals[-1]:.2f}"
+    return f"| {who} | {each['total']:.2f} | {compared} | {each['end']:.2f} |"
+
+
+def _median(values: list[float]) -> float:
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+def _phases(who: str, each: dict[str, float]) -> list[str]:
+    rows = [f"| {phase} | {seconds:.2f} |" for phase, seconds in each.items() if phase not in ("total", "end")]
+    return [f"| {who} | s |", "| --- | --- |", *rows, ""]

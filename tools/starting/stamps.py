@@ -1,0 +1,43 @@
+"""Time stamps of one rank's start, on the clock that all processes of a machine share. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+# 64 -> 8 layers of 640 -> 10: the network of the other benchmarks, with a batch of 64 per rank.
+SIZES = (64, *[640] * 8, 10)
+BATCH = 64
+
+
+class Stamps:
+    """Seconds since the machine's start at which a phase of this process has ended, by the phase's name."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, float] = {"interpreter": now()}
+
+    def stamp(self, phase: str) -> None:
+        self.ends[phase] = now()
+
+    def write(self, folder: str, rank: int) -> None:
+        """Into ``rank<N>.json``, with when this process and those above it were made."""
+        record = {"ends": self.ends, "made": made_above(os.getpid())}
+        beside = Path(folder, f"rank{rank}.part")
+        beside.write_text(json.dumps(record), encoding="utf-8")
+        os.replace(beside, Path(folder, f"rank{rank}.json"))
+
+
+def now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def made_above(pid: int) -> list[tuple[int, float]]:
+    """(pid, when it was made) of this process, its parent, and so on; to a hundredth of a second."""
+    found = []
+    while pid > 1:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found.append((pid, int(fields[19]) / os.sysconf("SC_CLK_TCK")))
+        pid = int(fields[1])
+    return found
