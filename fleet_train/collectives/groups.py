@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -90,7 +91,30 @@ def _open_store(job: Job, ranks: Sequence[int]) -> Any:
     port = job.broadcast(f"store of group {job.count('group')}", port, first)
     if store is None and job.cluster.rank in ranks:
         store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
+    send_at_once(port)
     return _kept(store)
+
+
+def send_at_once(port: int) -> None:
+    """Let this process's connections to a store of Paddle's at this port send small pieces without delay.
+
+    Paddle writes each request in three pieces and leaves Nagle's algorithm on: the second one waits until the other
+    side has acknowledged the first, 40 ms or more, eight times for each group.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), _socket_of(int(entry)) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Another descriptor of the same socket. Raises OSError where there is none."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _kept(value: Any) -> Any:

@@ -19,7 +19,7 @@ from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import Variants
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
 from fleet_train.collectives.allocator import keep_freed_memory
-from fleet_train.collectives.groups import held_port, warm_up
+from fleet_train.collectives.groups import held_port, send_at_once, warm_up
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.paddle_check import backend_name, installed_version
@@ -187,3 +187,4 @@ def _create_paddle_store(endpoint: str) -> None:
         paddle.base.core.create_or_get_global_tcp_store()
     finally:
         os.environ["PADDLE_TRAINERS_NUM"] = members
+    send_at_once(int(endpoint.rpartition(":")[2]))
