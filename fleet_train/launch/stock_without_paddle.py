@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _LAUNCHER = "paddle.distributed.launch"
+_PLAIN_COMMAND = [sys.executable, *sys.argv[1:]]
 # Of paddle/version: what a build for CPUs says.
 _CPU_BUILD = {"cuda_version": "False", "xpu_xre_version": "False", "hip_version": None}
 
@@ -39,7 +40,7 @@ class Placeholder(ModuleType):
 
 def become_the_plain_command() -> NoReturn:
     """Go on as ``python -m paddle.distributed.launch ...``, with the same process number, parent and files."""
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    os.execv(sys.executable, _PLAIN_COMMAND)
 
 
 def _has_children() -> bool:
