@@ -1,4 +1,4 @@
-"""How long a job needs from the command to the end of its first step: our launcher beside torchrun, one after the other.
+"""How long a job needs from the command to the end of its first step: our launcher beside torchrun, in turn.
 
     python tools/bench_start.py --before CHECKOUT --record docs/benchmarks/2026-11-22-start
 
@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fleet_train.selftest.record import git
 from tools.benchmarks.jobs import shared_environment
 from tools.benchmarks.record import circumstances
 from tools.starting.page import page
@@ -132,10 +133,14 @@ def summary(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
     }
 
 
-def measure(rounds: int, checkouts: Mapping[str, Path], record: Path | None) -> dict[str, Any]:
+def measure(
+    rounds: int, checkouts: Mapping[str, Path], record: Path | None, arguments: Sequence[str]
+) -> dict[str, Any]:
     """All contestants in turn, in another order in every round; the record is written after each."""
     result: dict[str, Any] = circumstances() | {"rounds": [], "loads": []}
-    result["command"] = f"python tools/bench_start.py {' '.join(sys.argv[1:])}"
+    result["command"] = f"python tools/bench_start.py {' '.join(arguments)}"
+    if BEFORE in checkouts:
+        result["before"] = git(checkouts[BEFORE], "rev-parse", "HEAD")
     names = list(checkouts)
     for who in names:  # compiles what is not compiled, and brings the files into the page cache
         measure_start(who, checkouts[who], _PORT)
@@ -162,7 +167,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="PATH", help="Write PATH.json and PATH.md, after each round.")
     options = parser.parse_args()
     checkouts = {OURS: ROOT, **({BEFORE: options.before.resolve()} if options.before else {}), TORCH: ROOT}
-    result = measure(options.rounds, checkouts, options.record)
+    arguments = ["CHECKOUT" if word == str(options.before) else word for word in sys.argv[1:]]
+    result = measure(options.rounds, checkouts, options.record, arguments)
     print(json.dumps({name: result[name] for name in ("medians", "median_ratio")}, indent=1))
 
 

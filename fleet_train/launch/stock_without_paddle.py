@@ -91,7 +91,7 @@ def put_placeholders(folder: Path) -> None:
 
 
 def main() -> None:
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
         sys.path[0] = os.getcwd()  # as with -m: instead of this file's folder
     try:
         folder = folder_of_paddle()

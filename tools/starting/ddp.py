@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 # This folder is in the path because the script lies in it; fleet_train may be that of another checkout.
@@ -21,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     STAMPS.stamp("joining")
     layers: list[torch.nn.Module] = []
-    for inputs, outputs in zip(SIZES, SIZES[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(SIZES):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers[:-1])
     STAMPS.stamp("network and conversion")

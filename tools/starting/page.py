@@ -14,13 +14,15 @@ def page(record: dict[str, Any]) -> str:
             f"# From the command to the end of the first step, {record['date'][:10]}",
             "",
             *told_circumstances(record, "loopback, two processes"),
-            f"- {len(record['rounds'])} rounds, all in turn within a round, in another order in each; load average before "
-            f"the rounds: {', '.join(f'{load:g}' for load in record['loads'])}.",
-            "- 64 -> 8 ReLU layers of 640 -> 10, batch 64 per rank, Momentum; what each framework does by default. Python "
-            "files are compiled and in the page cache: each was started once before.",
+            f"- {len(record['rounds'])} rounds, all in turn within a round, in another order in each; load average "
+            f"before the rounds: {', '.join(f'{load:g}' for load in record['loads'])}.",
+            "- 64 -> 8 ReLU layers of 640 -> 10, batch 64 per rank, Momentum; what each framework does by default. "
+            "Python files are compiled and in the page cache: each was started once before.",
+            *([f"- Before: commit {record['before'][:10]}."] if "before" in record else []),
             "- The end is that of the slower rank's first step. Ratios are taken within a round.",
             "",
-            "| started | seconds, median | to its first step / torchrun's: median | lowest to highest | until the command has ended, s |",
+            "| started | to the first step's end, median s | of torchrun's, median | lowest to highest | "
+            "until the command has ended, s |",
             "| --- | --- | --- | --- | --- |",
             *(_row(who, each, record["ratios_to_torchrun"].get(who)) for who, each in medians.items()),
             "",
@@ -32,7 +34,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _row(who: str, each: dict[str, float], ratios: dict[str, list[float]] | None) -> str:
-    compared = "1 | "
+    compared = "1 | -"
     if ratios is not None:
         totals = sorted(ratios["total"])
         compared = f"{_median(totals):.2f} | {totals[0]:.2f} to {totals[-1]:.2f}"

@@ -1,4 +1,4 @@
-"""The stock launcher is Paddle's own, whatever is left out around it; another build, or one question more, ends that."""
+"""The stock launcher is Paddle's own, whatever is left out around it; another build, or a question more, ends that."""
 
 from __future__ import annotations
 
