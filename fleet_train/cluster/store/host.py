@@ -15,13 +15,15 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.access import JOB_ID, Access, access_of, addresses_of
-from fleet_train.cluster.store.relay import Parent
-from fleet_train.cluster.store.server import StoreServer
 from fleet_train.cluster.store.tree import FAN_IN, below, parent_of
 from fleet_train.errors import ClusterError
+
+if TYPE_CHECKING:
+    from fleet_train.cluster.store.server import StoreServer
 
 _READY = "listening"
 # After the parent has ended: how long members may still be connected, how long none must have been before the process
@@ -119,6 +121,10 @@ class StoreHost:
 
 
 def _start(place: Place) -> StoreServer:
+    # Only the process that serves imports it, and asyncio with it: every rank imports this module.
+    from fleet_train.cluster.store.relay import Parent
+    from fleet_train.cluster.store.server import StoreServer
+
     access = Access.of(os.environ, place.host)
     allowed = addresses_of(place.hosts)
     is_root = not place.parent
