@@ -74,7 +74,8 @@ def environment_of(checkout: Path) -> dict[str, str]:
 
 
 def measure_start(contestant: str, checkout: Path, port: int) -> dict[str, float]:
-    """Seconds of each phase, ``total`` (to the end of the slowest rank's first step) and ``end`` (of the command)."""
+    """Seconds of each phase, ``total`` (to the end of the slowest rank's first step), ``end`` (of the command), and
+    ``processor`` (seconds of all processes together to the end of the first step)."""
     with tempfile.TemporaryDirectory(prefix="fleet_train-start-") as name:
         folder = Path(name)
         began = now()
@@ -82,12 +83,13 @@ def measure_start(contestant: str, checkout: Path, port: int) -> dict[str, float
         ended = now()
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(_PROCESSES)]
     slowest = max(ranks, key=lambda rank: float(rank["ends"]["first step"]))
-    return {**phases(CHAINS[contestant], began, slowest), "end": ended - began}
+    found = phases(CHAINS[contestant], began, slowest)
+    return {**found, "end": ended - began, "processor": processor_seconds(CHAINS[contestant], ranks)}
 
 
 def phases(chain: Sequence[str], began: float, rank: Mapping[str, Any]) -> dict[str, float]:
     """What the time between the command and the end of this rank's first step was spent on, in order."""
-    made = [float(at) for _, at in rank["made"][: len(chain)]][::-1]
+    made = [float(at) for _, at, _ in rank["processes"][: len(chain)]][::-1]
     edges = {
         f"{who}, until it starts the {next_one}": at
         for who, next_one, at in zip(chain, chain[1:], made[1:], strict=False)
@@ -97,6 +99,15 @@ def phases(chain: Sequence[str], began: float, rank: Mapping[str, Any]) -> dict[
     for phase, at in edges.items():
         found[phase], last = at - last, at
     return found | {"total": last - began}
+
+
+def processor_seconds(chain: Sequence[str], ranks: Sequence[Mapping[str, Any]]) -> float:
+    """Of the ranks and all above them up to the command; what two ranks have seen of the same process counts once."""
+    used: dict[int, float] = {}
+    for rank in ranks:
+        for pid, _, seconds in rank["processes"][: len(chain)]:
+            used[pid] = max(seconds, used.get(pid, 0.0))
+    return sum(used.values())
 
 
 def _run(command: list[str], environ: dict[str, str], folder: Path) -> None:
@@ -122,7 +133,10 @@ def summary(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         for who in rounds[-1]
     }
     ratios = {
-        who: {what: [round(turn[who][what] / turn[TORCH][what], 3) for turn in rounds] for what in ("total", "end")}
+        who: {
+            what: [round(turn[who][what] / turn[TORCH][what], 3) for turn in rounds]
+            for what in ("total", "end", "processor")
+        }
         for who in rounds[-1]
         if who != TORCH
     }

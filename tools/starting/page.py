@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from tools.benchmarks.record import told_circumstances
@@ -20,10 +21,12 @@ def page(record: dict[str, Any]) -> str:
             "Python files are compiled and in the page cache: each was started once before.",
             *([f"- Before: commit {record['before'][:10]}."] if "before" in record else []),
             "- The end is that of the slower rank's first step. Ratios are taken within a round.",
+            "- Processor seconds are those of all processes of the job together, to the end of the first step: they "
+            "depend less on what else the machine does.",
             "",
             "| started | to the first step's end, median s | of torchrun's, median | lowest to highest | "
-            "until the command has ended, s |",
-            "| --- | --- | --- | --- | --- |",
+            "processor seconds, median | of torchrun's, median | until the command has ended, s |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
             *(_row(who, each, record["ratios_to_torchrun"].get(who)) for who, each in medians.items()),
             "",
             "Where the time goes, medians in seconds of the slower rank:",
@@ -34,18 +37,18 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _row(who: str, each: dict[str, float], ratios: dict[str, list[float]] | None) -> str:
-    compared = "1 | -"
+    compared, of_processor = "1 | -", "1"
     if ratios is not None:
         totals = sorted(ratios["total"])
-        compared = f"{_median(totals):.2f} | {totals[0]:.2f} to {totals[-1]:.2f}"
-    return f"| {who} | {each['total']:.2f} | {compared} | {each['end']:.2f} |"
-
-
-def _median(values: list[float]) -> float:
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+        compared = f"{median(totals):.2f} | {totals[0]:.2f} to {totals[-1]:.2f}"
+        of_processor = f"{median(ratios['processor']):.2f}"
+    return (
+        f"| {who} | {each['total']:.2f} | {compared} | {each['processor']:.2f} | {of_processor} | {each['end']:.2f} |"
+    )
 
 
 def _phases(who: str, each: dict[str, float]) -> list[str]:
-    rows = [f"| {phase} | {seconds:.2f} |" for phase, seconds in each.items() if phase not in ("total", "end")]
+    rows = [
+        f"| {phase} | {seconds:.2f} |" for phase, seconds in each.items() if phase not in ("total", "end", "processor")
+    ]
     return [f"| {who} | s |", "| --- | --- |", *rows, ""]

@@ -22,8 +22,8 @@ class Stamps:
         self.ends[phase] = now()
 
     def write(self, folder: str, rank: int) -> None:
-        """Into ``rank<N>.json``, with when this process and those above it were made."""
-        record = {"ends": self.ends, "made": made_above(os.getpid())}
+        """Into ``rank<N>.json``, with this process and those above it."""
+        record = {"ends": self.ends, "processes": processes_above(os.getpid())}
         beside = Path(folder, f"rank{rank}.part")
         beside.write_text(json.dumps(record), encoding="utf-8")
         os.replace(beside, Path(folder, f"rank{rank}.json"))
@@ -33,11 +33,15 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def made_above(pid: int) -> list[tuple[int, float]]:
-    """(pid, when it was made) of this process, its parent, and so on; to a hundredth of a second."""
+def processes_above(pid: int) -> list[tuple[int, float, float]]:
+    """(pid, when it was made, processor seconds so far) of this process, its parent, and so on.
+
+    To a hundredth of a second; with what children that have ended had used.
+    """
     found = []
+    ticks = os.sysconf("SC_CLK_TCK")
     while pid > 1:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found.append((pid, int(fields[19]) / os.sysconf("SC_CLK_TCK")))
+        found.append((pid, int(fields[19]) / ticks, sum(map(int, fields[11:15])) / ticks))
         pid = int(fields[1])
     return found
