@@ -13,6 +13,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.statistics import RankStatistics
 from fleet_train.convert.passes.gradient_merge import GradientMerge, MergedGradients, merge_gradients
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
@@ -64,7 +65,8 @@ class ProgramPasses:
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
-            pairs = synchronize_batch_norms(pairs, self._statistics)
+            arithmetic = Composed() if self._on_gpu else Kernels()
+            pairs = synchronize_batch_norms(pairs, self._statistics, arithmetic)
             self.exchanges = self._statistics.exchanges
         recompute_segments(loss, settings.recompute, emit_hold)
         return pairs

@@ -10,11 +10,11 @@ gradients', every device would decide for itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import paddle
 
+from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm, Statistics
 from fleet_train.convert.passes.walk import nested_operators
 from fleet_train.errors import ConversionError
 
@@ -38,17 +38,8 @@ class StatisticsExchange(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Statistics:
-    """Over all ranks: number of values per channel [], mean and 1 / standard deviation [channels], all float32."""
-
-    count: Any
-    mean: Any
-    inverse_deviation: Any
-
-
 def synchronize_batch_norms(
-    params_grads: Sequence[tuple[Any, Any]], exchange: StatisticsExchange
+    params_grads: Sequence[tuple[Any, Any]], exchange: StatisticsExchange, arithmetic: Arithmetic
 ) -> list[tuple[Any, Any]]:
     """Replace every training-mode batch norm of the current program, and its gradient; returns the new pairs.
 
@@ -62,14 +53,14 @@ def synchronize_batch_norms(
         return list(params_grads)
     paddle.pir.set_insertion_point(forward[0])
     chain = exchange.start()
-    statistics: dict[int, _Statistics] = {}
+    statistics: dict[int, Statistics] = {}
     for operator in forward:
-        found, chain = _replace_forward(operator, exchange, chain)
+        found, chain = _replace_forward(operator, exchange, arithmetic, chain)
         statistics |= {user.id(): found for user in _gradients_of(operator)}
     replaced: dict[int, Any] = {}
     backward = [operator for operator in operators if operator.id() in statistics]
     for operator in backward:
-        results, chain = _replace_backward(operator, statistics[operator.id()], exchange, chain)
+        results, chain = _replace_backward(operator, statistics[operator.id()], exchange, arithmetic, chain)
         replaced |= results
     for operator in [*reversed(backward), *reversed(forward)]:
         operator.erase()
@@ -100,37 +91,39 @@ def _gradients_of(operator: Any) -> list[Any]:
     return [user for user in saved_mean.all_used_ops() if user.name() == _GRADIENT]
 
 
-def _replace_forward(operator: Any, exchange: StatisticsExchange, chain: Any) -> tuple[_Statistics, Any]:
-    x, running_mean, running_variance, scale, bias = operator.operands_source()
+def _norm_of(operator: Any, x: Any, scale: Any, bias: Any) -> Norm:
     attributes = operator.attrs()
+    return Norm(x, scale, bias, attributes["epsilon"], attributes["data_format"])
+
+
+def _replace_forward(
+    operator: Any, exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
+) -> tuple[Statistics, Any]:
+    x, running_mean, running_variance, scale, bias = operator.operands_source()
+    momentum = operator.attrs()["momentum"]
+    norm = _norm_of(operator, x, scale, bias)
     paddle.pir.set_insertion_point(operator)
-    values = x.cast("float32")
-    axes, shape = _axes_and_shape(x, attributes["data_format"])
-    channels = int(scale.shape[0])
-    local_mean = values.mean(axes)
-    deviations = (values - local_mean.reshape(shape)).square().sum(axes)
-    count = (paddle.numel(x) // channels).cast("float32").reshape([1])
-    what = f"statistics of '{_name_of(scale)}'"
-    rows, chain = exchange.gather(what, paddle.concat([count, local_mean, deviations]), chain)
-    total, mean, variance = _combine(rows, channels)
-    found = _Statistics(total, mean, paddle.rsqrt(variance + attributes["epsilon"]))
-    normalised = (values - mean.reshape(shape)) * (found.inverse_deviation * scale).reshape(shape) + bias.reshape(shape)
-    operator.result(0).replace_all_uses_with(normalised.cast(x.dtype))
-    _move_average(running_mean, mean, attributes["momentum"])
-    _move_average(running_variance, variance, attributes["momentum"])
+    local = arithmetic.local(norm)
+    sent = paddle.concat([local.count, local.mean, local.variance])
+    rows, chain = exchange.gather(f"statistics of '{_name_of(scale)}'", sent, chain)
+    found = _combine(rows, norm.channels)
+    operator.result(0).replace_all_uses_with(arithmetic.normalised(norm, found))
+    _move_average(running_mean, found.mean, momentum)
+    _move_average(running_variance, found.variance, momentum)
     return found, chain
 
 
-def _combine(rows: Any, channels: int) -> tuple[Any, Any, Any]:
-    """Count, mean and variance of all values from each rank's count, mean and sum of squared deviations.
+def _combine(rows: Any, channels: int) -> Statistics:
+    """Of all values, from each rank's count, mean and variance ([ranks, 1 + 2 * channels]).
 
-    Chan, Golub and LeVeque's formula: unlike sum(x * x) - mean * mean, it does not cancel.
+    Chan, Golub and LeVeque's formula: unlike mean(x * x) - mean * mean, it does not cancel.
     """
-    counts, means, deviations = paddle.split(rows, [1, channels, channels], axis=1)
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    variance = (deviations.sum(0) + (counts * (means - mean).square()).sum(0)) / total
-    return total, mean, variance
+    counts, means, variances = paddle.split(rows, [1, channels, channels], axis=1)
+    total = counts.sum([0])
+    shares = counts / total
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+    return Statistics(total, mean, variance)
 
 
 def _move_average(running: Any, new: Any, momentum: float) -> None:
@@ -138,37 +131,22 @@ def _move_average(running: Any, new: Any, momentum: float) -> None:
 
 
 def _replace_backward(
-    operator: Any, statistics: _Statistics, exchange: StatisticsExchange, chain: Any
+    operator: Any, found: Statistics, exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
 ) -> tuple[dict[int, Any], Any]:
     """Returns {old result: new value} and the next token. The gradients of scale and bias stay this rank's own."""
     sources = operator.operands_source()
-    x, scale, out_gradient = sources[0], sources[1], sources[-1]
+    norm = _norm_of(operator, *sources[:3])
     paddle.pir.set_insertion_point(operator)
-    axes, shape = _axes_and_shape(x, operator.attrs()["data_format"])
-    incoming = out_gradient.cast("float32")
-    factor = statistics.inverse_deviation.reshape(shape)
-    normalised = (x.cast("float32") - statistics.mean.reshape(shape)) * factor
-    bias_gradient, scale_gradient = incoming.sum(axes), (incoming * normalised).sum(axes)
-    what = f"gradient of '{_name_of(scale)}'"
-    sums, chain = exchange.total(what, paddle.concat([bias_gradient, scale_gradient]), chain)
-    mean_gradient, mean_product = (part.reshape(shape) for part in paddle.split(sums / statistics.count, 2))
-    x_gradient = (incoming - mean_gradient - normalised * mean_product) * factor * scale.reshape(shape)
-    new = (x_gradient.cast(x.dtype), scale_gradient, bias_gradient)
+    bias_gradient, scale_gradient, begun = arithmetic.gradients(norm, found, sources[-1])
+    sent = paddle.concat([bias_gradient, scale_gradient])
+    sums, chain = exchange.total(f"gradient of '{_name_of(norm.scale)}'", sent, chain)
+    means = paddle.split(sums / found.count, 2)
+    new = (arithmetic.x_gradient(norm, found, begun, tuple(means)), scale_gradient, bias_gradient)
     results = {old.id: value for old, value in zip(operator.results(), new, strict=True) if old.initialized()}
     for old, value in zip(operator.results(), new, strict=True):
         if old.initialized():
             old.replace_all_uses_with(value)
     return results, chain
-
-
-def _axes_and_shape(x: Any, data_format: str) -> tuple[list[int], list[int]]:
-    """The axes that are summed over, and the shape in which per-channel values meet ``x``."""
-    rank = len(x.shape)
-    channel = 1 if data_format.startswith("NC") else rank - 1
-    axes = [axis for axis in range(rank) if axis != channel]
-    shape = [1] * rank
-    shape[channel] = int(x.shape[channel])
-    return axes, shape
 
 
 def _name_of(value: Any) -> str:

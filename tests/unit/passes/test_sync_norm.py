@@ -10,6 +10,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
+from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
@@ -34,9 +35,17 @@ class SameBatchOn:
         return values * float(self.world_size), chain
 
 
-def minimize_synchronized(exchange: Any) -> Any:
+ARITHMETICS = {"kernels": Kernels(), "composed": Composed()}
+
+
+@pytest.fixture(params=ARITHMETICS)
+def arithmetic(request: pytest.FixtureRequest) -> Arithmetic:
+    return ARITHMETICS[request.param]
+
+
+def minimize_synchronized(exchange: Any, arithmetic: Arithmetic = ARITHMETICS["kernels"]) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
-        pairs = synchronize_batch_norms(optimizer.backward(loss), exchange)
+        pairs = synchronize_batch_norms(optimizer.backward(loss), exchange, arithmetic)
         optimizer.apply_gradients(pairs)
         return pairs
 
@@ -60,11 +69,11 @@ def momentum() -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_equals_paddle_on_equal_batches(world_size: int, seed: int) -> None:
+def test_equals_paddle_on_equal_batches(world_size: int, seed: int, arithmetic: Arithmetic) -> None:
     paddle.seed(seed)
     plain = Trained(momentum, network=normalised)
     start = plain.state()
-    synchronized = Trained(momentum, minimize_synchronized(SameBatchOn(world_size)), normalised)
+    synchronized = Trained(momentum, minimize_synchronized(SameBatchOn(world_size), arithmetic), normalised)
     synchronized.start_from(start)
     for batch in batches(10, 12, seed):
         expected, found = plain.step(batch), synchronized.step(batch)

@@ -1,0 +1,160 @@
+"""What a rank computes of a synchronised batch norm by itself: local sums, and what the global ones make of values.
+
+On CPUs by Paddle's own kernels of batch norm, which go over the values once where composed operators allocate and
+broadcast at each step: there a broadcast costs five times a pass of the kernel. On GPUs, whose kernels differ (an
+unbiased running variance, a reserved space that a backward pass must be given), composed of single operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import paddle
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm of the program: ``x`` [...], ``scale`` and ``bias`` [channels], and its attributes."""
+
+    x: Any
+    scale: Any
+    bias: Any
+    epsilon: float
+    data_format: str
+
+    @property
+    def channels(self) -> int:
+        return int(self.scale.shape[0])
+
+    @property
+    def axes(self) -> list[int]:
+        """The axes that are summed over."""
+        return [axis for axis in range(len(self.x.shape)) if axis != self._channel]
+
+    def spread(self, values: Any) -> Any:
+        """``values`` [channels] in the shape in which they meet ``x``."""
+        shape = [1] * len(self.x.shape)
+        shape[self._channel] = self.channels
+        return values.reshape(shape)
+
+    @property
+    def _channel(self) -> int:
+        return 1 if self.data_format.startswith("NC") else len(self.x.shape) - 1
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Number of values per channel [1], their mean and variance [channels]; of one rank or over all."""
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
+class Arithmetic(Protocol):
+    """Emits operators at the current insertion point. Statistics are float32, or float64 where ``x`` is."""
+
+    def local(self, norm: Norm) -> Statistics:
+        """Of this rank's ``x``."""
+        ...
+
+    def normalised(self, norm: Norm, found: Statistics) -> Any:
+        """``x`` with the mean and variance ``found``, scaled and shifted; its shape and dtype."""
+        ...
+
+    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
+        gradients of bias and scale); and what ``x_gradient`` goes on with."""
+        ...
+
+    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        """The gradient of ``x``. ``means``: the two sums of all ranks, over the count of all values."""
+        ...
+
+
+class Composed:
+    """Of single operators, in float32."""
+
+    def local(self, norm: Norm) -> Statistics:
+        values = norm.x.cast("float32")
+        mean = values.mean(norm.axes)
+        variance = (values - norm.spread(mean)).square().mean(norm.axes)
+        return Statistics(_count(norm, "float32"), mean, variance)
+
+    def normalised(self, norm: Norm, found: Statistics) -> Any:
+        centred = norm.x.cast("float32") - norm.spread(found.mean)
+        factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
+        return (centred * norm.spread(factor) + norm.spread(norm.bias)).cast(norm.x.dtype)
+
+    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        factor = norm.spread(paddle.rsqrt(found.variance + norm.epsilon))
+        normalised = (norm.x.cast("float32") - norm.spread(found.mean)) * factor
+        incoming = incoming.cast("float32")
+        begun = (incoming, normalised, factor)
+        return incoming.sum(norm.axes), (incoming * normalised).sum(norm.axes), begun
+
+    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        incoming, normalised, factor = begun
+        mean_gradient, mean_product = (norm.spread(mean) for mean in means)
+        gradient = (incoming - mean_gradient - normalised * mean_product) * factor * norm.spread(norm.scale)
+        return gradient.cast(norm.x.dtype)
+
+
+class Kernels:
+    """By Paddle's kernels for CPUs, in the dtype of ``x`` (float32 or float64: they have no other)."""
+
+    def local(self, norm: Norm) -> Statistics:
+        """What a batch norm leaves as running statistics, if nothing of the old ones is kept.
+
+        It writes them into what it is given as such (a view, also in ``pd_op.batch_norm`` without an underscore), so
+        those are made for it alone.
+        """
+        dtype, channels = norm.x.dtype, [norm.channels]
+        old = paddle.zeros(channels, dtype), paddle.zeros(channels, dtype)
+        # trainable_statistics: also in a clone for a test these are the statistics of the batch.
+        made = paddle._C_ops.batch_norm(
+            norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
+        )
+        count = _count(norm, dtype)
+        return Statistics(count, _mean_of_one(norm, count, made[1]) if _may_be_one(norm) else made[1], made[2])
+
+    def normalised(self, norm: Norm, found: Statistics) -> Any:
+        return _normalised(norm, found, norm.scale, norm.bias)
+
+    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        """The gradient under statistics that are given: its sums are those wanted, and its gradient of ``x`` is
+        ``incoming`` * scale / deviation."""
+        mean, variance = found.mean, found.variance
+        x_gradient, scale_gradient, bias_gradient = paddle._C_ops.batch_norm_grad(
+            norm.x, norm.scale, norm.bias, mean, variance, mean, variance, None, incoming,
+            0.0, norm.epsilon, norm.data_format, False, True, False,
+        )  # fmt: skip
+        return bias_gradient, scale_gradient, x_gradient
+
+    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        """What is missing, -(mean gradient + normalised * mean product) * scale / deviation, is a batch norm, too."""
+        factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
+        mean_gradient, mean_product = means
+        return begun + _normalised(norm, found, -factor * mean_product, -factor * mean_gradient)
+
+
+def _normalised(norm: Norm, found: Statistics, scale: Any, bias: Any) -> Any:
+    return paddle._C_ops.batch_norm(
+        norm.x, found.mean, found.variance, scale, bias, False, 0.0, norm.epsilon, norm.data_format, True, False
+    )[0]
+
+
+def _count(norm: Norm, dtype: Any) -> Any:
+    return (paddle.numel(norm.x) // norm.channels).cast(dtype).reshape([1])
+
+
+def _may_be_one(norm: Norm) -> bool:
+    """Whether a batch may hold a single value per channel."""
+    return all(norm.x.shape[axis] in (-1, 1) for axis in norm.axes)
+
+
+def _mean_of_one(norm: Norm, count: Any, mean: Any) -> Any:
+    """``mean``, or the value itself where there is one: Paddle's kernel does not look at a single value."""
+    first = paddle.slice(norm.x, norm.axes, [0] * len(norm.axes), [1] * len(norm.axes)).reshape([norm.channels])
+    return paddle.where(count == 1, first, mean)
