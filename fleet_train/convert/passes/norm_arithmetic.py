@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import paddle
 
+from fleet_train.collectives.statistics import Local, Statistics
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -43,20 +45,11 @@ class Norm:
         return 1 if self.data_format.startswith("NC") else len(self.x.shape) - 1
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Number of values per channel [1], their mean and variance [channels]; of one rank or over all."""
-
-    count: Any
-    mean: Any
-    variance: Any
-
-
 class Arithmetic(Protocol):
     """Emits operators at the current insertion point. Statistics are float32, or float64 where ``x`` is."""
 
-    def local(self, norm: Norm) -> Statistics:
-        """Of this rank's ``x``."""
+    def local(self, norm: Norm) -> Local:
+        """The statistics of this rank's ``x``."""
         ...
 
     def normalised(self, norm: Norm, found: Statistics) -> Any:
@@ -76,11 +69,11 @@ class Arithmetic(Protocol):
 class Composed:
     """Of single operators, in float32."""
 
-    def local(self, norm: Norm) -> Statistics:
+    def local(self, norm: Norm) -> Local:
         values = norm.x.cast("float32")
         mean = values.mean(norm.axes)
         variance = (values - norm.spread(mean)).square().mean(norm.axes)
-        return Statistics(_count(norm, "float32"), mean, variance)
+        return Local(norm.x, mean, variance)
 
     def normalised(self, norm: Norm, found: Statistics) -> Any:
         centred = norm.x.cast("float32") - norm.spread(found.mean)
@@ -95,6 +88,7 @@ class Composed:
         return incoming.sum(norm.axes), (incoming * normalised).sum(norm.axes), begun
 
     def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        del found
         incoming, normalised, factor = begun
         mean_gradient, mean_product = (norm.spread(mean) for mean in means)
         gradient = (incoming - mean_gradient - normalised * mean_product) * factor * norm.spread(norm.scale)
@@ -104,7 +98,7 @@ class Composed:
 class Kernels:
     """By Paddle's kernels for CPUs, in the dtype of ``x`` (float32 or float64: they have no other)."""
 
-    def local(self, norm: Norm) -> Statistics:
+    def local(self, norm: Norm) -> Local:
         """What a batch norm leaves as running statistics, if nothing of the old ones is kept.
 
         It writes them into what it is given as such (a view, also in ``pd_op.batch_norm`` without an underscore), so
@@ -116,8 +110,7 @@ class Kernels:
         made = paddle._C_ops.batch_norm(
             norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
         )
-        count = _count(norm, dtype)
-        return Statistics(count, _mean_of_one(norm, count, made[1]) if _may_be_one(norm) else made[1], made[2])
+        return Local(norm.x, _mean_of_one(norm, made[1]) if _may_be_one(norm) else made[1], made[2])
 
     def normalised(self, norm: Norm, found: Statistics) -> Any:
         return _normalised(norm, found, norm.scale, norm.bias)
@@ -133,10 +126,10 @@ class Kernels:
         return bias_gradient, scale_gradient, x_gradient
 
     def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        """What is missing, -(mean gradient + normalised * mean product) * scale / deviation, is a batch norm, too."""
+        """Less (mean gradient + normalised * mean product) * scale / deviation, which is a batch norm, too."""
         factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
         mean_gradient, mean_product = means
-        return begun + _normalised(norm, found, -factor * mean_product, -factor * mean_gradient)
+        return begun - _normalised(norm, found, factor * mean_product, factor * mean_gradient)
 
 
 def _normalised(norm: Norm, found: Statistics, scale: Any, bias: Any) -> Any:
@@ -145,16 +138,12 @@ def _normalised(norm: Norm, found: Statistics, scale: Any, bias: Any) -> Any:
     )[0]
 
 
-def _count(norm: Norm, dtype: Any) -> Any:
-    return (paddle.numel(norm.x) // norm.channels).cast(dtype).reshape([1])
-
-
 def _may_be_one(norm: Norm) -> bool:
     """Whether a batch may hold a single value per channel."""
     return all(norm.x.shape[axis] in (-1, 1) for axis in norm.axes)
 
 
-def _mean_of_one(norm: Norm, count: Any, mean: Any) -> Any:
+def _mean_of_one(norm: Norm, mean: Any) -> Any:
     """``mean``, or the value itself where there is one: Paddle's kernel does not look at a single value."""
     first = paddle.slice(norm.x, norm.axes, [0] * len(norm.axes), [1] * len(norm.axes)).reshape([norm.channels])
-    return paddle.where(count == 1, first, mean)
+    return paddle.where(paddle.numel(norm.x) == norm.channels, first, mean)

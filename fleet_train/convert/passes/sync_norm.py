@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import paddle
 
-from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm, Statistics
+from fleet_train.collectives.statistics import Local, Statistics
+from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm
+from fleet_train.convert.passes.norm_groups import groups_of_backward, groups_of_forward
 from fleet_train.convert.passes.walk import nested_operators
 from fleet_train.errors import ConversionError
 
@@ -29,12 +31,14 @@ class StatisticsExchange(Protocol):
         """The first token of the chain, at which the ranks of a step have met."""
         ...
 
-    def gather(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
-        """``values`` ([n]) of every rank, in rank order, as [world_size, n]; and the next token."""
+    def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
+        """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""
         ...
 
-    def total(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
-        """The sum of ``values`` ([n]) over the ranks; and the next token."""
+    def average(
+        self, what: str, sums: Sequence[tuple[Any, Any]], counts: Sequence[Any], chain: Any
+    ) -> tuple[list[tuple[Any, Any]], Any]:
+        """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token."""
         ...
 
 
@@ -53,14 +57,17 @@ def synchronize_batch_norms(
         return list(params_grads)
     paddle.pir.set_insertion_point(forward[0])
     chain = exchange.start()
+    owners = {user.id(): operator.id() for operator in forward for user in _gradients_of(operator)}
+    backward = [operator for operator in operators if operator.id() in owners]
+    together = groups_of_forward(operators, forward), groups_of_backward(operators, backward)
     statistics: dict[int, Statistics] = {}
-    for operator in forward:
-        found, chain = _replace_forward(operator, exchange, arithmetic, chain)
-        statistics |= {user.id(): found for user in _gradients_of(operator)}
+    for group in together[0]:
+        found, chain = _replace_forward(group, exchange, arithmetic, chain)
+        statistics |= found
     replaced: dict[int, Any] = {}
-    backward = [operator for operator in operators if operator.id() in statistics]
-    for operator in backward:
-        results, chain = _replace_backward(operator, statistics[operator.id()], exchange, arithmetic, chain)
+    for group in together[1]:
+        found_before = [statistics[owners[operator.id()]] for operator in group]
+        results, chain = _replace_backward(group, found_before, exchange, arithmetic, chain)
         replaced |= results
     for operator in [*reversed(backward), *reversed(forward)]:
         operator.erase()
@@ -97,56 +104,58 @@ def _norm_of(operator: Any, x: Any, scale: Any, bias: Any) -> Norm:
 
 
 def _replace_forward(
-    operator: Any, exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
-) -> tuple[Statistics, Any]:
-    x, running_mean, running_variance, scale, bias = operator.operands_source()
-    momentum = operator.attrs()["momentum"]
-    norm = _norm_of(operator, x, scale, bias)
-    paddle.pir.set_insertion_point(operator)
-    local = arithmetic.local(norm)
-    sent = paddle.concat([local.count, local.mean, local.variance])
-    rows, chain = exchange.gather(f"statistics of '{_name_of(scale)}'", sent, chain)
-    found = _combine(rows, norm.channels)
-    operator.result(0).replace_all_uses_with(arithmetic.normalised(norm, found))
-    _move_average(running_mean, found.mean, momentum)
-    _move_average(running_variance, found.variance, momentum)
-    return found, chain
+    group: Sequence[Any], exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
+) -> tuple[dict[int, Statistics], Any]:
+    """Batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
+    norms, local = [], []
+    for operator in group:
+        x, _, _, scale, bias = operator.operands_source()
+        paddle.pir.set_insertion_point(operator)
+        norms.append(_norm_of(operator, x, scale, bias))
+        local.append(arithmetic.local(norms[-1]))
+    found, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
+    for operator, norm, statistics in zip(group, norms, found, strict=True):
+        operator.result(0).replace_all_uses_with(arithmetic.normalised(norm, statistics))
+        _move_averages(operator, statistics)
+    return {operator.id(): statistics for operator, statistics in zip(group, found, strict=True)}, chain
 
 
-def _combine(rows: Any, channels: int) -> Statistics:
-    """Of all values, from each rank's count, mean and variance ([ranks, 1 + 2 * channels]).
-
-    Chan, Golub and LeVeque's formula: unlike mean(x * x) - mean * mean, it does not cancel.
-    """
-    counts, means, variances = paddle.split(rows, [1, channels, channels], axis=1)
-    total = counts.sum([0])
-    shares = counts / total
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
-    return Statistics(total, mean, variance)
-
-
-def _move_average(running: Any, new: Any, momentum: float) -> None:
-    paddle.assign(running * momentum + new * (1.0 - momentum), running)
+def _move_averages(operator: Any, found: Statistics) -> None:
+    _, running_mean, running_variance, _, _ = operator.operands_source()
+    share = paddle.full([1], 1.0 - operator.attrs()["momentum"], running_mean.dtype)
+    paddle._C_ops.lerp_(running_mean, found.mean, share)
+    paddle._C_ops.lerp_(running_variance, found.variance, share)
 
 
 def _replace_backward(
-    operator: Any, found: Statistics, exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
+    group: Sequence[Any],
+    statistics: Sequence[Statistics],
+    exchange: StatisticsExchange,
+    arithmetic: Arithmetic,
+    chain: Any,
 ) -> tuple[dict[int, Any], Any]:
     """Returns {old result: new value} and the next token. The gradients of scale and bias stay this rank's own."""
-    sources = operator.operands_source()
-    norm = _norm_of(operator, *sources[:3])
-    paddle.pir.set_insertion_point(operator)
-    bias_gradient, scale_gradient, begun = arithmetic.gradients(norm, found, sources[-1])
-    sent = paddle.concat([bias_gradient, scale_gradient])
-    sums, chain = exchange.total(f"gradient of '{_name_of(norm.scale)}'", sent, chain)
-    means = paddle.split(sums / found.count, 2)
-    new = (arithmetic.x_gradient(norm, found, begun, tuple(means)), scale_gradient, bias_gradient)
-    results = {old.id: value for old, value in zip(operator.results(), new, strict=True) if old.initialized()}
-    for old, value in zip(operator.results(), new, strict=True):
-        if old.initialized():
-            old.replace_all_uses_with(value)
-    return results, chain
+    paddle.pir.set_insertion_point(group[0])
+    norms = [_norm_of(operator, *operator.operands_source()[:3]) for operator in group]
+    begun = [
+        arithmetic.gradients(norm, found, operator.operands_source()[-1])
+        for operator, norm, found in zip(group, norms, statistics, strict=True)
+    ]
+    sums = [(bias, scale) for bias, scale, _ in begun]
+    counts = [found.count for found in statistics]
+    means, chain = exchange.average(f"gradient of {_names_of(norms)}", sums, counts, chain)
+    replaced: dict[int, Any] = {}
+    for operator, norm, found, (bias, scale, rest), mean in zip(group, norms, statistics, begun, means, strict=True):
+        new = (arithmetic.x_gradient(norm, found, rest, mean), scale, bias)
+        for old, value in zip(operator.results(), new, strict=True):
+            if old.initialized():
+                replaced[old.id] = value
+                old.replace_all_uses_with(value)
+    return replaced, chain
+
+
+def _names_of(norms: Sequence[Norm]) -> str:
+    return ", ".join(f"'{_name_of(norm.scale)}'" for norm in norms)
 
 
 def _name_of(value: Any) -> str:

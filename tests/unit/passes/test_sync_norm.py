@@ -10,6 +10,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
+from fleet_train.collectives.statistics import Statistics
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
@@ -26,13 +27,21 @@ class SameBatchOn:
     def start(self) -> Any:
         return None
 
-    def gather(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
+    def combine(self, what: str, local: Any, chain: Any) -> Any:
         self.order.append(what)
-        return paddle.tile(values.reshape([1, -1]), [self.world_size, 1]), chain
+        counts = [(paddle.numel(each.values) // each.mean.shape[0]).cast(each.mean.dtype) for each in local]
+        return [
+            Statistics(self.world_size * count, each.mean, each.variance)
+            for count, each in zip(counts, local, strict=True)
+        ], chain
 
-    def total(self, what: str, values: Any, chain: Any) -> tuple[Any, Any]:
+    def average(self, what: str, sums: Any, counts: Any, chain: Any) -> Any:
         self.order.append(what)
-        return values * float(self.world_size), chain
+        means = [
+            (bias * float(self.world_size) / count, scale * float(self.world_size) / count)
+            for (bias, scale), count in zip(sums, counts, strict=True)
+        ]
+        return means, chain
 
 
 ARITHMETICS = {"kernels": Kernels(), "composed": Composed()}
@@ -70,10 +79,14 @@ def momentum() -> Any:
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_equals_paddle_on_equal_batches(world_size: int, seed: int, arithmetic: Arithmetic) -> None:
+    assert_equal_to_paddle(normalised, world_size, seed, arithmetic)
+
+
+def assert_equal_to_paddle(network: Any, world_size: int, seed: int, arithmetic: Arithmetic) -> None:
     paddle.seed(seed)
-    plain = Trained(momentum, network=normalised)
+    plain = Trained(momentum, network=network)
     start = plain.state()
-    synchronized = Trained(momentum, minimize_synchronized(SameBatchOn(world_size), arithmetic), normalised)
+    synchronized = Trained(momentum, minimize_synchronized(SameBatchOn(world_size), arithmetic), network)
     synchronized.start_from(start)
     for batch in batches(10, 12, seed):
         expected, found = plain.step(batch), synchronized.step(batch)
@@ -84,9 +97,17 @@ def test_equals_paddle_on_equal_batches(world_size: int, seed: int, arithmetic: 
 
 
 def test_every_batch_norm_but_the_frozen_one_is_replaced() -> None:
-    trained = Trained(momentum, minimize_synchronized(SameBatchOn(2)), normalised)
+    trained = Trained(momentum, minimize_synchronized(SameBatchOn(2), Composed()), normalised)
     assert trained.operators().count("pd_op.batch_norm_") == 1
     assert trained.operators().count("pd_op.batch_norm_grad") == 1
+
+
+def test_kernels_go_over_the_values_as_often_as_said() -> None:
+    """Forward once for the statistics and once to normalise, backward once more for what the sums change."""
+    trained = Trained(momentum, minimize_synchronized(SameBatchOn(2)), normalised)
+    assert trained.operators().count("pd_op.batch_norm_") == 1
+    assert trained.operators().count("pd_op.batch_norm") == 3 * 4
+    assert trained.operators().count("pd_op.batch_norm_grad") == 1 + 4
 
 
 def test_exchanges_follow_one_order() -> None:
@@ -95,6 +116,65 @@ def test_exchanges_follow_one_order() -> None:
     names = ["batch_norm2d_0.w_0", "batch_norm2d_1.w_0", "batch_norm1d_1.w_0", "batch_norm1d_1.w_0"]
     forward = [f"statistics of '{name}'" for name in names]
     assert exchange.order == forward + [f"gradient of '{name}'" for name in reversed(names)]
+
+
+def residual(features: Any) -> Any:
+    """The norm at the end of a branch and the one of its shortcut wait for nothing of one another."""
+    image = features.reshape([-1, 1, 4, 4])
+    branch = nn.BatchNorm2D(3)(nn.Conv2D(1, 3, 3, padding=1)(image))
+    branch = nn.BatchNorm2D(4)(nn.Conv2D(3, 4, 3, padding=1)(F.tanh(branch)))
+    shortcut = nn.BatchNorm2D(4, momentum=0.5)(nn.Conv2D(1, 4, 1)(image))
+    return nn.Linear(64, CLASSES)(F.tanh(branch + shortcut).flatten(1))
+
+
+def test_norms_that_do_not_wait_for_each_other_share_an_exchange() -> None:
+    exchange = SameBatchOn(2)
+    Trained(momentum, minimize_synchronized(exchange), residual)
+    first, end, shortcut = (f"'batch_norm2d_{number}.w_0'" for number in range(3))
+    assert exchange.order == [
+        f"statistics of {first}",
+        f"statistics of {end}, {shortcut}",
+        f"gradient of {end}, {shortcut}",
+        f"gradient of {first}",
+    ]
+
+
+def test_norms_that_share_an_exchange_equal_paddle(arithmetic: Arithmetic) -> None:
+    assert_equal_to_paddle(residual, 2, 0, arithmetic)
+
+
+def in_another_dtype_between(features: Any) -> Any:
+    """As ``residual``, but the shortcut is computed in float64."""
+    image = features.reshape([-1, 1, 4, 4])
+    branch = nn.BatchNorm2D(4)(nn.Conv2D(1, 4, 3, padding=1)(image))
+    paddle.set_default_dtype("float64")
+    shortcut = nn.BatchNorm2D(1)(image.cast("float64"))
+    paddle.set_default_dtype("float32")
+    return nn.Linear(64, CLASSES)(F.tanh(branch + shortcut.cast("float32")).flatten(1))
+
+
+def test_norms_of_another_dtype_have_an_exchange_and_digits_of_their_own() -> None:
+    exchange = SameBatchOn(2)
+    trained = Trained(momentum, minimize_synchronized(exchange), in_another_dtype_between)
+    assert len(exchange.order) == 4
+    assert_equal_to_paddle(in_another_dtype_between, 2, 0, Kernels())
+    assert trained.state()["batch_norm2d_1.w_1"].dtype == np.float64
+
+
+@pytest.mark.parametrize("shape", [[-1, FEATURES], [-1, FEATURES, 1, 1]])
+def test_a_single_value_per_channel_is_its_own_mean(shape: list[int], arithmetic: Arithmetic) -> None:
+    """Paddle's kernel hands a single value on without looking at it."""
+    network = lambda x: nn.Linear(FEATURES, CLASSES)(norm_of(len(shape))(x.reshape(shape)).flatten(1))  # noqa: E731
+    trained = Trained(momentum, minimize_synchronized(SameBatchOn(2), arithmetic), network)
+    features, labels = batches(1, 1, seed=0)[0]
+    name = next(name for name in trained.state() if name.startswith("batch_norm") and name.endswith(".w_1"))
+    trained.step((features, labels))
+    np.testing.assert_allclose(trained.state()[name], 0.1 * features[0], rtol=1e-6)
+    np.testing.assert_allclose(trained.state()[name.replace("w_1", "w_2")], np.full(FEATURES, 0.9), rtol=1e-6)
+
+
+def norm_of(rank: int) -> Any:
+    return nn.BatchNorm1D(FEATURES) if rank == 2 else nn.BatchNorm2D(FEATURES)
 
 
 def test_large_mean_does_not_cancel() -> None:

@@ -13,6 +13,7 @@ from paddle.nn import functional as F
 from fleet_train.collectives.hold import emit_hold
 from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.norm_arithmetic import Kernels
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
@@ -27,7 +28,7 @@ def minimize_with(level: str, segments: int, accumulate_steps: int) -> Any:
         lower_precision(loss, MixedPrecision(level), on_gpu=False)
         scaler = LossScaler(LossScaling())
         pairs = optimizer.backward(scaler.scaled(loss))
-        pairs = synchronize_batch_norms(pairs, SameBatchOn(2))
+        pairs = synchronize_batch_norms(pairs, SameBatchOn(2), Kernels())
         count = recompute_segments(loss, Recompute(segments), emit_hold)
         merged = merge_gradients(pairs, GradientMerge(accumulate_steps))
         merged.apply(lambda: scaler.apply(merged.pairs, optimizer.apply_gradients))

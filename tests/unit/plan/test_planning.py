@@ -43,7 +43,7 @@ def test_exchanges_of_synchronised_batch_norm_are_in_the_plan() -> None:
     # Forward: a count, means and squared deviations of each rank. Backward, from the last layer: two sums per channel.
     assert found.plan.statistics == tuple(
         Sent(kind, 4 * values, 4, flat=True)
-        for kind, values in (("allgather", 25), ("allgather", 11), ("allreduce", 10), ("allreduce", 24))
+        for kind, values in (("allgather", 25), ("allgather", 11), ("allgather", 10), ("allgather", 24))
     )
 
 
