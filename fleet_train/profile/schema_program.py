@@ -111,8 +111,8 @@ class ProgramKnobs(CompressionKnobs):
         False,
         fate="carried out",
         meaning="Batch norm over the batches of all ranks, forward and backward.",
-        reason="Composed of operators that exchange sums, on GPUs, too. Two small exchanges per layer and step, which "
-        "nothing hides.",
+        reason="Paddle's kernels on CPUs, single operators on GPUs, around two small exchanges per layer and step, "
+        "which nothing hides; layers that do not wait for one another share theirs.",
     )
     recompute_segments: int = knob(
         0,

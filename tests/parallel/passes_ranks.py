@@ -17,6 +17,7 @@ from fleet_train.collectives.statistics import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
 from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
@@ -29,6 +30,7 @@ from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, rela
 STEPS, SAMPLES_PER_RANK, SEEDS = 10, 6, (0, 1, 2)
 # A bias in front of a batch norm and its velocity hold rounding noise only.
 FLOOR = 0.1
+KERNELS = Kernels()
 
 
 def normalised(features: Any) -> Any:
@@ -38,6 +40,15 @@ def normalised(features: Any) -> Any:
     joined = F.tanh(nn.BatchNorm2D(4)(left(image))) + F.tanh(nn.BatchNorm2D(4)(right(image)))
     joined = nn.BatchNorm2D(4, momentum=0.5)(joined)
     return nn.Linear(8, CLASSES)(nn.BatchNorm1D(8)(F.tanh(nn.Linear(64, 8)(joined.flatten(1)))))
+
+
+def residual(features: Any) -> Any:
+    """The norm of the shortcut shares its exchanges with the one at the end of the branch."""
+    image = features.reshape([-1, 1, 4, 4])
+    branch = F.tanh(nn.BatchNorm2D(3)(nn.Conv2D(1, 3, 3, padding=1)(image)))
+    branch = nn.BatchNorm2D(4, data_format="NHWC")(nn.Conv2D(3, 4, 3, padding=1)(branch).transpose([0, 2, 3, 1]))
+    shortcut = nn.BatchNorm2D(4, momentum=0.5)(nn.Conv2D(1, 4, 1)(image))
+    return nn.Linear(64, CLASSES)(F.tanh(branch.transpose([0, 3, 1, 2]) + shortcut).flatten(1))
 
 
 def unlike_batches(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -57,13 +68,15 @@ def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
 
-def distributed(synchronized: bool, profile: Profile) -> Callable[[Any, Any], DistributedOptimizer]:
+def distributed(
+    synchronized: bool, profile: Profile, arithmetic: Arithmetic
+) -> Callable[[Any, Any], DistributedOptimizer]:
     def minimize(inner: Any, loss: Any) -> DistributedOptimizer:
         optimizer = fleet.distributed_optimizer(inner, profile)
         pairs = optimizer.backward(loss)
         if synchronized:
             statistics = RankStatistics(optimizer._job)
-            pairs = synchronize_batch_norms(pairs, statistics)
+            pairs = synchronize_batch_norms(pairs, statistics, arithmetic)
             statistics.connect()
         optimizer.apply_gradients(pairs)
         return optimizer
@@ -71,11 +84,13 @@ def distributed(synchronized: bool, profile: Profile) -> Callable[[Any, Any], Di
     return minimize
 
 
-def train_both(synchronized: bool, profile: Profile, seed: int) -> dict[str, Any]:
+def train_both(
+    synchronized: bool, profile: Profile, seed: int, arithmetic: Arithmetic = KERNELS, network: Any = normalised
+) -> dict[str, Any]:
     paddle.seed(100 * seed + fleet.worker_index())
-    many = Trained(momentum, distributed(synchronized, profile), normalised)
+    many = Trained(momentum, distributed(synchronized, profile, arithmetic), network)
     start = many.state()
-    one = Trained(momentum, network=normalised)
+    one = Trained(momentum, network=network)
     one.start_from(start)
     for batch in unlike_batches(seed):
         many.step(mine(batch))
@@ -90,9 +105,54 @@ def train_both(synchronized: bool, profile: Profile, seed: int) -> dict[str, Any
 
 def synchronized_batch_norm() -> dict[str, Any]:
     profiles = {"fused": Profile(), "unfused, two communicators": Profile(fuse_all_reduce_ops=False, nccl_comm_num=2)}
-    return {
+    cases = {
         f"{name}, seed {seed}": train_both(True, profile, seed) for name, profile in profiles.items() for seed in SEEDS
     }
+    return cases | {"composed": train_both(True, Profile(), SEEDS[0], Composed())} | shared_exchanges()
+
+
+def shared_exchanges() -> dict[str, Any]:
+    return {f"shortcut, seed {seed}": train_both(True, Profile(), seed, network=residual) for seed in SEEDS}
+
+
+def uneven_batches() -> dict[str, Any]:
+    """Ranks whose batches differ in size, from step to step, too, down to one sample: each value counts once."""
+    results = {}
+    for name, arithmetic in (("kernels", KERNELS), ("composed", Composed())):
+        for seed in SEEDS:
+            paddle.seed(100 * seed + fleet.worker_index())
+            many = Trained(momentum, each_sample_alike(distributed(True, Profile(), arithmetic)), normalised)
+            start = many.state()
+            one = Trained(momentum, network=normalised)
+            one.start_from(start)
+            for step, (features, labels) in enumerate(unlike_batches(seed)):
+                part = slice(*uneven_part(step))
+                many.step((features[part], labels[part]))
+                one.step((features, labels))
+            results[f"{name}, seed {seed}"] = {
+                "state": digest(many.state()),
+                "difference": relative_difference(many.state(), one.state(), FLOOR),
+                "moved": relative_difference(many.state(), start, FLOOR),
+            }
+    return results
+
+
+def uneven_part(step: int) -> tuple[int, int]:
+    """Where this rank's part of a joint batch begins and ends: rank 0 has 1 or 8 samples, rank 1 what is missing."""
+    rank, first = fleet.worker_index(), (1, SAMPLES_PER_RANK + 2)[step % 2]
+    edges = [0, first, *range(2 * SAMPLES_PER_RANK, SAMPLES_PER_RANK * fleet.worker_num() + 1, SAMPLES_PER_RANK)]
+    return edges[rank], edges[rank + 1]
+
+
+def each_sample_alike(minimize: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Ranks' gradients are averaged alike, so the loss of a larger batch has to weigh more."""
+
+    def minimize_weighted(inner: Any, loss: Any) -> Any:
+        block = paddle.static.default_main_program().global_block()
+        features = next(operator for operator in block.ops if operator.name() == "pd_op.data").result(0)
+        return minimize(inner, loss * (paddle.shape(features)[0].cast("float32") / SAMPLES_PER_RANK))
+
+    return minimize_weighted
 
 
 def local_batch_norm() -> dict[str, Any]:
@@ -247,6 +307,8 @@ def normalised_locally(features: Any) -> Any:
 
 CASES = {
     "synchronized": synchronized_batch_norm,
+    "shortcut": shared_exchanges,
+    "uneven": uneven_batches,
     "local": local_batch_norm,
     "overflow": overflow_on_one_rank,
     "merged": gradient_merge,

@@ -29,6 +29,23 @@ def test_synchronized_batch_norm_equals_the_joint_batch(tmp_path: Path, world_si
         assert [rank[case]["state"] for rank in ranks] == [first["state"]] * world_size, f"{case}: replicas differ"
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_value_of_uneven_batches_counts_once(tmp_path: Path, world_size: int) -> None:
+    ranks = cases_of_ranks(tmp_path, world_size, "uneven")
+    for case, first in ranks[0].items():
+        assert first["moved"] > 1e-2, case
+        assert first["difference"] < RELATIVE_TOLERANCE, case
+        assert [rank[case]["state"] for rank in ranks] == [first["state"]] * world_size, f"{case}: replicas differ"
+
+
+def test_more_ranks_than_gather_sum_alike(tmp_path: Path) -> None:
+    """Sums travel by allgather among few ranks, by allreduce among more."""
+    ranks = cases_of_ranks(tmp_path, 5, "shortcut")
+    for case, first in ranks[0].items():
+        assert first["difference"] < RELATIVE_TOLERANCE, case
+        assert [rank[case]["state"] for rank in ranks] == [first["state"]] * 5, f"{case}: replicas differ"
+
+
 def test_local_batch_norm_does_not(tmp_path: Path) -> None:
     """The test above would see it if nothing was exchanged."""
     ranks = cases_of_ranks(tmp_path, 2, "local")

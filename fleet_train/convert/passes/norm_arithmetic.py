@@ -110,7 +110,9 @@ class Kernels:
         made = paddle._C_ops.batch_norm(
             norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
         )
-        return Local(norm.x, _mean_of_one(norm, made[1]) if _may_be_one(norm) else made[1], made[2])
+        # The kernel does not look at a single value: it leaves zeros, which as a variance is right.
+        mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
+        return Local(norm.x, mean, made[2])
 
     def normalised(self, norm: Norm, found: Statistics) -> Any:
         return _normalised(norm, found, norm.scale, norm.bias)
@@ -141,9 +143,3 @@ def _normalised(norm: Norm, found: Statistics, scale: Any, bias: Any) -> Any:
 def _may_be_one(norm: Norm) -> bool:
     """Whether a batch may hold a single value per channel."""
     return all(norm.x.shape[axis] in (-1, 1) for axis in norm.axes)
-
-
-def _mean_of_one(norm: Norm, mean: Any) -> Any:
-    """``mean``, or the value itself where there is one: Paddle's kernel does not look at a single value."""
-    first = paddle.slice(norm.x, norm.axes, [0] * len(norm.axes), [1] * len(norm.axes)).reshape([norm.channels])
-    return paddle.where(paddle.numel(norm.x) == norm.channels, first, mean)
