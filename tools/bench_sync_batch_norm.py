@@ -35,6 +35,7 @@ def measure(network: str, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         launch = ["-m", "fleet_train", "launch", f"--nproc_per_node={given.ranks}", f"--log_dir={folder / 'log'}"]
+        launch += [f"--started_port={given.started_port}"] if given.started_port else []
         sizes = [str(each) for each in (IMAGES[network], given.blocks, given.steps)]
         load = os.getloadavg()[0]
         done = subprocess.run(
@@ -129,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="jobs per network, in turn")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of each kind per round, in turn")
     parser.add_argument("--steps", type=int, default=4, help="steps per block")
+    parser.add_argument("--started_port", type=int, help="where the launcher's own is in use by another job")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one job may take")
     parser.add_argument("--record", type=Path, help="write <path>.json and <path>.md, after each round")
     given = parser.parse_args(arguments)

@@ -97,9 +97,8 @@ class RankStatistics:
             return (link.clone(), *(part / tensors[len(parts) + i // 2] for i, part in enumerate(split)))
 
         parts = [part for pair in sums for part in pair]
-        self._count(
-            "allgather" if self._gathers_sums else "allreduce", [int(part.shape[0]) for part in parts], parts[0].dtype
-        )
+        kind = "allgather" if self._gathers_sums else "allreduce"
+        self._count(kind, [int(part.shape[0]) for part in parts], parts[0].dtype)
         shapes = [(part.shape, part.dtype) for part in parts]
         link, *means = self._emit("total", what, shapes, run, chain, [*parts, *counts])
         return list(zip(means[::2], means[1::2], strict=True)), link
