@@ -25,8 +25,8 @@ from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
 
-ELEMENTS = 400_003
-STEPS = 3
+ELEMENTS = 1_000_003
+STEPS = 4
 _BYTES_SENT = 200
 """Where ``struct tcp_info`` of linux/tcp.h has bytes_sent and, behind it, bytes_retrans, 64 bits each."""
 
@@ -61,11 +61,13 @@ def run(bits: int) -> dict[str, Any]:
     sums = QuantisedSums(job, plan, reducers)
     formed = time.monotonic() - began
     method = make_method(plan.buckets[0], job, plan, profile, reducers[0], None, sums)
+    job.barrier(f"groups of int{bits} formed")
     results, total, before = [], np.zeros(ELEMENTS), bytes_sent()
     for step in range(STEPS):
         local = paddle.to_tensor(gradients(step, rank))
         results.append(job.engine.start(method.average([local]), Place(f"step {step}", "a bucket")).result()[0].numpy())
         total += np.mean([gradients(step, other) for other in range(job.world_size)], axis=0)
+    job.barrier(f"sums of int{bits} received")  # what a rank has handed to its sockets is on its way until then
     sent = bytes_sent() - before
     planned = traffic(plan, job.cluster)
     own = [value[rank] for value in (planned.sent, planned.protocol)]
