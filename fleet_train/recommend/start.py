@@ -58,7 +58,7 @@ def supervise(options: Options, folder: Path, output: Path, as_json: bool, outco
             click.echo(text, err=as_json)
 
     supervisor = Supervisor(cluster, options, folder, say)
-    with supervisor.meeting():
+    with supervisor.peers.meeting():
         results = supervisor.run()
         made = to_json(results, options, cluster)
         say(f"\n{describe(results, options, cluster)}")

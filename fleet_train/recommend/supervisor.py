@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -81,15 +80,6 @@ class Supervisor:
         self._say = say
         self.peers = Peers(cluster, options.join_timeout_seconds, "recommend")
         self._began = time.monotonic()
-
-    @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """All supervisors leave together; one that fails is lost for the others."""
-        try:
-            yield
-            self.peers.leave()
-        finally:
-            self.peers.close()
 
     def run(self) -> Results:
         """Measure, price, try; the same on every rank. Raises FleetTrainError where the script cannot be measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,15 @@ class Peers:
     def clock(self) -> float:
         """One clock for all machines, in seconds."""
         return self._client.clock()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """All supervisors leave together; one that fails is lost for the others."""
+        try:
+            yield
+            self.leave()
+        finally:
+            self.close()
 
     def leave(self) -> None:
         """An orderly goodbye. Rank 0's store may be gone already: all have met before."""

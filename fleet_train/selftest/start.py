@@ -132,7 +132,7 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
         say(result.line)
 
     supervisor = Supervisor(cluster, options, folder, found)
-    with supervisor.meeting():
+    with supervisor.peers.meeting():
         results, machines = supervisor.run()
         seconds = time.monotonic() - began
         made = supervisor.shared(record.make(cluster, options, machines, results, seconds) if is_first else None)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,6 @@ class Supervisor:
         self.results: list[Result] = []
         self._say = say
         self._shared = 0
-
-    @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """All supervisors leave together; one that fails is lost for the others."""
-        try:
-            yield
-            self.peers.leave()
-        finally:
-            self.peers.close()
 
     def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
         """Every job. The results, and the facts of each node; all ranks return the same."""
