@@ -2,7 +2,7 @@
 
     sudo python tools/bench_prediction.py --rate 100mbit --rate 1gbit --rate none --output docs/benchmarks/prediction
 
-Each network is a lab (tools/lab.py, root) of two machines, the task is the benchmark's MLP. The record has, for each
+Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmark's. The record has, for each
 network, every profile's predicted and measured step, the pick, and the profile whose measured step was the shortest.
 """
 
@@ -23,10 +23,11 @@ import click
 
 from tools.benchmarks import record
 from tools.benchmarks.jobs import ROOT, Place, run_commands
+from tools.benchmarks.task import TASKS
 from tools.lab import Lab
 
 _FIRST_PORT = 6400
-_SCRIPT = ROOT / "tools" / "examples" / "mlp_of_the_benchmark.py"
+_SCRIPT = ROOT / "tools" / "examples" / "task_of_the_benchmark.py"
 _RISKS = ("rounding", "lossy", "local_steps")
 
 
@@ -44,24 +45,26 @@ class Row:
         return abs(self.predicted - self.measured) / self.measured
 
 
-def recommendation(rate: str, nodes: int, trials: int, seconds: float, folder: Path) -> dict[str, Any]:
+def recommendation(task: str, rate: str, nodes: int, trials: int, seconds: float, folder: Path) -> dict[str, Any]:
     """What `recommend --json` printed on rank 0 of a lab of this rate. Raises JobFailed."""
     with Lab(nodes, rate) as lab:
         place = Place(lab, 1, _FIRST_PORT)
-        commands = [_command(place, folder, node, trials, seconds) for node in range(nodes)]
+        commands = [_command(task, place, folder, node, trials, seconds) for node in range(nodes)]
         run_commands(f"recommend over {rate}", commands, folder, lab, 3 * seconds + 120)
     made: dict[str, Any] = json.loads((folder / "node0.json").read_text())
     return made
 
 
-def _command(place: Place, folder: Path, node: int, trials: int, seconds: float) -> tuple[list[str], dict[str, str]]:
+def _command(
+    task: str, place: Place, folder: Path, node: int, trials: int, seconds: float
+) -> tuple[list[str], dict[str, str]]:
     flags = ["--ips", ",".join(place.addresses), "--node_ip", place.addresses[node], "--nproc", "1"]
     flags += ["--started_port", str(place.port), "--trials", str(trials), "--seconds", f"{seconds:g}", "--json"]
     flags += [word for risk in _RISKS for word in ("--allow", risk)]
     flags += ["--record", str(folder / f"runs{node}"), "--output", str(folder / f"node{node}.yaml")]
     command = [*place.lab.nodes[node].prefix, sys.executable, "-m", "fleet_train", "recommend", *flags]
     # JSON on stdout alone: the lines go into the job's log.
-    shell = ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, "--script", str(_SCRIPT)]
+    shell = ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, "--script", str(_SCRIPT), task]
     return shell, {}
 
 
@@ -89,19 +92,20 @@ def table(rows: Sequence[Row], picks: dict[str, str]) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
 @click.option("--rate", "rates", multiple=True, default=("100mbit", "1gbit", "none"), help="A network; again for more.")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--trials", default=20, help="Profiles that are tried on each network.")
 @click.option("--seconds", default=600.0, help="About how long one network may take.")
 @click.option("--output", type=Path, default=Path("docs/benchmarks/prediction"), help="The record, without its ending.")
-def main(rates: tuple[str, ...], nodes: int, trials: int, seconds: float, output: Path) -> None:
+def main(task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, output: Path) -> None:
     """Try every profile on every network, and compare with what was predicted."""
     at = record.circumstances() | {"command": " ".join(["python", "tools/bench_prediction.py", *sys.argv[1:]])}
     made: dict[str, dict[str, Any]] = {}
     rows: list[Row] = []
     for rate in rates:
         with tempfile.TemporaryDirectory(prefix="bench_prediction_") as folder:
-            made[rate] = recommendation(rate, nodes, trials, seconds, Path(folder))
+            made[rate] = recommendation(task_name, rate, nodes, trials, seconds, Path(folder))
         rows += rows_of(rate, made[rate])
         text = table(rows, {name: each["recommended"] for name, each in made.items() if each["recommended"]})
         output.with_suffix(".md").write_text(f"{text}\n")

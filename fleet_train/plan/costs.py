@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Costs:
-    """Nothing, unless said otherwise: then a price is that of the link alone."""
+    """Nothing, unless said otherwise: then a price is that of the link alone.
+
+    Mappings go by compression (``none`` for float32); their seconds are per byte of the float32 values exchanged.
+    """
 
     collective_seconds: float = 0.0
     """Of each collective of a step: waking the threads that carry it out, filling and emptying its pipeline. Others on
@@ -16,7 +19,19 @@ class Costs:
     bucket_seconds: float = 0.0
     """Of each bucket on the computing thread: the host operators that start it and wait for it."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """By compression: encoding and decoding, per byte of the float32 gradients, on the communicators' threads."""
+    """On the communicators' threads, beside what the link takes: coding, copies, and waiting for a processor."""
+    taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """Of the computing that goes on meanwhile: nothing where enough processors are idle."""
+    averaging_seconds_per_byte: float = 0.0
+    """Of the parameters that are averaged, on the computing thread: copies, the outer step, taking the mean over."""
+
+    def codec(self, compression: str) -> float:
+        """Seconds per byte on a communicator's thread."""
+        return self.codec_seconds_per_byte.get(compression, 0.0)
+
+    def taken(self, compression: str) -> float:
+        """Seconds per byte that computing beside it takes longer."""
+        return self.taken_seconds_per_byte.get(compression, 0.0)
 
 
 NOTHING = Costs()

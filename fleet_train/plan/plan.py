@@ -129,6 +129,15 @@ class Averaging:
         return self.fragments or (tuple(range(len(self.values))),)
 
     @property
+    def compression(self) -> str:
+        """How the parameters travel, by the name of a compression; ``none`` for their own dtype."""
+        return f"int{self.quantised.bits}" if self.quantised else "bf16" if self.wire_dtype == "bfloat16" else "none"
+
+    def bytes_of(self, part: int) -> int:
+        """The values of one fragment, as they are in memory."""
+        return sum(self.values[position].nbytes for position in self.parts[part])
+
+    @property
     def sent(self) -> tuple[Sent, ...]:
         """The exchanges of a period: of one averaging, or of one of each fragment."""
         return tuple(sent for part in range(len(self.parts)) for sent in self.sent_of(part))

@@ -16,6 +16,7 @@ from fleet_train.plan.schedule import Phase, Task, finish_times
 
 BACKWARD_SHARE = 2 / 3
 """Of the computing time, where nothing else was measured: the backward pass costs about two forward passes."""
+_TURNS = 4
 LOCAL_SGD_STEPS = 8
 """Period of the LocalSGD that a plan without it is compared with."""
 
@@ -82,16 +83,12 @@ def predict(
     of one cluster are priced.
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
-    communicators share the link. An averaging of LocalSGD hides behind its overlap's steps, the statistics of batch
-    norm behind nothing.
+    communicators share the link and, by ``costs``, the processors with what they hide behind. An averaging of LocalSGD
+    hides behind its overlap's steps, the statistics of batch norm behind nothing.
     """
     paths = paths or Paths(cluster, network, costs)
     if plan.averaging is not None and not warm_up:
-        parts = range(len(plan.averaging.parts))
-        alone = [_seconds(plan, plan.averaging.sent_of(part), paths) for part in parts]
-        hidden = plan.averaging.overlap_steps * plan.accumulate_steps * compute.total
-        outlasting = sum(max(0.0, seconds - hidden) for seconds in alone)
-        communication, exposed = (seconds / plan.averaging.period for seconds in (sum(alone), outlasting))
+        communication, exposed = _averagings(plan, plan.averaging, compute, paths)
     else:
         statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
         communication, exposed = _buckets(plan, compute, paths)
@@ -140,24 +137,61 @@ class Paths:
         return self.network.between if kind == "between" else self.network.inside
 
 
+def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of communication per step of a period, and how many a step takes longer for it: what outlasts the steps
+    beside which it travels, and what it takes from them.
+    """
+    costs, name = paths.costs, averaging.compression
+    beside = averaging.overlap_steps * plan.accumulate_steps * compute.total
+    communication = exposed = 0.0
+    for part in range(len(averaging.parts)):
+        nbytes = averaging.bytes_of(part)
+        seconds = _seconds(plan, averaging.sent_of(part), paths) + costs.codec(name) * nbytes
+        hidden = min(seconds, beside)
+        taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
+        communication += seconds
+        exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
+    return communication / averaging.period, exposed / averaging.period
+
+
 def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, float]:
     """Seconds of the gradients' communication, and how many of them end after the backward pass, with what the
-    computing thread does for them."""
-    ready = _ready_times(plan, compute, paths.costs)
-    tasks = [
-        Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths)), seconds)
-        for bucket, seconds in zip(plan.buckets, ready, strict=True)
-    ]
-    communication = sum(phase.seconds for task in tasks for phase in task.phases)
+    computing thread does for them and what they take from it.
+
+    What is exchanged during the backward pass makes it longer, so that more is exchanged during it: found by turns.
+    """
+    phases = [tuple(_bucket_phases(plan, bucket, paths)) for bucket in plan.buckets]
+    communication = sum(phase.seconds for one in phases for phase in one)
     beside = len(plan.buckets) * paths.costs.bucket_seconds
     if plan.waits_for_each:
         return communication, communication + beside
-    start_of_update = compute.forward + compute.backward
-    return communication, max(beside, max(finish_times(tasks), default=0.0) - start_of_update)
+    computed = compute.forward + compute.backward
+    takes = [paths.costs.taken(bucket.compression) * bucket.nbytes for bucket in plan.buckets]
+    taken, ends = 0.0, [0.0]
+    for _ in range(_TURNS if any(takes) else 1):
+        longer = replace(compute, backward=compute.backward + taken)
+        ready = _ready_times(plan, longer, paths.costs)
+        tasks = zip(plan.buckets, phases, ready, strict=True)
+        ends = finish_times([Task(bucket.communicator, one, start) for bucket, one, start in tasks])
+        taken = _taken_before(computed + taken + beside, plan, takes, ready, ends)
+    return communication, max(beside + taken, max(ends, default=0.0) - computed)
+
+
+def _taken_before(
+    end: float, plan: CommPlan, takes: Sequence[float], ready: Sequence[float], ends: Sequence[float]
+) -> float:
+    """What the buckets have taken from the computing that ends then."""
+    free: dict[int, float] = defaultdict(float)
+    taken = 0.0
+    for bucket, all_of_it, start, finish in zip(plan.buckets, takes, ready, ends, strict=True):
+        start = max(start, free[bucket.communicator])
+        free[bucket.communicator] = finish
+        taken += all_of_it * (min(1.0, max(0.0, (end - start) / (finish - start))) if finish > start else 1.0)
+    return taken
 
 
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths) -> list[Phase]:
-    codec = paths.costs.codec_seconds_per_byte.get(bucket.compression, 0.0) * bucket.nbytes
+    codec = paths.costs.codec(bucket.compression) * bucket.nbytes
     return [Phase("", codec), *(phase for sent in bucket.sent for phase in paths.of(plan, sent))]
 
 

@@ -1,15 +1,18 @@
-"""What exchanging the script's gradients costs beside the link: each compression's methods, run alone on all ranks."""
+"""What exchanging the script's gradients costs beside the link, and what it takes from the computing beside it: each
+compression's methods, run by all ranks while they compute."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
 
 from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.make_methods import METHODS, make_method
 from fleet_train.collectives.modes import dynamic_mode
@@ -23,42 +26,68 @@ from fleet_train.plan.predict import Network, Paths
 from fleet_train.profile import Profile
 
 # Sizes that a choice is likely to have; what coding costs per byte hardly depends on them.
-_BUCKETS: dict[str, Any] = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": 4.0, "last_comm_group_size_MB": 4.0}
+_LARGE_MB, _SMALL_MB = 4.0, 0.5
 _FULL_STRENGTH: dict[str, dict[str, Any]] = {
     "powersgd": {"powersgd_start_step": 0},
     "dgc": {"dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
 }
-_ROUNDS = 3
-_LONG_SECONDS = 1.0
-"""An exchange that takes longer is timed once."""
+_SECONDS, _FEWEST, _MOST = 0.8, 3, 100
+"""About how long each method is repeated, and how often at least and at most."""
+_ALONE_STEPS, _ALONE_SECONDS = 15, 1.0
+_EXCHANGE_SECONDS = 0.25
+"""What one exchange may take on the link: of more gradients than that the first ones stand for all."""
+
+Step = Callable[[], object]
 
 
-def calibrate(job: Job, gradients: Sequence[Gradient], network: Network) -> Costs:
-    """Seconds per collective and per coded byte, on the slowest rank. All ranks call it; all get the same.
+@dataclass(frozen=True)
+class _Beside:
+    """Of one exchange beside computing, on the slowest rank: seconds from its start to its end, and how many the
+    computing took longer."""
 
-    What an exchange takes longer than the link's latency and bandwidth say is the collectives' where nothing is coded,
-    and the codec's behind that.
+    plan: CommPlan
+    seconds: float
+    taken: float
+
+
+def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: Step) -> Costs:
+    """What exchanges cost beside ``step``, which computes and sends nothing. All ranks call it; all get the same.
+
+    What an exchange takes longer than the link's latency and bandwidth say is the collectives' as far as more and
+    smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), ``step`` is
+    not run: what they take from the device's computing is then not known, and nothing.
     """
-    names = [name for name in METHODS if name != "fp16"]
+    some = _some(gradients, network)
+    alone = _alone(step) if job.engine.side_by_side else 0.0
     paths = Paths(job.cluster, network)
-    plans = {name: _plan(job, gradients, name) for name in names}
-    beside = {
-        name: max(0.0, _slowest(job, plan, profile) - _on_the_link(plan, paths))
-        for name, (plan, profile) in plans.items()
-    }
-    per_collective = beside["none"] / max(1, len(plans["none"][0].legs()))
-    codecs = {
-        name: max(0.0, beside[name] - per_collective * len(plan.legs())) / max(1, plan.gradient_bytes)
-        for name, (plan, _) in plans.items()
-        if name != "none"
-    }
+    cases = {name: _plan(job, some, name, _LARGE_MB) for name in METHODS if name != "fp16"}
+    found = {name: _beside(job, *case, step, alone) for name, case in cases.items()}
+    small = _beside(job, *_plan(job, some, "none", _SMALL_MB), step, alone)
+    per_collective = _per_collective(found["none"], small, paths)
+    codecs = {name: _over(one, paths, per_collective) / max(1, one.plan.gradient_bytes) for name, one in found.items()}
+    taken = {name: one.taken / max(1, one.plan.gradient_bytes) for name, one in found.items()}
     return replace(
-        TYPICAL, collective_seconds=per_collective, codec_seconds_per_byte={**TYPICAL.codec_seconds_per_byte, **codecs}
+        TYPICAL,
+        collective_seconds=per_collective,
+        codec_seconds_per_byte={**TYPICAL.codec_seconds_per_byte, **codecs},
+        taken_seconds_per_byte={**TYPICAL.taken_seconds_per_byte, **taken},
     )
 
 
-def _plan(job: Job, gradients: Sequence[Gradient], compression: str) -> tuple[CommPlan, Profile]:
-    profile = Profile(compression=compression, **_BUCKETS, **_FULL_STRENGTH.get(compression, {}))
+def _some(gradients: Sequence[Gradient], network: Network) -> list[Gradient]:
+    """So many of the gradients as one exchange may take; the smallest at least."""
+    most = _EXCHANGE_SECONDS * min(network.between.bytes_per_second, network.inside.bytes_per_second) / 2
+    chosen, nbytes = [], 0
+    for one in gradients:
+        if nbytes + one.nbytes <= most:
+            chosen.append(one)
+            nbytes += one.nbytes
+    return chosen or [min(gradients, key=lambda one: one.nbytes)]
+
+
+def _plan(job: Job, gradients: Sequence[Gradient], compression: str, megabytes: float) -> tuple[CommPlan, Profile]:
+    buckets = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": megabytes, "last_comm_group_size_MB": megabytes}
+    profile = Profile(compression=compression, **buckets, **_FULL_STRENGTH.get(compression, {}))
     return build_settled(gradients, job.cluster, profile), profile
 
 
@@ -66,27 +95,90 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
     return sum(phase.seconds for sent in plan.exchanges() for phase in paths.of(plan, sent))
 
 
-def _slowest(job: Job, plan: CommPlan, profile: Profile) -> float:
-    """Seconds of the exchange of a step, with nothing beside it: the quickest round of the slowest rank."""
+def _over(one: _Beside, paths: Paths, per_collective: float = 0.0) -> float:
+    """What an exchange takes longer than on the link, and in its collectives."""
+    return max(0.0, one.seconds - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
+
+
+def _per_collective(large: _Beside, small: _Beside, paths: Paths) -> float:
+    """What each collective adds, by two cuts of the same bytes."""
+    numbers = len(large.plan.legs()), len(small.plan.legs())
+    if numbers[0] == numbers[1]:
+        return _over(large, paths) / max(1, numbers[0])
+    return max(0.0, (_over(small, paths) - _over(large, paths)) / (numbers[1] - numbers[0]))
+
+
+def _alone(step: Step) -> float:
+    """Seconds of a step with nothing beside it."""
+    times: list[float] = []
+    while len(times) < _ALONE_STEPS and sum(times) < _ALONE_SECONDS:
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _beside(job: Job, plan: CommPlan, profile: Profile, step: Step, alone: float) -> _Beside:
+    """Exchange again and again, and compute meanwhile. The slowest rank's figures."""
+    place = Place("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
+    with dynamic_mode(job.place), paddle.no_grad():
+        exchange = _exchange_of(job, plan, profile)
+        took = [_timed(job, lambda: job.engine.run_here(exchange(1), place)) for _ in range(2)]
+    number = max(_FEWEST, min(_MOST, int(_SECONDS / _slowest(job, took[1]))))
+    if not job.engine.side_by_side:
+        with dynamic_mode(job.place), paddle.no_grad():
+            seconds = _timed(job, lambda: job.engine.run_here(exchange(number), place))
+        return _Beside(plan, _slowest(job, seconds / number), 0.0)
+    ended = 0.0
+
+    def all_of_them() -> Stages[None]:
+        nonlocal ended
+        try:
+            yield from exchange(number)
+        finally:
+            ended = time.perf_counter()
+
+    _meet(job)
+    began, steps = time.perf_counter(), 0
+    with dynamic_mode(job.place), paddle.no_grad():
+        running = job.engine.start(all_of_them(), place)
+    while not ended:
+        step()
+        steps += 1
+    computed = time.perf_counter() - began
+    running.result()
+    taken = max(0.0, computed - steps * alone) / number
+    return _Beside(plan, _slowest(job, (ended - began) / number), _slowest(job, taken))
+
+
+def _exchange_of(job: Job, plan: CommPlan, profile: Profile) -> Callable[[int], Stages[None]]:
+    """Makes the stages that exchange all buckets of ``plan`` a number of times."""
     dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
     reducer = make_reducers(job, 1, 0)[0]
     sums = QuantisedSums(job, plan, [reducer]) if plan.is_quantised else None
     methods = [make_method(bucket, job, plan, profile, reducer, dgc, sums) for bucket in plan.buckets]
-    times: list[float] = []
-    with dynamic_mode(job.place), paddle.no_grad():
-        values = [
-            [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
-        ]
-        for _ in range(1 + _ROUNDS):
-            job.barrier(f"calibration {job.count('calibration')}")
-            began = time.perf_counter()
-            for bucket, method, own in zip(plan.buckets, methods, values, strict=True):
-                place = Place("calibration", f"calibrating: {bucket.describe()}", job.timeout_seconds)
-                job.engine.run_here(method.average(own), place)
-            job.engine.device.moment().await_passed()
-            times.append(time.perf_counter() - began)
-            slowest = max(job.all_gather(f"calibrated {job.count('calibrated')}", times[-1]).values())
-            if slowest > _LONG_SECONDS:
-                break
-    brought = job.all_gather(f"calibrated {job.count('calibrated')}", min(times[1:] or times))
-    return float(max(brought.values()))
+    values = [[paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets]
+
+    def exchange(number: int) -> Stages[None]:
+        for _ in range(number):
+            for method, own in zip(methods, values, strict=True):
+                yield from method.average(own)
+
+    return exchange
+
+
+def _timed(job: Job, task: Callable[[], object]) -> float:
+    """Seconds of ``task`` from the moment when all ranks are there; on a device until it has done its part."""
+    _meet(job)
+    began = time.perf_counter()
+    task()
+    job.engine.device.moment().await_passed()
+    return time.perf_counter() - began
+
+
+def _meet(job: Job) -> None:
+    job.barrier(f"calibration {job.count('calibration')}")
+
+
+def _slowest(job: Job, seconds: float) -> float:
+    return float(max(job.all_gather(f"calibrated {job.count('calibrated')}", seconds).values()))

@@ -17,9 +17,12 @@ from fleet_train.plan.predict import Compute, Link, Network, Prediction, predict
 from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
+from fleet_train.recommend.variants import in_words, variants
 
 RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))
 """At which the choice is looked at: 10 Mb/s to 100 Gb/s, four to a decade."""
+_PAYS = 0.95
+"""Of the step of a profile as it is shipped: what takes longer than this is no reason to turn its knobs."""
 _PROGRAM_KNOBS = ("amp_level", "accumulate_steps", "recompute_segments", "sync_batch_norm")
 
 
@@ -39,9 +42,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One profile with the numbers that were chosen for it, and what is predicted of its step after any warm-up."""
+    """One profile with the numbers that were chosen for it, and what is predicted of its step after any warm-up.
+
+    ``name``: that of the catalogue's profile ``extends``, with ``changes`` to it if there are any.
+    """
 
     name: str
+    extends: str
+    changes: Mapping[str, Any]
     risk: str
     profile: Profile
     plan: CommPlan
@@ -90,7 +98,7 @@ def consider(
         reason = _unfit(profile, found, cluster)
         if not reason:
             try:
-                candidates.append(_priced(name, profile, found, cluster, most_communicators))
+                candidates += _with_variant(_Pricing(found, cluster, most_communicators), name, profile)
                 continue
             except FleetTrainError as error:
                 reason = str(error)
@@ -123,17 +131,35 @@ def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) 
     return changes
 
 
-def _priced(name: str, profile: Profile, found: Found, cluster: Cluster, most_communicators: int) -> Candidate:
-    conditions = Conditions(
-        found.network, found.costs, Compute.of(found.compute_seconds), most_communicators, "measured"
-    )
-    settled = choose(profile, found.gradients, cluster, conditions).profile
-    plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
-    prediction = predict(plan, cluster, found.network, Compute.of(found.compute_seconds), costs=found.costs)
-    codec = found.costs.codec_seconds_per_byte.get(profile.compression, 0.0) * plan.gradient_bytes
-    counted: Any = traffic(plan, cluster)
-    leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
-    return Candidate(name, risk_of(profile), settled, plan, prediction, codec, leaving)
+@dataclass(frozen=True)
+class _Pricing:
+    found: Found
+    cluster: Cluster
+    most_communicators: int
+
+    def price(self, name: str, profile: Profile, changes: Mapping[str, Any]) -> Candidate:
+        found, cluster = self.found, self.cluster
+        compute = Compute.of(found.compute_seconds)
+        conditions = Conditions(found.network, found.costs, compute, self.most_communicators, "measured")
+        changed = profile.with_settings("the recommendation", **changes) if changes else profile
+        settled = choose(changed, found.gradients, cluster, conditions).profile
+        plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
+        prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
+        codec = found.costs.codec(profile.compression) * plan.gradient_bytes
+        counted: Any = traffic(plan, cluster)
+        leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
+        called = f"{name} {in_words(changes)}".rstrip()
+        return Candidate(called, name, changes, risk_of(profile), settled, plan, prediction, codec, leaving)
+
+
+def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candidate]:
+    """The profile as it is shipped and, where turning its knobs pays, the mildest turn that is about as good as any."""
+    shipped = pricing.price(name, profile, {})
+    turned = [pricing.price(name, profile, changes) for changes in variants(profile)]
+    best = min((one.step for one in turned), default=shipped.step)
+    if best > _PAYS * shipped.step:
+        return [shipped]
+    return [shipped, next(one for one in turned if one.step <= best / _PAYS)]
 
 
 def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:

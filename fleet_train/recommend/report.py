@@ -10,25 +10,35 @@ from typing import Any
 import yaml
 
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.plan.costs import Costs
 from fleet_train.plan.predict import Link
 from fleet_train.profile import load_profile
 from fleet_train.profile.buckets import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate, thresholds
-from fleet_train.recommend.options import Options
+from fleet_train.recommend.options import RISKS, Options
 from fleet_train.recommend.supervisor import Results
 
 MEGABYTE = 2**20
 _WIDTH = 118
 
 
+_CLOSE = 1.04
+"""Of the shortest measured step: what is as good as that. Single trials differ by as much."""
+
+
 def pick(results: Results, options: Options) -> Candidate | None:
-    """The allowed profile with the shortest measured step; where no trial came to its end, none."""
+    """Of the allowed profiles with about the shortest measured step the one that risks the least; where no trial came
+    to its end, none.
+    """
     measured = [
         one
         for one in results.candidates
         if options.allows(one.risk) and one.name in results.tried and not results.tried[one.name].failure
     ]
-    return min(measured, key=lambda one: results.tried[one.name].step_ms) if measured else None
+    steps = {one.name: results.tried[one.name].step_ms for one in measured}
+    close = [one for one in measured if steps[one.name] <= _CLOSE * min(steps.values())]
+    # As shipped before what was turned, then the shortest.
+    return min(close, key=lambda one: (RISKS.index(one.risk), len(one.changes), steps[one.name]), default=None)
 
 
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
@@ -57,6 +67,7 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
         "spread": results.spread,
         "network": asdict(results.found.network),
         "error_of_the_fit": results.link_error,
+        "costs": asdict(results.found.costs),
         "profiles": [_row(one, results, options) for one in results.candidates],
         "ruled_out": {one.name: one.reason for one in results.ruled_out},
         "changes_gigabits": thresholds(_allowed(results, options), results.found, cluster),
@@ -83,11 +94,12 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     reasons += [f"Also tried: {', '.join(others)}."] if others else []
     reasons.append(f"Made by: {command}")
     header = [line for reason in reasons for line in textwrap.wrap(reason, _WIDTH - 2)]
-    asked, settled = load_profile(best.name), best.profile
+    asked, settled = load_profile(best.extends), best.profile
     numbers = {knob: getattr(settled, knob) for knob in BUCKET_KNOBS if getattr(asked, knob) != getattr(settled, knob)}
     content = {
         "description": f"{best.name} with the numbers that were measured for {_script(options)}.",
-        "extends": best.name,
+        "extends": best.extends,
+        **best.changes,
         **numbers,
     }
     return "".join(f"# {line}\n" for line in header) + "\n" + yaml.safe_dump(content, sort_keys=False, width=_WIDTH)
@@ -113,12 +125,29 @@ def _conditions(results: Results, cluster: Cluster) -> list[str]:
         f"computing: {1e3 * found.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times the "
         f"quickest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in all"
     )
-    return lines
+    return [*lines, *_costs(found.costs)]
+
+
+def _costs(costs: Costs) -> list[str]:
+    """What the processors spend on exchanging, by how gradients travel."""
+    coded = [
+        f"{name} {_per_gigabyte(seconds)} and {_per_gigabyte(costs.taken(name))}"
+        for name, seconds in sorted(costs.codec_seconds_per_byte.items())
+    ]
+    return [
+        f"each collective: {1e3 * costs.collective_seconds:.2f} ms; ms per GB of gradients beside the link, and taken "
+        f"from the computing meanwhile: {', '.join(coded)}"
+    ]
+
+
+def _per_gigabyte(seconds_per_byte: float) -> str:
+    return f"{1e12 * seconds_per_byte:.0f}"
 
 
 def _table(results: Results, options: Options, best: Candidate | None) -> list[str]:
+    width = max(len(one.name) for one in results.candidates)
     lines = [
-        f"  {'profile':<20} {'risk':<12} {'predicted ms':>12} {'measured ms':>11} {'codec ms':>8} {'wire ms':>8} "
+        f"  {'profile':<{width}} {'risk':<12} {'predicted ms':>12} {'measured ms':>11} {'codec ms':>8} {'wire ms':>8} "
         f"{'exposed ms':>10} {'MB sent':>9} {'memory MB':>9}"
     ]
     for one in results.candidates:
@@ -127,7 +156,7 @@ def _table(results: Results, options: Options, best: Candidate | None) -> list[s
         measured = f"{row['measured_ms']:.1f}" if row["measured_ms"] else "failed" if row["failure"] else "-"
         memory = f"{row['memory_bytes'] / MEGABYTE:.0f}" if row["memory_bytes"] else "-"
         lines.append(
-            f"{mark} {one.name:<20} {one.risk.replace('_', ' '):<12} {row['predicted_ms']:>12.1f} {measured:>11} "
+            f"{mark} {one.name:<{width}} {one.risk.replace('_', ' '):<12} {row['predicted_ms']:>12.1f} {measured:>11} "
             f"{row['codec_ms']:>8.1f} {row['wire_ms']:>8.1f} {row['exposed_ms']:>10.1f} {row['sent_megabytes']:>9.3f} "
             f"{memory:>9}"
         )

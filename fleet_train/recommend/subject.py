@@ -16,7 +16,7 @@ from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
 from fleet_train.recommend.candidates import network_of
-from fleet_train.recommend.trial import Steps, memory_bytes, run_script
+from fleet_train.recommend.trial import Again, Steps, memory_bytes, run_script
 from fleet_train.selftest.subject import Reports
 
 COMPUTING = "computing"
@@ -26,18 +26,18 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     task: dict[str, Any] = json.loads(task_text)
     reports = Reports(Path(reports_path))
 
-    def tried(steps: list[float]) -> None:
+    def tried(steps: list[float], _: Again) -> None:
         told = fleet.communication()
         reports.write(steps=steps, exposed_ms=told.exposed_ms, bytes_sent=told.bytes_sent, memory=memory_bytes())
 
-    def computed(steps: list[float]) -> None:
+    def computed(steps: list[float], again: Again) -> None:
         plan = fleet.plan()
         assert plan is not None
         found = probe(current().job, float(task["measure_seconds"]), lambda _: None)
         links = {where: asdict(measured) for where, measured in found.items()}
         network = network_of(links)
         gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
-        costs = calibrate(current().job, gradients, network)
+        costs = calibrate(current().job, gradients, network, again)
         reports.write(
             steps=steps,
             plan=plan.to_json(),

@@ -7,6 +7,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.predict import Compute, Link, Network, alternatives, on_paper, predict
 from fleet_train.profile import Profile
@@ -88,6 +89,40 @@ def test_few_bits_are_an_eighth_of_the_bytes_in_one_round() -> None:
     found = predict(plan_of(cluster, compression="int4"), cluster, NETWORK, COMPUTE)
     # 1 ms, 489 blocks of 260 bytes at 100 MB/s.
     assert found.communication == pytest.approx(0.001 + 489 * 260 / 1e8)
+
+
+def test_what_is_exchanged_beside_the_backward_pass_makes_it_longer() -> None:
+    cluster = Cluster.imagined(2, 1)
+    plan = plan_of(cluster, gradients=2)
+    # A MB takes 2 ms from computing: the first bucket is exchanged beside the backward pass, the last one behind it.
+    found = predict(plan, cluster, NETWORK, COMPUTE, costs=Costs(taken_seconds_per_byte={"none": 2e-9}))
+    # The backward pass ends at 32 instead of 30 ms, the first bucket is ready at 21 and done at 33, the last at 45.
+    # What of the first is exchanged behind the end (1 of 12 ms) takes nothing: a little less than 2 ms in all.
+    assert found.exposed == pytest.approx(0.015, abs=0.0002)
+    only_float32 = Costs(taken_seconds_per_byte={"int8": 2e-9})
+    assert predict(plan, cluster, NETWORK, COMPUTE, costs=only_float32).exposed == pytest.approx(0.014)
+
+
+def test_a_fast_link_leaves_what_the_processors_do() -> None:
+    cluster, fast = Cluster.imagined(2, 1), Network(Link(0.0, 1e15), Link(0.0, 1e15))
+    plan = plan_of(cluster, gradients=4)
+    costs = Costs(codec_seconds_per_byte={"none": 1e-9}, taken_seconds_per_byte={"none": 1e-9})
+    # 1 ms each beside the backward pass, but the last, which is exchanged for 1 ms behind it.
+    assert predict(plan, cluster, fast, COMPUTE, costs=costs).exposed == pytest.approx(0.004, rel=0.05)
+
+
+def test_an_averaging_costs_processor_time_where_it_hides() -> None:
+    cluster, local = Cluster.imagined(2, 1), {"use_local_sgd": True, "local_sgd_steps": 8}
+    costs = Costs(
+        codec_seconds_per_byte={"none": 3e-9}, taken_seconds_per_byte={"none": 2e-9}, averaging_seconds_per_byte=1e-9
+    )
+    waited, hidden = (plan_of(cluster, **local, local_sgd_overlap_steps=steps) for steps in (0, 2))
+    # 12 ms on the link and 3 beside it, waited for; 1 of copies. Behind steps only what is taken, and the copies.
+    assert predict(waited, cluster, NETWORK, COMPUTE, costs=costs).exposed == pytest.approx(0.016 / 8)
+    assert predict(hidden, cluster, NETWORK, COMPUTE, costs=costs).exposed == pytest.approx(0.003 / 8)
+    assert predict(hidden, cluster, NETWORK, COMPUTE, costs=costs).communication == pytest.approx(0.015 / 8)
+    in_16_bits = plan_of(cluster, **local, local_sgd_dtype="bfloat16")
+    assert predict(in_16_bits, cluster, NETWORK, COMPUTE, costs=costs).exposed == pytest.approx((0.007 + 0.001) / 8)
 
 
 def test_hierarchical_on_two_nodes_of_two_ranks() -> None:

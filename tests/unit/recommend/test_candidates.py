@@ -29,7 +29,8 @@ def results(**tried: Tried) -> Results:
 
 def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
     candidates, ruled_out = consider(FOUND, PAIR)
-    assert sorted([*(one.name for one in candidates), *(one.name for one in ruled_out)]) == profile_names()
+    shipped = [one.name for one in candidates if not one.changes]
+    assert sorted([*shipped, *(one.name for one in ruled_out)]) == profile_names()
     assert all(one.reason for one in ruled_out)
     steps = [one.step for one in candidates]
     assert steps == sorted(steps)
@@ -42,6 +43,36 @@ def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
     assert "NCCL reads" in reasons["tcp_only"]
     assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
     assert "hierarchical" in [one.name for one in consider(FOUND, TEAMS)[0]]
+
+
+def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
+    candidates, _ = consider(FOUND, PAIR)
+    steps = {one.name: one.step for one in candidates}
+    turned = [one for one in candidates if one.changes]
+    assert {one.extends for one in turned} >= {"local_sgd", "slowmo"}
+    for one in turned:
+        assert one.risk == LOCAL_STEPS
+        assert one.step < 0.95 * steps[one.extends]
+        for knob, value in one.changes.items():
+            assert getattr(one.profile, knob) == value != getattr(load_profile(one.extends), knob)
+    quick = replace(FOUND, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
+    assert not [one for one in consider(quick, PAIR)[0] if one.changes]
+
+
+def test_a_turned_profile_is_written_as_it_was_tried(tmp_path: Path) -> None:
+    turned = next(one for one in consider(FOUND, PAIR)[0] if one.changes)
+    found = results(**{turned.name: Tried(turned.name, 20.0)})
+    path = tmp_path / "recommended.yaml"
+    path.write_text(profile_text(found, Options("train.py", allow=(LOCAL_STEPS,)), PAIR, "recommend"))
+    assert load_profile(str(path)).digest() == turned.profile.digest()
+
+
+def test_of_steps_about_as_short_the_least_risk_is_picked() -> None:
+    found = results(multi_node=Tried("multi_node", 103.0), diloco=Tried("diloco", 100.0))
+    allowed = Options("train.py", allow=(LOCAL_STEPS,))
+    assert pick(found, allowed).name == "multi_node"  # type: ignore[union-attr]
+    found = results(multi_node=Tried("multi_node", 106.0), diloco=Tried("diloco", 100.0))
+    assert pick(found, allowed).name == "diloco"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
