@@ -86,6 +86,11 @@ def test_a_trial_that_fails_is_listed_and_the_others_count(script: Path, tmp_pat
     assert made["recommended"] in rows
     assert rows[made["recommended"]]["measured_ms"] > 0
     assert made["recommended"] != "multi_node"
+    costs = made["costs"]
+    for kind in ("codec_seconds_per_byte", "taken_seconds_per_byte"):
+        assert {"none", "bf16", "int8", "int4", "powersgd", "dgc"} <= set(costs[kind])
+        assert min(costs[kind].values()) >= 0
+    assert costs["codec_seconds_per_byte"]["dgc"] > 0  # sorting takes long on any machine
 
 
 def test_a_script_that_ends_early_is_told_so(tmp_path: Path) -> None:
