@@ -54,8 +54,8 @@ def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: S
     """What exchanges cost beside ``step``, which computes and sends nothing. All ranks call it; all get the same.
 
     What an exchange takes longer than the link's latency and bandwidth say is the collectives' as far as more and
-    smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), exchanges run
-    alone: what they take from the device's computing is not known, and nothing.
+    smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), exchanges
+    run alone: what they take from the device's computing is not known, and nothing.
     """
     some = _some(gradients, network)
     alone = _alone(step) if job.engine.side_by_side else 0.0
