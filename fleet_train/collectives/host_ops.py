@@ -69,6 +69,11 @@ def token() -> Any:
     return paddle.full([1], 0.0, "float32")
 
 
+def passed_on(link: Any) -> Any:
+    """The chain's next token. Nobody looks into tokens, so it may share the memory of the one before."""
+    return link.detach()
+
+
 _LINKS = ("arrive", "begin", "launch", "wait", "finish")
 _OTHER_LINKS = ("meet", "gather", "total", "broadcast")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
@@ -93,7 +98,7 @@ def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:
 
     def run(link: Any) -> Any:
         exchange.arrive()
-        return link.clone()
+        return passed_on(link)
 
     return _host_operator("arrive", 1, [_TOKEN], run)(chain)
 
@@ -109,7 +114,7 @@ def emit_launch(
 
     def run(link: Any, *values: Any) -> Any:
         exchange.launch(bucket.index, values[: len(gradients)], values[-1] if extra else None)
-        return link.clone()
+        return passed_on(link)
 
     inputs = [*gradients, *extra]
     return _host_operator(f"launch_{exchange.number}_{bucket.index}", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
@@ -119,7 +124,7 @@ def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any],
     """Insert the operator that waits for a bucket; returns the next token and the averaged gradients."""
 
     def run(link: Any) -> Any:
-        return (link.clone(), *exchange.wait(bucket.index))
+        return (passed_on(link), *exchange.wait(bucket.index))
 
     outputs = [(gradient.shape, dtype) for gradient, dtype in zip(bucket.gradients, dtypes, strict=True)]
     results = _host_operator(f"wait_{exchange.number}_{bucket.index}", 1, [_TOKEN, *outputs], run)(chain)
@@ -149,7 +154,7 @@ def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any
 
     def run(link: Any, *tensors: Any) -> Any:
         exchange.begin(tensors)
-        return link.clone()
+        return passed_on(link)
 
     return _host_operator("begin", 1 + len(parameters), [_TOKEN], run)(chain, *parameters)
 
@@ -160,7 +165,7 @@ def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[
 
     def run(link: Any, *tensors: Any) -> Any:
         exchange.finish(values.held(tensors), names, tensors[-1] if extra else None)
-        return link.clone()
+        return passed_on(link)
 
     inputs = [*values.all, *extra]
     return _host_operator("finish", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
@@ -171,7 +176,7 @@ def emit_meeting(job: Job, moment: str, chain: Any) -> Any:
 
     def run(link: Any) -> Any:
         job.step_barrier(f"{moment} {job.count(moment)}", job.timeout_seconds)
-        return link.clone()
+        return passed_on(link)
 
     return _host_operator("meet", 1, [_TOKEN], run)(chain)
 
@@ -185,7 +190,7 @@ def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, An
     """Insert an operator that replaces ``value`` by rank 0's; returns the new value and the next token."""
 
     def run(link: Any, tensor: Any) -> Any:
-        return link.clone(), broadcast(job, tensor, f"start value of '{name}'")
+        return passed_on(link), broadcast(job, tensor, f"start value of '{name}'")
 
     result, link = reversed(_host_operator("broadcast", 2, [_TOKEN, (value.shape, value.dtype)], run)(chain, value))
     return result, link

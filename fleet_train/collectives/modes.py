@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,9 +58,27 @@ def operators_in_dynamic_mode() -> Iterator[None]:
         module.run_in_dynamic_mode = original
 
 
+class _OperatorsTracer(threading.local):
+    """The tracer of a thread's host operators: one for all of them, which come many times in every step."""
+
+    def __init__(self) -> None:
+        self.tracer = Tracer()
+
+
+_operators = _OperatorsTracer()
+
+
 def _in_dynamic_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``dynamic_mode`` around ``function``, with the thread's kept tracer and without a generator."""
+
     def run(*values: Any) -> Any:
-        with dynamic_mode():
+        before = paddle.base.framework.global_var._dygraph_tracer_
+        tracer = _operators.tracer
+        tracer._expected_place = paddle.base.framework._current_expected_place_()
+        _switch(tracer)
+        try:
             return function(*values)
+        finally:
+            _switch(before)
 
     return run

@@ -16,7 +16,7 @@ import paddle
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
-from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, token
+from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, passed_on, token
 from fleet_train.collectives.job import Job
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import ITEM_BYTES
@@ -76,7 +76,7 @@ class RankStatistics:
         def run(link: Any, *tensors: Any) -> Any:
             values, rest = tensors[:layers], tensors[layers:]
             rows = yield from self._gathered(packed(values, rest[:layers], rest[layers:]))
-            return (link.clone(), *combined(rows, [mean.shape[0] for mean in rest[:layers]]))
+            return (passed_on(link), *combined(rows, [mean.shape[0] for mean in rest[:layers]]))
 
         means = [each.mean for each in local]
         self._count("allgather", [1 + 2 * int(mean.shape[0]) for mean in means], means[0].dtype)
@@ -94,7 +94,7 @@ class RankStatistics:
             parts = tensors[: 2 * len(sums)]
             total = yield from self._summed(paddle.concat(list(parts)))
             split = paddle.split(total, [part.shape[0] for part in parts])
-            return (link.clone(), *(part / tensors[len(parts) + i // 2] for i, part in enumerate(split)))
+            return (passed_on(link), *(part / tensors[len(parts) + i // 2] for i, part in enumerate(split)))
 
         parts = [part for pair in sums for part in pair]
         kind = "allgather" if self._gathers_sums else "allreduce"

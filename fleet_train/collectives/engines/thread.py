@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -88,7 +89,7 @@ class ThreadEngine:
             silence = time.monotonic() - max(began, self._moved_at)
             if silence >= bound:
                 raise self._blame(place, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
-            futures.wait([future], bound - silence)
+            _await(future, bound - silence)
 
     def _move(self) -> None:
         self._moved_at = time.monotonic()
@@ -106,3 +107,9 @@ class ThreadEngine:
             raise
         except Exception as error:
             raise self._blame(place, error) from error
+
+
+def _await(future: Future[Any], seconds: float) -> None:
+    """Until it is done, or for so long. (``futures.wait`` makes an event and a waiter for each call.)"""
+    with contextlib.suppress(futures.TimeoutError):
+        future.exception(seconds)

@@ -181,7 +181,7 @@ def test_a_result_is_awaited_while_collectives_end_before_it(
 ) -> None:
     now, moves = 0.0, threading.Semaphore(0)
 
-    def wait(awaited: list[Future[int]], timeout: float) -> None:
+    def wait(awaited: Future[int], timeout: float) -> None:
         """Stands in for a wait of 69 seconds, in which one more of four collectives ends."""
         nonlocal now
         assert timeout == 70.0
@@ -190,10 +190,10 @@ def test_a_result_is_awaited_while_collectives_end_before_it(
         while engine._moved_at < now:
             time.sleep(0.01)
         if now == 4 * 69.0:
-            awaited[0].exception(SECONDS)
+            awaited.exception(SECONDS)
 
     monkeypatch.setattr(thread.time, "monotonic", lambda: now)
-    monkeypatch.setattr(thread.futures, "wait", wait)
+    monkeypatch.setattr(thread, "_await", wait)
     place = replace(PLACE, timeout_seconds=10.0)
     running = engine.start(stages(*[calling(moves.acquire)] * 4, result=1), place)
     assert running.result() == 1
