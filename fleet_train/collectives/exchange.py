@@ -67,6 +67,7 @@ class GradientExchange:
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
         self._averaging_bytes = [sent[rank] for sent in averaging_bytes(plan)]
+        self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._running: dict[int, Running[list[Any]]] = {}
         self._underway: overlap.Underway | None = None
         self._steps_beside = 0
@@ -133,7 +134,10 @@ class GradientExchange:
                 self._gate.result()
         bucket = self._plan.buckets[index]
         self._running[index] = self._job.engine.start(
-            self._methods[index].average(gradients), self._place(bucket.describe()), bucket.communicator, self._gate
+            self._methods[index].average(gradients),
+            self._place(self._descriptions[index]),
+            bucket.communicator,
+            self._gate,
         )
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
@@ -282,7 +286,8 @@ class GradientExchange:
         self._job.notes.take(passed.answer)
 
     def _place(self, what: str) -> Place:
-        return Place(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)
+        moment = self._moment
+        return Place(moment, f"{moment}, {what}", self._profile.collective_timeout_seconds)
 
     def _start_averaging(self, averager: ParameterAverager, fragment: Fragment, held: Held) -> None:
         sent = overlap.capture(held, averager.rate)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import paddle
+from paddle import _C_ops
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.reducers import Reducer
@@ -72,7 +73,7 @@ class DenseMethod:
 
 def flatten(tensors: Sequence[Any]) -> Any:
     """All elements in one [elements] tensor: a copy, also of a single tensor."""
-    return paddle.concat([tensor.reshape([-1]) for tensor in tensors])
+    return _C_ops.concat([_C_ops.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
 Cut = Callable[[Any, Sequence[Sequence[int]]], list[Any]]
@@ -86,10 +87,13 @@ def cut_for(on_host: bool) -> Cut:
 
 def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
     """The same as ``unflatten``, sharing the buffer's memory."""
+    if len(shapes) == 1:
+        return [_C_ops.reshape(buffer, list(shapes[0]))]
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
-        parts.append(buffer[start:end].reshape(list(shape)))
+        part = _C_ops.slice(buffer, [0], [start], [end], [1], [])
+        parts.append(_C_ops.reshape(part, list(shape)))
         start = end
     return parts
 
