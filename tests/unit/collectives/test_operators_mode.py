@@ -1,0 +1,79 @@
+"""The mode that host operators run in, and the memory that their results share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.static import python_op
+
+from fleet_train.collectives.methods import flatten, views
+from fleet_train.collectives.modes import dynamic_mode, operators_in_dynamic_mode
+
+
+@pytest.fixture(autouse=True)
+def static_mode() -> Iterator[None]:
+    paddle.enable_static()
+    yield
+    paddle.disable_static()
+
+
+def as_operator(function: Any) -> Any:
+    """``function`` as Paddle's executor calls a host operator that was emitted in our mode."""
+    with operators_in_dynamic_mode():
+        return python_op.run_in_dynamic_mode(function)
+
+
+def tracer() -> Any:
+    return paddle.base.framework.global_var._dygraph_tracer_
+
+
+def test_the_thread_is_as_before_when_an_operator_ends_or_raises() -> None:
+    def fail() -> None:
+        assert paddle.in_dynamic_mode()
+        raise ValueError("in the operator")
+
+    with pytest.raises(ValueError, match="in the operator"):
+        as_operator(fail)()
+    assert (tracer(), paddle.in_dynamic_mode()) == (None, False)
+    with dynamic_mode():
+        before = tracer()
+        as_operator(lambda: None)()
+        assert tracer() is before
+
+
+def test_a_threads_operators_share_one_tracer_and_threads_do_not() -> None:
+    found: list[Any] = []
+    note = as_operator(lambda: found.append(tracer()))
+    note()
+    note()
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join()
+    assert found[0] is found[1]
+    assert found[2] is not found[0]
+    assert None not in found
+
+
+def test_views_of_a_view_begin_where_it_begins() -> None:
+    with dynamic_mode():
+        whole = paddle.arange(12, dtype="float32")
+        parts = views(whole[4:], [[2, 3], [2]])
+        assert [part.tolist() for part in parts] == [[[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], [10.0, 11.0]]
+        whole.scale_(2.0)
+        assert parts[1].tolist() == [20.0, 22.0]
+        np.testing.assert_array_equal(flatten(parts).numpy(), whole[4:].numpy())
+
+
+def test_a_buffer_of_one_tensor_is_copied_when_made_and_shared_when_cut() -> None:
+    with dynamic_mode():
+        gradient = paddle.ones([2, 2])
+        flat = flatten([gradient])
+        gradient.scale_(3.0)
+        (cut,) = views(flat, [[2, 2]])
+        flat.scale_(5.0)
+        assert cut.tolist() == [[5.0, 5.0], [5.0, 5.0]]
