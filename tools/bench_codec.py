@@ -21,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paddle
 
 from fleet_train.collectives.allocator import keep_freed_memory
-from fleet_train.collectives.codecs import HostCodec
+from fleet_train.collectives.codecs import Codec
+from fleet_train.collectives.compiled_codec import CompiledCodec, find_loops
+from fleet_train.collectives.host_codec import HostCodec
 from fleet_train.plan.quantised import QuantisedSettings
 from tools.benchmarks.record import circumstances, told_circumstances
 
 BLOCKS = (128, 512, 2048)
-CASES = {
+SETTINGS = {
     f"int{bits}, blocks of {block}{', stochastic' if stochastic else ''}": QuantisedSettings(
         bits, block, stochastic=stochastic
     )
@@ -36,9 +38,21 @@ CASES = {
 }
 
 
-def once(settings: QuantisedSettings, gradients: Any, owed: Any) -> tuple[dict[str, float], Any]:
+def cases() -> dict[str, tuple[QuantisedSettings, Codec]]:
+    """By name: each setting, coded by numpy and by compiled loops. Raises ClickException without numba."""
+    loops = find_loops()
+    if isinstance(loops, str):
+        raise click.ClickException(loops)
+    return {
+        f"{name}: {how}": (settings, codec)
+        for name, settings in SETTINGS.items()
+        for how, codec in (("numpy", HostCodec(settings)), ("compiled", CompiledCodec(settings, loops)))
+    }
+
+
+def once(settings: QuantisedSettings, codec: Codec, gradients: Any, owed: Any) -> tuple[dict[str, float], Any]:
     """Seconds of one thread for each part of a sum of two ranks, and what is owed behind it."""
-    codec, seconds = HostCodec(settings), {}
+    seconds = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         start = time.thread_time()
@@ -49,19 +63,19 @@ def once(settings: QuantisedSettings, gradients: Any, owed: Any) -> tuple[dict[s
     owed = timed("add", lambda: codec.add(owed, [gradients]))
     random = settings.dither("w", 0, 0, 1) if settings.stochastic else None
     wire, owed = timed("encode", lambda: codec.encode(owed, random))
-    timed("decode", lambda: codec.decode([wire], 0.5))
+    timed("decode", lambda: codec.decode([wire, wire], 0.5))
     return seconds, owed
 
 
 def measure(megabytes: float, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Every case once per round in turn; the first round is not kept."""
     elements = int(megabytes * 2**20) // 4 // max(BLOCKS) * max(BLOCKS)
-    gradients = paddle.randn([elements])
-    owed = {name: paddle.zeros([elements]) for name in CASES}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    gradients, measured = paddle.randn([elements]), cases()
+    owed = {name: paddle.zeros([elements]) for name in measured}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in measured}
     for number in range(rounds + 1):
-        for name, settings in CASES.items():
-            seconds, owed[name] = once(settings, gradients, owed[name])
+        for name, (settings, codec) in measured.items():
+            seconds, owed[name] = once(settings, codec, gradients, owed[name])
             if number:
                 found[name].append({part: 4 * elements / 1e9 / spent for part, spent in seconds.items()})
     return found
@@ -74,7 +88,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"# Codec of few bits, {at['date'][:10]}",
         "",
         "GB/s of float32 per thread (processor time), median with smallest and largest. *add*: gradients to what is "
-        "owed; *encode*: scales, levels, and what rounding leaves out; *decode*: one wire into a sum.",
+        "owed; *encode*: scales, levels, and what rounding leaves out; *decode*: two wires into a sum.",
         "",
         *told_circumstances(at, "no network"),
         f"- {record['megabytes']:g} MB, {record['rounds']} rounds, every case once per round in turn.",

@@ -46,6 +46,8 @@ class GradientExchange:
         between = dtype_between_teams(profile.compression)
         reducers = make_reducers(job, plan.communicators, plan.team_size, between)
         sums = QuantisedSums(job, plan, reducers) if plan.is_quantised else None
+        self.notices = sums.notices if sums else []
+        """What users should know of how it is carried out here."""
         self._methods: list[BucketMethod] = [
             make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc, sums) for bucket in plan.buckets
         ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.codecs import Codec, make_codec
+from fleet_train.collectives.codecs import Codec, make_codec, notices_of
 from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.parts import Links, make_links
@@ -135,6 +135,8 @@ class QuantisedSums:
             self._members = leaders_of(teams(plan.world_size, plan.team_size))
         used = self._reducers if any(bucket.is_quantised for bucket in plan.buckets) else self._reducers[:1]
         self._links = [make_links(job, _group_of(reducer), self._members) for reducer in used]
+        self.notices = notices_of(self._on_host)
+        """What users should know of the codec, once."""
 
     def make(self, communicator: int, name: str, elements: int, settings: QuantisedSettings) -> Carried:
         """The sum of a buffer [elements], float32, on a communicator."""

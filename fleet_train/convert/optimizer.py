@@ -168,6 +168,7 @@ class DistributedOptimizer(AmpCalls):
         values = held_values(main, [item.parameter for item in ready], [])
         plan, profile = self._agreed_plan(ready, values)
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
+        say(exchange.notices, self._job.cluster.rank)
         chain = insert_launches(exchange, plan, ready, values, merged.boundary)
         operators = []
         for buckets in self._updated_together(plan):

@@ -17,6 +17,9 @@ from fleet_train.profile import Profile
 BITS = {"int8": 8, "int4": 4}
 """By the value of ``compression`` and of ``local_sgd_dtype``."""
 SCALE_BYTES = 4
+WHOLE = 12582912.0
+"""1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest whole number (ties to
+even), which then stands in the lowest byte."""
 SMALLEST = 2.0**-100
 """Blocks whose largest absolute value is below this are sent as zeros: the inverse of their scale would overflow."""
 
