@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,9 +46,9 @@ def _pointer(typing: Any, address: Any, kind: Any) -> Any:  # noqa: ARG001 - num
 
 @_inlined  # type: ignore[untyped-decorator]
 def _largest_bits(row: Any) -> Any:
-    largest = np.uint32(0)
-    for bits in row.view(np.uint32):
-        value = bits & _SIGN
+    largest, bits = np.uint32(0), row.view(np.uint32)
+    for j in range(row.size):
+        value = bits[j] & _SIGN
         largest = value if value > largest else largest
     return largest
 
@@ -160,7 +161,7 @@ class Loops:
 def compile_loops() -> Loops:
     """Compiled now, or read from this user's cache, where no process finds what another processor or source made.
 
-    Without a folder to write to, or with a file in it that cannot be read, they are compiled anew.
+    Without a folder to write to they are compiled anew; a folder with files that cannot be read is removed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,7 +171,7 @@ def compile_loops() -> Loops:
                 with _cached_in(folder):
                     return _compile(cache=True)
             except Exception:  # whatever pickle, numba or a full disk says
-                pass
+                shutil.rmtree(folder, ignore_errors=True)
         return _compile(cache=False)
 
 

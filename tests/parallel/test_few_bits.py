@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +36,18 @@ def test_every_rank_gets_the_same_bits_and_little_is_owed_in_the_end(ranks: Rank
     # Of each member's values and of the owners' sums half a level may be owed; a block's largest value is below 6.
     levels = {"int8": 127, "int4": 7}[case]
     assert ranks[0][case]["worst"] < 2 * 6 / levels
+
+
+@pytest.mark.parametrize("compression", ["int8", "int4"])
+def test_ranks_with_and_without_compiled_loops_get_the_same_bits(tmp_path: Path, compression: str) -> None:
+    """Three ranks, so that each rounds for the others, too; rank 0 says that its own codec is the slower one."""
+    script, slower = ROOT / "tests/parallel/few_bits_training.py", "int8 and int4 are coded by numpy"
+    states = []
+    for number, without in enumerate([(), (0,), (0, 1, 2)]):
+        folder = tmp_path / str(number)
+        environ = {rank: {"NUMBA_DISABLE_JIT": "1"} for rank in without}
+        result = run_ranks(script, 3, folder=folder, nodes=3, args=[compression], env_of_rank=environ)
+        assert [rank.output.count(slower) for rank in result.ranks] == [int(bool(without)), 0, 0]
+        states += result.of_all("state")
+    assert len(states) == 9
+    assert len(set(states)) == 1
