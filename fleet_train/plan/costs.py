@@ -19,7 +19,8 @@ class Costs:
     bucket_seconds: float = 0.0
     """Of each bucket on the computing thread: the host operators that start it and wait for it."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the communicators' threads, beside what the link takes: coding, copies, and waiting for a processor."""
+    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops), copies, waiting for
+    a processor."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Of the computing that goes on meanwhile: nothing where enough processors are idle."""
     averaging_seconds_per_byte: float = 0.0
@@ -38,7 +39,7 @@ NOTHING = Costs()
 TYPICAL = Costs(
     collective_seconds=1e-3,
     bucket_seconds=2.5e-4,
-    codec_seconds_per_byte={"bf16": 0.4e-9, "fp16": 0.4e-9, "int8": 1.4e-9, "int4": 1.7e-9},
+    codec_seconds_per_byte={"bf16": 0.4e-9, "fp16": 0.4e-9, "int8": 0.25e-9, "int4": 0.25e-9},
 )
 """Of Paddle's Gloo on two cores of a 2020s server that also compute. tools/bench_prediction.py compares what they
 predict."""

@@ -127,6 +127,16 @@ def test_visualdl_is_imported_only_by_its_sink_and_in_its_servers_process() -> N
     assert importers == {"train/visualdl_sink.py", "train/dashboard_server.py"}
 
 
+def test_numba_is_imported_only_by_the_loops_that_it_compiles_and_by_who_asks_for_them() -> None:
+    importers = {
+        str(path.relative_to(PACKAGE))
+        for path in modules()
+        for _, name in imported_names(path)
+        if name.split(".")[0] in ("numba", "llvmlite") or name.startswith("fleet_train.collectives.codec_loops")
+    }
+    assert importers == {"collectives/codec_loops.py", "collectives/compiled_codec.py"}
+
+
 def test_every_folder_of_the_package_is_installed() -> None:
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "fleet_train").rglob("__init__.py")}
     listed = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
