@@ -19,8 +19,8 @@ class Costs:
     bucket_seconds: float = 0.0
     """Of each bucket on the computing thread: the host operators that start it and wait for it."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops), copies, waiting for
-    a processor."""
+    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops), copies, and
+    waiting for a processor."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Of the computing that goes on meanwhile: nothing where enough processors are idle."""
     averaging_seconds_per_byte: float = 0.0
