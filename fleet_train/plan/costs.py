@@ -19,16 +19,26 @@ class Costs:
     bucket_seconds: float = 0.0
     """Of each bucket on the computing thread: the host operators that start it and wait for it."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops), copies, and
-    waiting for a processor."""
+    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops) and copies."""
+    waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """How much longer that takes beside computing: nothing where enough processors are idle."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """Of the computing that goes on meanwhile: nothing where enough processors are idle."""
+    """How much longer the computing beside it takes."""
     averaging_seconds_per_byte: float = 0.0
     """Of the parameters that are averaged, on the computing thread: copies, the outer step, taking the mean over."""
+
+    @property
+    def share_processors(self) -> bool:
+        """Whether exchanging and computing slow one another down."""
+        return any(self.taken_seconds_per_byte.values()) or any(self.waiting_seconds_per_byte.values())
 
     def codec(self, compression: str) -> float:
         """Seconds per byte on a communicator's thread."""
         return self.codec_seconds_per_byte.get(compression, 0.0)
+
+    def waiting(self, compression: str) -> float:
+        """Seconds per byte that a communicator's thread takes longer beside computing."""
+        return self.waiting_seconds_per_byte.get(compression, 0.0)
 
     def taken(self, compression: str) -> float:
         """Seconds per byte that computing beside it takes longer."""
@@ -40,6 +50,7 @@ TYPICAL = Costs(
     collective_seconds=1e-3,
     bucket_seconds=2.5e-4,
     codec_seconds_per_byte={"bf16": 0.4e-9, "fp16": 0.4e-9, "int8": 0.25e-9, "int4": 0.25e-9},
+    averaging_seconds_per_byte=2e-9,
 )
 """Of Paddle's Gloo on two cores of a 2020s server that also compute. tools/bench_prediction.py compares what they
 predict."""

@@ -146,7 +146,8 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
     communication = exposed = 0.0
     for part in range(len(averaging.parts)):
         nbytes = averaging.bytes_of(part)
-        seconds = _seconds(plan, averaging.sent_of(part), paths) + costs.codec(name) * nbytes
+        coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
+        seconds = _seconds(plan, averaging.sent_of(part), paths) + coding * nbytes
         hidden = min(seconds, beside)
         taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
         communication += seconds
@@ -160,38 +161,45 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
 
     What is exchanged during the backward pass makes it longer, so that more is exchanged during it: found by turns.
     """
-    phases = [tuple(_bucket_phases(plan, bucket, paths)) for bucket in plan.buckets]
-    communication = sum(phase.seconds for one in phases for phase in one)
-    beside = len(plan.buckets) * paths.costs.bucket_seconds
+    costs = paths.costs
+    alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
+    communication = sum(phase.seconds for one in alone for phase in one)
+    beside = len(plan.buckets) * costs.bucket_seconds
     if plan.waits_for_each:
         return communication, communication + beside
     computed = compute.forward + compute.backward
-    takes = [paths.costs.taken(bucket.compression) * bucket.nbytes for bucket in plan.buckets]
-    taken, ends = 0.0, [0.0]
-    for _ in range(_TURNS if any(takes) else 1):
-        longer = replace(compute, backward=compute.backward + taken)
-        ready = _ready_times(plan, longer, paths.costs)
-        tasks = zip(plan.buckets, phases, ready, strict=True)
-        ends = finish_times([Task(bucket.communicator, one, start) for bucket, one, start in tasks])
-        taken = _taken_before(computed + taken + beside, plan, takes, ready, ends)
+    shares, taken, ends = [0.0] * len(plan.buckets), 0.0, [0.0]
+    for _ in range(_TURNS if costs.share_processors else 1):
+        ready = _ready_times(plan, replace(compute, backward=compute.backward + taken), costs)
+        ends = finish_times(
+            [
+                Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), start)
+                for bucket, share, start in zip(plan.buckets, shares, ready, strict=True)
+            ]
+        )
+        shares = _shares_before(computed + taken + beside, plan, ready, ends)
+        taken = sum(
+            costs.taken(bucket.compression) * bucket.nbytes * share
+            for bucket, share in zip(plan.buckets, shares, strict=True)
+        )
     return communication, max(beside + taken, max(ends, default=0.0) - computed)
 
 
-def _taken_before(
-    end: float, plan: CommPlan, takes: Sequence[float], ready: Sequence[float], ends: Sequence[float]
-) -> float:
-    """What the buckets have taken from the computing that ends then."""
+def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """How much of each bucket's exchange is beside the computing that ends then."""
     free: dict[int, float] = defaultdict(float)
-    taken = 0.0
-    for bucket, all_of_it, start, finish in zip(plan.buckets, takes, ready, ends, strict=True):
+    shares = []
+    for bucket, start, finish in zip(plan.buckets, ready, ends, strict=True):
         start = max(start, free[bucket.communicator])
         free[bucket.communicator] = finish
-        taken += all_of_it * (min(1.0, max(0.0, (end - start) / (finish - start))) if finish > start else 1.0)
-    return taken
+        shares.append(min(1.0, max(0.0, (end - start) / (finish - start))) if finish > start else 1.0)
+    return shares
 
 
-def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths) -> list[Phase]:
-    codec = paths.costs.codec(bucket.compression) * bucket.nbytes
+def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
+    """``share``: of the exchange that is beside computing."""
+    name, costs = bucket.compression, paths.costs
+    codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
     return [Phase("", codec), *(phase for sent in bucket.sent for phase in paths.of(plan, sent))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,9 @@ _FULL_STRENGTH: dict[str, dict[str, Any]] = {
     "dgc": {"dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
 }
 _SECONDS, _FEWEST, _MOST = 0.8, 3, 100
-"""About how long each method is repeated, and how often at least and at most."""
+"""About how long each method is repeated beside computing, and how often at least and at most."""
 _ALONE_STEPS, _ALONE_SECONDS = 15, 1.0
+_ALONE_ROUNDS = 4
 _EXCHANGE_SECONDS = 0.25
 """What one exchange may take on the link: of more gradients than that the first ones stand for all."""
 
@@ -41,36 +42,41 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """Of one exchange beside computing, on the slowest rank: seconds from its start to its end, and how many the
-    computing took longer."""
+class _Measured:
+    """Of one exchange, on the slowest rank: seconds alone, seconds beside computing, and how many the computing took
+    longer."""
 
     plan: CommPlan
-    seconds: float
+    alone: float
+    beside: float
     taken: float
 
 
 def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: Step) -> Costs:
-    """What exchanges cost beside ``step``, which computes and sends nothing. All ranks call it; all get the same.
+    """What exchanges cost, alone and beside ``step``, which computes and sends nothing. All ranks call it; all get the
+    same.
 
     What an exchange takes longer than the link's latency and bandwidth say is the collectives' as far as more and
     smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), exchanges
     run alone: what they take from the device's computing is not known, and nothing.
     """
     some = _some(gradients, network)
-    alone = _alone(step) if job.engine.side_by_side else 0.0
+    step_alone = _alone(step) if job.engine.side_by_side else 0.0
     paths = Paths(job.cluster, network)
     cases = {name: _plan(job, some, name, _LARGE_MB) for name in METHODS if name != "fp16"}
-    found = {name: _beside(job, *case, step, alone) for name, case in cases.items()}
-    small = _beside(job, *_plan(job, some, "none", _SMALL_MB), step, alone)
+    found = {name: _measure(job, *case, step, step_alone) for name, case in cases.items()}
+    small = _measure(job, *_plan(job, some, "none", _SMALL_MB), step, step_alone)
     per_collective = _per_collective(found["none"], small, paths)
-    codecs = {name: _over(one, paths, per_collective) / max(1, one.plan.gradient_bytes) for name, one in found.items()}
-    taken = {name: one.taken / max(1, one.plan.gradient_bytes) for name, one in found.items()}
+
+    def per_byte(seconds: Callable[[_Measured], float], known: Mapping[str, float]) -> dict[str, float]:
+        return {**known, **{name: max(0.0, seconds(one)) / one.plan.gradient_bytes for name, one in found.items()}}
+
     return replace(
         TYPICAL,
         collective_seconds=per_collective,
-        codec_seconds_per_byte={**TYPICAL.codec_seconds_per_byte, **codecs},
-        taken_seconds_per_byte={**TYPICAL.taken_seconds_per_byte, **taken},
+        codec_seconds_per_byte=per_byte(lambda one: _over(one, paths, per_collective), TYPICAL.codec_seconds_per_byte),
+        waiting_seconds_per_byte=per_byte(lambda one: one.beside - one.alone, TYPICAL.waiting_seconds_per_byte),
+        taken_seconds_per_byte=per_byte(lambda one: one.taken, TYPICAL.taken_seconds_per_byte),
     )
 
 
@@ -95,12 +101,12 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
     return sum(phase.seconds for sent in plan.exchanges() for phase in paths.of(plan, sent))
 
 
-def _over(one: _Beside, paths: Paths, per_collective: float = 0.0) -> float:
+def _over(one: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
     """What an exchange takes longer than on the link, and in its collectives."""
-    return max(0.0, one.seconds - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
+    return max(0.0, one.alone - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
 
 
-def _per_collective(large: _Beside, small: _Beside, paths: Paths) -> float:
+def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
     """What each collective adds, by two cuts of the same bytes."""
     numbers = len(large.plan.legs()), len(small.plan.legs())
     if numbers[0] == numbers[1]:
@@ -118,37 +124,43 @@ def _alone(step: Step) -> float:
     return statistics.median(times)
 
 
-def _beside(job: Job, plan: CommPlan, profile: Profile, step: Step, alone: float) -> _Beside:
-    """Exchange again and again, and compute meanwhile. The slowest rank's figures."""
+def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, step_alone: float) -> _Measured:
+    """Exchange again and again, first alone, then beside steps."""
     place = Place("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
         exchange = _exchange_of(job, plan, profile)
-        took = [_timed(job, lambda: job.engine.run_here(exchange(1), place)) for _ in range(2)]
-    number = max(_FEWEST, min(_MOST, int(_SECONDS / _slowest(job, took[1]))))
+        took = [_timed(job, lambda: job.engine.run_here(exchange(1), place)) for _ in range(_ALONE_ROUNDS)]
+    # The first round connects.
+    alone = _slowest(job, min(took[1:]))
     if not job.engine.side_by_side:
-        with dynamic_mode(job.place), paddle.no_grad():
-            seconds = _timed(job, lambda: job.engine.run_here(exchange(number), place))
-        return _Beside(plan, _slowest(job, seconds / number), 0.0)
+        return _Measured(plan, alone, alone, 0.0)
+    number = max(_FEWEST, min(_MOST, int(_SECONDS / alone)))
+    seconds, taken = _beside(job, exchange(number), place, step, step_alone)
+    return _Measured(plan, alone, _slowest(job, seconds / number), _slowest(job, taken / number))
+
+
+def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_alone: float) -> tuple[float, float]:
+    """Compute while ``exchanges`` are carried out: seconds from their start to their end, and how many the computing
+    took longer."""
     ended = 0.0
 
-    def all_of_them() -> Stages[None]:
+    def noting_the_end() -> Stages[None]:
         nonlocal ended
         try:
-            yield from exchange(number)
+            yield from exchanges
         finally:
             ended = time.perf_counter()
 
     _meet(job)
     began, steps = time.perf_counter(), 0
     with dynamic_mode(job.place), paddle.no_grad():
-        running = job.engine.start(all_of_them(), place)
+        running = job.engine.start(noting_the_end(), place)
     while not ended:
         step()
         steps += 1
     computed = time.perf_counter() - began
     running.result()
-    taken = max(0.0, computed - steps * alone) / number
-    return _Beside(plan, _slowest(job, (ended - began) / number), _slowest(job, taken))
+    return ended - began, max(0.0, computed - steps * step_alone)
 
 
 def _exchange_of(job: Job, plan: CommPlan, profile: Profile) -> Callable[[int], Stages[None]]:

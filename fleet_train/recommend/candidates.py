@@ -159,7 +159,8 @@ def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candid
     best = min((one.step for one in turned), default=shipped.step)
     if best > _PAYS * shipped.step:
         return [shipped]
-    return [shipped, next(one for one in turned if one.step <= best / _PAYS)]
+    enough = min(best / _PAYS, _PAYS * shipped.step)
+    return [shipped, next(one for one in turned if one.step <= enough)]
 
 
 def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:

@@ -37,6 +37,9 @@ _SHORT_PERIOD = 4
 """Steps between averagings in a trial that has not two of the profile's own periods; what an averaging costs is then
 spread over that period."""
 
+_OF_OTHER_SCHEDULES = ("local_sgd_max_steps",)
+"""Knobs that a constant period has no use for."""
+
 Say = Callable[[str], None]
 
 
@@ -127,7 +130,8 @@ class Supervisor:
             reports = self._trial(job, self._task(profile, steps + _UNTIMED_STEPS, limit), limit)
         except TrialFailed as failed:
             return Tried(candidate.name, failure=f"failed: {failed}")
-        step = max(step_of(report["steps"], profile, candidate.profile) for report in reports.values())
+        period = candidate.plan.averaging.period if candidate.plan.averaging else 1
+        step = max(step_of(report["steps"], profile, period) for report in reports.values())
         exposed = max(report["exposed_ms"] for report in reports.values())
         return Tried(candidate.name, 1e3 * step, exposed, max(report["memory"] for report in reports.values()))
 
@@ -228,12 +232,16 @@ def steps_for(candidate: Candidate) -> int:
 
 
 def short(profile: Profile, steps: int) -> Profile:
-    """A profile whose warm-ups end, and two of whose periods are seen, within so many steps."""
-    changed = short_warm_ups(profile) | short_periods(profile, max(_SHORT_PERIOD, steps // 2 - _UNTIMED_STEPS))
-    return profile.with_settings("the trial", **changed) if changed else profile
+    """A profile whose warm-ups end, and two of whose periods, of one length, are seen within so many steps."""
+    changed: dict[str, Any] = dict(short_warm_ups(profile))
+    changed |= short_periods(profile, max(_SHORT_PERIOD, steps // 2 - _UNTIMED_STEPS))
+    if profile.use_local_sgd and profile.local_sgd_schedule != "constant":
+        changed["local_sgd_schedule"] = "constant"
+    settings = profile.settings() | changed
+    return Profile(**{knob: value for knob, value in settings.items() if knob not in _OF_OTHER_SCHEDULES})
 
 
-def step_of(steps: Sequence[float], tried: Profile, asked: Profile) -> float:
+def step_of(steps: Sequence[float], tried: Profile, period_asked: int) -> float:
     """Seconds of a step after the warm-up; LocalSGD: what an averaging adds is spread over the period asked for."""
     timed = _timed(steps)
     if not tried.use_local_sgd:
@@ -242,7 +250,7 @@ def step_of(steps: Sequence[float], tried: Profile, asked: Profile) -> float:
     whole = timed[len(timed) % period :] or timed
     local = statistics.median(whole)
     blocks = [sum(whole[start : start + period]) for start in range(0, len(whole), period)]
-    return local + max(0.0, statistics.median(blocks) - period * local) / asked.local_sgd_steps
+    return local + max(0.0, statistics.median(blocks) - period * local) / period_asked
 
 
 def _timed(steps: Sequence[float]) -> list[float]:

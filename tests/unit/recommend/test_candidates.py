@@ -145,8 +145,8 @@ def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
     assert tried.local_sgd_is_warm_steps <= 2
     # Local steps of 10 ms, an averaging of 100 ms more in every fourth.
     steps = [1.0, 1.0, 1.0, *[0.01, 0.01, 0.01, 0.11] * 3]
-    assert step_of(steps, tried, asked) == pytest.approx(0.01 + 0.1 / 50)
-    assert step_of([1.0, 1.0, 1.0, 0.02, 0.03, 0.04], Profile(), Profile()) == pytest.approx(0.03)
+    assert step_of(steps, tried, 50) == pytest.approx(0.01 + 0.1 / 50)
+    assert step_of([1.0, 1.0, 1.0, 0.02, 0.03, 0.04], Profile(), 1) == pytest.approx(0.03)
 
 
 def test_a_trial_with_room_for_two_periods_has_the_profiles_own() -> None:
