@@ -9,6 +9,7 @@ from fleet_train.collectives.probe import glance
 from fleet_train.convert.apply_profile import say
 from fleet_train.plan import Gradient
 from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose, needs_link
+from fleet_train.plan.costs import ENQUEUED, TYPICAL
 from fleet_train.plan.decline import JUDGED, decline
 from fleet_train.plan.predict import Network
 from fleet_train.profile import Profile
@@ -23,8 +24,8 @@ def settle(job: Job, profile: Profile, gradients: Sequence[Gradient]) -> Profile
     if job.network is None and needs_link(profile, gradients, job.cluster, judged):
         job.network = _measured(job)
     source = job.network_source if job.network else "assumed"
-    most = MOST_COMMUNICATORS if job.engine.side_by_side else 1
-    conditions = Conditions(job.network or PAPER, most_communicators=most, source=source)
+    most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
+    conditions = Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
     kept = decline(profile, gradients, job.cluster, conditions, judged)
     choice = choose(kept.profile, gradients, job.cluster, conditions)
     say([*kept.sentences, *choice.sentences], job.cluster.rank)

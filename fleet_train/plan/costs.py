@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Costs:
     other communicators use the link meanwhile."""
     bucket_seconds: float = 0.0
     """Of each bucket on the computing thread: the host operators that start it and wait for it."""
+    handing_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """On the computing thread, before a bucket is handed to its communicator: copies, DGC's momentum."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
     """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops) and copies."""
     waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
@@ -31,6 +33,10 @@ class Costs:
     def share_processors(self) -> bool:
         """Whether exchanging and computing slow one another down."""
         return any(self.taken_seconds_per_byte.values()) or any(self.waiting_seconds_per_byte.values())
+
+    def handing(self, compression: str) -> float:
+        """Seconds per byte on the computing thread."""
+        return self.handing_seconds_per_byte.get(compression, 0.0)
 
     def codec(self, compression: str) -> float:
         """Seconds per byte on a communicator's thread."""
@@ -47,10 +53,47 @@ class Costs:
 
 NOTHING = Costs()
 TYPICAL = Costs(
-    collective_seconds=1e-3,
+    collective_seconds=5e-4,
     bucket_seconds=2.5e-4,
-    codec_seconds_per_byte={"bf16": 0.4e-9, "fp16": 0.4e-9, "int8": 0.25e-9, "int4": 0.25e-9},
+    handing_seconds_per_byte={
+        "none": 0.12e-9,
+        "bf16": 0.09e-9,
+        "fp16": 0.09e-9,
+        "int8": 0.12e-9,
+        "int4": 0.12e-9,
+        "powersgd": 0.13e-9,
+        "dgc": 0.25e-9,
+    },
+    codec_seconds_per_byte={
+        "none": 0.05e-9,
+        "bf16": 0.9e-9,
+        "fp16": 0.9e-9,
+        "int8": 0.8e-9,
+        "int4": 0.4e-9,
+        "powersgd": 1.2e-9,
+        "dgc": 2.4e-9,
+    },
+    waiting_seconds_per_byte={
+        "none": 3.5e-9,
+        "bf16": 5e-9,
+        "fp16": 5e-9,
+        "int8": 2e-9,
+        "int4": 2e-9,
+        "powersgd": 5.5e-9,
+        "dgc": 7e-9,
+    },
+    taken_seconds_per_byte={
+        "none": 4e-9,
+        "bf16": 3.8e-9,
+        "fp16": 3.8e-9,
+        "int8": 0.8e-9,
+        "int4": 1.1e-9,
+        "powersgd": 2.8e-9,
+        "dgc": 3.7e-9,
+    },
     averaging_seconds_per_byte=2e-9,
 )
-"""Of Paddle's Gloo on two cores of a 2020s server that also compute. tools/bench_prediction.py compares what they
-predict."""
+"""Of Paddle's Gloo where every processor also computes: what `recommend` measured in the lab, two ranks on two cores of a
+2020s server. tools/bench_prediction.py compares what such costs predict."""
+ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
+"""Where collectives are enqueued on a device's streams: what they take from its computing is not known."""

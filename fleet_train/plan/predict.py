@@ -164,7 +164,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
     costs = paths.costs
     alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
     communication = sum(phase.seconds for one in alone for phase in one)
-    beside = len(plan.buckets) * costs.bucket_seconds
+    beside = sum(_handing(bucket, costs) for bucket in plan.buckets)
     if plan.waits_for_each:
         return communication, communication + beside
     computed = compute.forward + compute.backward
@@ -197,20 +197,28 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
 
 
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
-    """``share``: of the exchange that is beside computing."""
+    """``share``: of the exchange that is beside computing. Communicators share what processors are left to them."""
     name, costs = bucket.compression, paths.costs
     codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
-    return [Phase("", codec), *(phase for sent in bucket.sent for phase in paths.of(plan, sent))]
+    return [
+        Phase("processors" if costs.share_processors else "", codec),
+        *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
+    ]
 
 
 def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
     """Seconds from the start of the step to the last gradient of each bucket."""
-    done, times = 0, []
-    for number, bucket in enumerate(plan.buckets, start=1):
+    done, handed, times = 0, 0.0, []
+    for bucket in plan.buckets:
         done += bucket.nbytes
-        share = compute.backward * done / max(plan.gradient_bytes, 1)
-        times.append(compute.forward + share + number * costs.bucket_seconds)
+        handed += _handing(bucket, costs)
+        times.append(compute.forward + compute.backward * done / max(plan.gradient_bytes, 1) + handed)
     return times
+
+
+def _handing(bucket: Bucket, costs: Costs) -> float:
+    """Seconds of the computing thread for a bucket."""
+    return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[Sent], paths: Paths) -> float:

@@ -33,8 +33,9 @@ _FULL_STRENGTH: dict[str, dict[str, Any]] = {
 }
 _SECONDS, _FEWEST, _MOST = 0.8, 3, 100
 """About how long each method is repeated beside computing, and how often at least and at most."""
-_ALONE_STEPS, _ALONE_SECONDS = 15, 1.0
-_ALONE_ROUNDS = 4
+_ALONE_STEPS, _ALONE_SECONDS = 10, 0.5
+"""How many steps before each method are timed alone, and how long at most."""
+_ALONE_ROUNDS = 6
 _EXCHANGE_SECONDS = 0.25
 """What one exchange may take on the link: of more gradients than that the first ones stand for all."""
 
@@ -43,58 +44,57 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of one exchange, on the slowest rank: seconds alone, seconds beside computing, and how many the computing took
-    longer."""
+    """Of one exchange, on the slowest rank: seconds alone, how many of them until all was handed over, seconds beside
+    computing, and how many the computing took longer."""
 
     plan: CommPlan
     alone: float
+    handing: float
     beside: float
     taken: float
 
 
-def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: Step) -> Costs:
-    """What exchanges cost, alone and beside ``step``, which computes and sends nothing. All ranks call it; all get the
-    same.
+def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: Step) -> tuple[Costs, list[float]]:
+    """What exchanges cost, alone and beside ``step``, which computes and sends nothing, and this rank's seconds of a
+    step alone. All ranks call it; all get the same costs.
 
     What an exchange takes longer than the link's latency and bandwidth say is the collectives' as far as more and
     smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), exchanges
     run alone: what they take from the device's computing is not known, and nothing.
     """
-    some = _some(gradients, network)
-    step_alone = _alone(step) if job.engine.side_by_side else 0.0
+    steps: list[float] = []
     paths = Paths(job.cluster, network)
-    cases = {name: _plan(job, some, name, _LARGE_MB) for name in METHODS if name != "fp16"}
-    found = {name: _measure(job, *case, step, step_alone) for name, case in cases.items()}
-    small = _measure(job, *_plan(job, some, "none", _SMALL_MB), step, step_alone)
+    cases = {name: _plan(job, gradients, name, _LARGE_MB, paths) for name in METHODS if name != "fp16"}
+    found = {name: _measure(job, *case, step, steps) for name, case in cases.items()}
+    small = _measure(job, *_plan(job, gradients, "none", _SMALL_MB, paths), step, steps)
     per_collective = _per_collective(found["none"], small, paths)
 
     def per_byte(seconds: Callable[[_Measured], float], known: Mapping[str, float]) -> dict[str, float]:
         return {**known, **{name: max(0.0, seconds(one)) / one.plan.gradient_bytes for name, one in found.items()}}
 
-    return replace(
+    costs = replace(
         TYPICAL,
         collective_seconds=per_collective,
+        handing_seconds_per_byte=per_byte(lambda one: one.handing, TYPICAL.handing_seconds_per_byte),
         codec_seconds_per_byte=per_byte(lambda one: _over(one, paths, per_collective), TYPICAL.codec_seconds_per_byte),
         waiting_seconds_per_byte=per_byte(lambda one: one.beside - one.alone, TYPICAL.waiting_seconds_per_byte),
         taken_seconds_per_byte=per_byte(lambda one: one.taken, TYPICAL.taken_seconds_per_byte),
     )
+    return costs, steps
 
 
-def _some(gradients: Sequence[Gradient], network: Network) -> list[Gradient]:
-    """So many of the gradients as one exchange may take; the smallest at least."""
-    most = _EXCHANGE_SECONDS * min(network.between.bytes_per_second, network.inside.bytes_per_second) / 2
-    chosen, nbytes = [], 0
-    for one in gradients:
-        if nbytes + one.nbytes <= most:
-            chosen.append(one)
-            nbytes += one.nbytes
-    return chosen or [min(gradients, key=lambda one: one.nbytes)]
-
-
-def _plan(job: Job, gradients: Sequence[Gradient], compression: str, megabytes: float) -> tuple[CommPlan, Profile]:
+def _plan(
+    job: Job, gradients: Sequence[Gradient], compression: str, megabytes: float, paths: Paths
+) -> tuple[CommPlan, Profile]:
+    """Of so many of the gradients as one exchange may take: all, the first half, the first quarter, at least one."""
     buckets = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": megabytes, "last_comm_group_size_MB": megabytes}
     profile = Profile(compression=compression, **buckets, **_FULL_STRENGTH.get(compression, {}))
-    return build_settled(gradients, job.cluster, profile), profile
+    some = list(gradients)
+    while True:
+        plan = build_settled(some, job.cluster, profile)
+        if len(some) == 1 or _on_the_link(plan, paths) <= _EXCHANGE_SECONDS:
+            return plan, profile
+        some = some[: len(some) // 2]
 
 
 def _on_the_link(plan: CommPlan, paths: Paths) -> float:
@@ -103,7 +103,7 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
 
 def _over(one: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
     """What an exchange takes longer than on the link, and in its collectives."""
-    return max(0.0, one.alone - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
+    return max(0.0, one.alone - one.handing - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
 
 
 def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
@@ -114,29 +114,33 @@ def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
     return max(0.0, (_over(small, paths) - _over(large, paths)) / (numbers[1] - numbers[0]))
 
 
-def _alone(step: Step) -> float:
-    """Seconds of a step with nothing beside it."""
+def _alone(job: Job, step: Step) -> list[float]:
+    """Seconds of steps with nothing beside them, on all ranks at a time."""
+    _meet(job)
     times: list[float] = []
     while len(times) < _ALONE_STEPS and sum(times) < _ALONE_SECONDS:
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return times
 
 
-def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, step_alone: float) -> _Measured:
-    """Exchange again and again, first alone, then beside steps."""
+def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list[float]) -> _Measured:
+    """Exchange again and again, first alone, then beside steps. To ``steps`` come those that run alone between."""
     place = Place("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
-        exchange = _exchange_of(job, plan, profile)
-        took = [_timed(job, lambda: job.engine.run_here(exchange(1), place)) for _ in range(_ALONE_ROUNDS)]
+        exchange = _Exchange(job, plan, profile)
+        took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), place)) for _ in range(_ALONE_ROUNDS)]
     # The first round connects.
-    alone = _slowest(job, min(took[1:]))
+    alone = _slowest(job, statistics.median(took[1:]))
     if not job.engine.side_by_side:
-        return _Measured(plan, alone, alone, 0.0)
+        return _Measured(plan, alone, 0.0, alone, 0.0)
+    handing = _slowest(job, statistics.median(exchange.handing[1:]))
+    own = _alone(job, step)
+    steps += own
     number = max(_FEWEST, min(_MOST, int(_SECONDS / alone)))
-    seconds, taken = _beside(job, exchange(number), place, step, step_alone)
-    return _Measured(plan, alone, _slowest(job, seconds / number), _slowest(job, taken / number))
+    seconds, taken = _beside(job, exchange.times(number), place, step, statistics.median(own))
+    return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, taken / number))
 
 
 def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_alone: float) -> tuple[float, float]:
@@ -163,20 +167,32 @@ def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_al
     return ended - began, max(0.0, computed - steps * step_alone)
 
 
-def _exchange_of(job: Job, plan: CommPlan, profile: Profile) -> Callable[[int], Stages[None]]:
-    """Makes the stages that exchange all buckets of ``plan`` a number of times."""
-    dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
-    reducer = make_reducers(job, 1, 0)[0]
-    sums = QuantisedSums(job, plan, [reducer]) if plan.is_quantised else None
-    methods = [make_method(bucket, job, plan, profile, reducer, dgc, sums) for bucket in plan.buckets]
-    values = [[paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets]
+class _Exchange:
+    """All buckets of a plan, exchanged again and again, with values that nobody uses."""
 
-    def exchange(number: int) -> Stages[None]:
+    def __init__(self, job: Job, plan: CommPlan, profile: Profile) -> None:
+        dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
+        reducer = make_reducers(job, 1, 0)[0]
+        sums = QuantisedSums(job, plan, [reducer]) if plan.is_quantised else None
+        self._methods = [make_method(bucket, job, plan, profile, reducer, dgc, sums) for bucket in plan.buckets]
+        self._values = [
+            [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
+        ]
+        self.handing: list[float] = []
+        """Of each round, seconds until all buckets' methods would have let the computing thread go."""
+
+    def times(self, number: int) -> Stages[None]:
+        """The stages of ``number`` rounds."""
         for _ in range(number):
-            for method, own in zip(methods, values, strict=True):
-                yield from method.average(own)
-
-    return exchange
+            handing = 0.0
+            for method, values in zip(self._methods, self._values, strict=True):
+                began = time.perf_counter()
+                stages = method.average(values)
+                first = next(stages)
+                handing += time.perf_counter() - began
+                yield first
+                yield from stages
+            self.handing.append(handing)
 
 
 def _timed(job: Job, task: Callable[[], object]) -> float:

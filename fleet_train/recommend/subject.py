@@ -37,9 +37,9 @@ def main(job: str, reports_path: str, task_text: str) -> None:
         links = {where: asdict(measured) for where, measured in found.items()}
         network = network_of(links)
         gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
-        costs = calibrate(current().job, gradients, network, again)
+        costs, further_steps = calibrate(current().job, gradients, network, again)
         reports.write(
-            steps=steps,
+            steps=steps + further_steps,
             plan=plan.to_json(),
             links=links,
             costs=asdict(costs),

@@ -215,14 +215,16 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     averaging = plan["averaging"]
     averaged = tuple(_gradient(one) for one in (*averaging["values"], *averaging["statistics"]))
     statistics_ = tuple(Sent(**one) for one in plan["statistics"])
-    computing = {rank: statistics.median(_timed(report["steps"])) for rank, report in reports.items()}
+    own = [_timed(report["steps"]) for report in reports.values()]
+    medians = [statistics.median(steps) for steps in own]
     links = reports[0]["links"]
     error = max((float(link["error"]) for link in links.values()), default=0.0)
     network, costs = network_of(links), Costs(**reports[0]["costs"])
     state = int(averaging["state_values_per_parameter"])
-    slowest = max(computing.values())
+    # Who exchanges gradients waits for the slowest rank of each step, not for the one that is slowest on average.
+    slowest = max(statistics.median(max(steps) for steps in zip(*own, strict=False)), *medians)
     found = Found(gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"]))
-    return found, slowest / max(min(computing.values()), 1e-9), error
+    return found, max(medians) / max(min(medians), 1e-9), error
 
 
 def steps_for(candidate: Candidate) -> int:
