@@ -82,12 +82,15 @@ def test_every_linked_path_exists(readme: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_gpu_requirements_differ_only_in_paddle() -> None:
+def test_gpu_requirements_differ_only_in_paddle_and_what_computes_on_cpus() -> None:
     cpu, gpu = (
         [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "--"))]
         for name in ("requirements.txt", "requirements-gpu.txt")
     )
-    assert [line.replace("paddlepaddle-gpu==", "paddlepaddle==") for line in gpu] == cpu
+    # numba compiles the codec's loops on CPUs; on GPUs the codec is made of Paddle's operators.
+    shared = [line for line in cpu if not line.startswith("numba==")]
+    assert len(shared) == len(cpu) - 1
+    assert [line.replace("paddlepaddle-gpu==", "paddlepaddle==") for line in gpu] == shared
 
 
 def test_ci_runs_the_readmes_test_command() -> None:

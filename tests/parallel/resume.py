@@ -41,7 +41,6 @@ SOON = {
 NETWORKS: dict[str, tuple[Network, Any]] = {
     "dgc": (SPARSE, without_decay),
     "powersgd": (LARGE, sgd),
-    "ethernet_1g": (LARGE, without_decay),
     "sync_batch_norm": (BATCH_NORM, adam),
     "diloco": (MLP, adam),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -119,9 +120,13 @@ def test_rank_that_is_gone_between_two_barriers_is_named_at_once(tmp_path: Path,
 
 
 def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path: Path) -> None:
-    began = time.monotonic()
-    result = run("freeze, few barriers", tmp_path, world_size=3, patience_after_failure_seconds=12.0)
-    assert time.monotonic() - began > GLOO_SECONDS
+    for attempt in range(3):
+        began = time.monotonic()
+        result = run("freeze, few barriers", tmp_path / str(attempt), world_size=3, patience_after_failure_seconds=12.0)
+        assert time.monotonic() - began > GLOO_SECONDS
+        # Gloo itself aborts a process now and then, where two ranks' timeouts meet: docs/faults.md.
+        if -signal.SIGABRT not in result.exit_codes or "gloo::EnforceNotMet" not in result.report():
+            break
     assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
     for rank in (0, 2):
         assert "WorkerFailed: step 4, bucket 0 (" in last_line(result, rank), result.report()

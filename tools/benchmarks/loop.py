@@ -133,7 +133,12 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
     """
     task, done = assignment.task, Training()
     batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
-    kept = {task.steps, *range(task.evaluate_every, task.steps, task.evaluate_every)}
+    # Memory for the copies is taken and touched before the training: a copy that takes what the step has just freed
+    # makes the next step touch new pages, which costs as much as the step itself.
+    kept = {
+        step: [value.copy() for value in trainee.weights()]
+        for step in (*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps)
+    }
     meeting.meet()
     before = sent_so_far()
     for step, (features, labels) in enumerate(batches, 1):
@@ -144,7 +149,9 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
         done.losses.append(round(loss, 6))
         done.interface.append(interface_bytes() - before.interface)
         if step in kept:
-            done.snapshots.append((step, trainee.weights()))
+            for copy, value in zip(kept[step], trainee.weights(), strict=True):
+                np.copyto(copy, value)
+            done.snapshots.append((step, kept[step]))
             done.paused_seconds += time.perf_counter() - ended
     meeting.meet()
     time.sleep(_DRAIN_SECONDS)
