@@ -1,9 +1,10 @@
 """Predicted against measured steps: `recommend` with every profile tried, on emulated networks, in one table.
 
-    sudo python tools/bench_prediction.py --rate 100mbit --rate 1gbit --rate none --output docs/benchmarks/prediction
+    sudo python tools/bench_prediction.py --rounds 3 --output docs/benchmarks/DATE-prediction
 
 Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmark's. The record has, for each
 network, every profile's predicted and measured step, the pick, and the profile whose measured step was the shortest.
+A round is one `recommend` on each network; the table has medians over the rounds, and is written after each network.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,21 +30,24 @@ from tools.lab import Lab
 
 _FIRST_PORT = 6400
 _SCRIPT = ROOT / "tools" / "examples" / "task_of_the_benchmark.py"
+_BY_DEFAULT = 4
+"""Trials of `recommend` where nothing else is asked for."""
 _RISKS = ("rounding", "lossy", "local_steps")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One profile on one network, in milliseconds."""
+    """One profile on one network, in milliseconds, of each round that tried it."""
 
     rate: str
     name: str
-    predicted: float
-    measured: float
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        return abs(self.predicted - self.measured) / self.measured
+        """Of the medians."""
+        return abs(statistics.median(self.predicted) / statistics.median(self.measured) - 1)
 
 
 def recommendation(task: str, rate: str, nodes: int, trials: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -68,27 +73,55 @@ def _command(
     return shell, {}
 
 
-def rows_of(rate: str, made: dict[str, Any]) -> list[Row]:
-    return [
-        Row(rate, one["name"], one["predicted_ms"], one["measured_ms"])
-        for one in made["profiles"]
-        if one["measured_ms"] is not None
+def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
+    """What most of the rounds have tried: which turns of a profile's knobs pay differs between them."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for made in rounds:
+        for one in made["profiles"]:
+            if one["measured_ms"] is not None:
+                pairs[one["name"]].append((one["predicted_ms"], one["measured_ms"]))
+    columns = {name: list(zip(*found, strict=True)) for name, found in pairs.items() if 2 * len(found) > len(rounds)}
+    return [Row(rate, name, tuple(predicted), tuple(measured)) for name, (predicted, measured) in columns.items()]
+
+
+def table(networks: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Markdown: every row, then the errors, and how far each pick is from the best of its round."""
+    rows = [row for rate, rounds in networks.items() for row in rows_of(rate, rounds)]
+    lines = [
+        "| network | profile | predicted ms | measured ms | error | rounds |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-
-
-def table(rows: Sequence[Row], picks: dict[str, str]) -> str:
-    """Markdown: every row, then the errors, and how far each pick is from the best."""
-    lines = ["| network | profile | predicted ms | measured ms | error |", "| --- | --- | --- | --- | --- |"]
     lines += [
-        f"| {row.rate} | {row.name} | {row.predicted:.1f} | {row.measured:.1f} | {row.error:.0%} |" for row in rows
+        f"| {row.rate} | {row.name} | {_range(row.predicted)} | {_range(row.measured)} | {row.error:.0%} "
+        f"| {len(row.measured)} |"
+        for row in rows
     ]
     errors = [row.error for row in rows]
     lines += ["", f"{len(rows)} steps: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}", ""]
-    for rate, name in picks.items():
-        measured = {row.name: row.measured for row in rows if row.rate == rate}
-        best = min(measured, key=lambda one: measured[one])
-        lines.append(f"{rate}: picked {name}, {measured[name] / measured[best]:.2f} of the best measured ({best})")
+    lines += [_pick(rate, made) for rate, rounds in networks.items() for made in rounds]
     return "\n".join(lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    middle = f"{statistics.median(values):.1f}"
+    return f"{middle} ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else middle
+
+
+def _pick(rate: str, made: dict[str, Any]) -> str:
+    tried = sorted((one for one in made["profiles"] if one["measured_ms"] is not None), key=_predicted)
+    pick, best = (min(some, key=_measured) for some in (tried[:_BY_DEFAULT], tried))
+    return (
+        f"- {rate}: with the default of {_BY_DEFAULT} trials it picks {pick['name']}, "
+        f"{_measured(pick) / _measured(best):.2f} of the best measured ({best['name']})"
+    )
+
+
+def _predicted(one: Mapping[str, Any]) -> float:
+    return float(one["predicted_ms"])
+
+
+def _measured(one: Mapping[str, Any]) -> float:
+    return float(one["measured_ms"])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -97,20 +130,35 @@ def table(rows: Sequence[Row], picks: dict[str, str]) -> str:
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--trials", default=20, help="Profiles that are tried on each network.")
 @click.option("--seconds", default=600.0, help="About how long one network may take.")
+@click.option("--rounds", default=1, help="How often every network has its turn; the table has medians.")
 @click.option("--output", type=Path, default=Path("docs/benchmarks/prediction"), help="The record, without its ending.")
-def main(task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, output: Path) -> None:
+def main(
+    task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, rounds: int, output: Path
+) -> None:
     """Try every profile on every network, and compare with what was predicted."""
     at = record.circumstances() | {"command": " ".join(["python", "tools/bench_prediction.py", *sys.argv[1:]])}
-    made: dict[str, dict[str, Any]] = {}
-    rows: list[Row] = []
-    for rate in rates:
+    made: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for number, rate in ((number, rate) for number in range(1, rounds + 1) for rate in rates):
         with tempfile.TemporaryDirectory(prefix="bench_prediction_") as folder:
-            made[rate] = recommendation(task_name, rate, nodes, trials, seconds, Path(folder))
-        rows += rows_of(rate, made[rate])
-        text = table(rows, {name: each["recommended"] for name, each in made.items() if each["recommended"]})
-        output.with_suffix(".md").write_text(f"{text}\n")
-        output.with_suffix(".json").write_text(json.dumps({"circumstances": at, "networks": made}, indent=1) + "\n")
-    click.echo(f"{text}\n\nwritten: {output}.json, {output}.md")
+            made[rate].append(recommendation(task_name, rate, nodes, trials, seconds, Path(folder)))
+        record.beside(output, ".md").write_text(_page(task_name, at, made))
+        content = {"circumstances": at, "task": task_name, "networks": made}
+        record.beside(output, ".json").write_text(json.dumps(content, indent=1) + "\n")
+        click.echo(f"round {number} of {rounds}, {rate}: written: {output}.json, {output}.md")
+    click.echo(table(made))
+
+
+def _page(task: str, at: Mapping[str, Any], made: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    lines = [
+        f"# Predicted and measured steps, {task}, two machines",
+        "",
+        *record.told_circumstances(at, "CPU and Gloo, an emulated network"),
+        "- *predicted*: by `recommend`, before its trials, from what it had measured; *measured*: its trials of a few "
+        "dozen steps. Medians over the rounds, with the smallest and largest.",
+        "",
+        table(made),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
