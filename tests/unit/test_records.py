@@ -27,10 +27,6 @@ def test_profiles_and_readmes_say_what_the_newest_records_say() -> None:
     assert differing == [], "run python tools/write_measured.py"
 
 
-@pytest.mark.xfail(
-    reason="the READMEs' tables are of 2026-11-21, which is refuted; blocks take their place with the next records",
-    strict=True,
-)
 def test_no_table_of_a_readme_stands_outside_of_a_block() -> None:
     assert {page: found for page in READMES if (found := tables_outside_blocks((ROOT / page).read_text()))} == {}
 

@@ -103,6 +103,40 @@ def test_what_is_exchanged_beside_the_backward_pass_makes_it_longer() -> None:
     assert predict(plan, cluster, NETWORK, COMPUTE, costs=only_float32).exposed == pytest.approx(0.014)
 
 
+def test_communicators_share_the_processors_that_computing_leaves() -> None:
+    cluster, fast = Cluster.imagined(2, 1), Network(Link(0.0, 1e15), Link(0.0, 1e15))
+    plan = plan_of(cluster, gradients=2, nccl_comm_num=2)
+    # Two buckets are ready at 20.5 and 21 ms, and each is coded for 10 ms: side by side, or one after the other.
+    quick, codec = Compute(0.020, 0.001), {"none": 1e-8}
+    idle = predict(plan, cluster, fast, quick, costs=Costs(codec_seconds_per_byte=codec))
+    assert idle.exposed == pytest.approx(0.010)
+    busy = Costs(codec_seconds_per_byte=codec, taken_seconds_per_byte={"none": 1e-12})
+    assert predict(plan, cluster, fast, quick, costs=busy).exposed == pytest.approx(0.0195, abs=1e-4)
+
+
+def test_coding_takes_longer_only_beside_computing() -> None:
+    cluster, fast = Cluster.imagined(2, 1), Network(Link(0.0, 1e15), Link(0.0, 1e15))
+    costs = Costs(codec_seconds_per_byte={"none": 1e-9}, waiting_seconds_per_byte={"none": 4e-9})
+    # The only bucket is coded behind the backward pass.
+    assert predict(plan_of(cluster), cluster, fast, COMPUTE, costs=costs).exposed == pytest.approx(0.001, rel=1e-3)
+    # The first of two takes 5 ms from 20 ms on, beside it; the last 1 ms.
+    two = predict(plan_of(cluster, gradients=2), cluster, fast, COMPUTE, costs=costs)
+    assert two.exposed == pytest.approx(0.001, rel=1e-3)
+    # Of ten, ready every 2 ms and coded in 5, those that are left at the end take 1 ms each again.
+    many = predict(plan_of(cluster, gradients=10), cluster, fast, COMPUTE, costs=costs).exposed
+    assert 0.004 < many < 0.010
+
+
+def test_handing_over_is_work_of_the_computing_thread() -> None:
+    cluster = Cluster.imagined(2, 1)
+    costs = Costs(bucket_seconds=5e-4, handing_seconds_per_byte={"none": 1e-9})
+    # 1.5 ms for each bucket: the last is ready at 33 instead of 30 ms; the first is done by then.
+    found = predict(plan_of(cluster, gradients=2), cluster, NETWORK, COMPUTE, costs=costs)
+    assert found.exposed == pytest.approx(0.0155)
+    waits = predict(plan_of(cluster, gradients=2, sync_nccl_allreduce=True), cluster, NETWORK, COMPUTE, costs=costs)
+    assert waits.exposed == pytest.approx(0.027)
+
+
 def test_a_fast_link_leaves_what_the_processors_do() -> None:
     cluster, fast = Cluster.imagined(2, 1), Network(Link(0.0, 1e15), Link(0.0, 1e15))
     plan = plan_of(cluster, gradients=4)

@@ -172,3 +172,7 @@ def test_reports_of_local_steps_become_what_is_priced() -> None:
     assert spread == pytest.approx(1.5)
     assert found.network.between == Link(1e-4, 1e8)
     assert found.costs == TYPICAL
+    # Now the one rank is slower, now the other: gradients wait for the slower one each time.
+    reports[0]["steps"], reports[1]["steps"] = [9.0] * 3 + [0.02, 0.04, 0.03], [9.0] * 3 + [0.04, 0.02, 0.03]
+    found, spread, _ = read_computing(reports)
+    assert (found.compute_seconds, spread) == (0.04, 1.0)
