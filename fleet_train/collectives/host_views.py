@@ -14,7 +14,7 @@ from fleet_train.errors import ConversionError
 
 Array = np.ndarray[Any, Any]
 
-_TYPES = {paddle.float32: "<f4", paddle.uint8: "|u1"}
+_TYPES = {paddle.float32: "<f4", paddle.uint8: "|u1", paddle.bfloat16: "<u2"}
 
 
 class _Memory:
@@ -31,7 +31,8 @@ class _Memory:
 
 
 def host_view(tensor: Any) -> Array:
-    """``tensor`` ([...], float32 or uint8, contiguous, on the CPU) as an array [elements] over its memory.
+    """``tensor`` ([...], float32, uint8 or bfloat16, contiguous, on the CPU) as an array [elements] over its memory;
+    bfloat16 as its bits in uint16.
 
     What is written to the one is read from the other. The array keeps the tensor alive; it must not be used after the
     tensor was given other memory (``set_value`` with another shape). Raises ConversionError for other tensors.
@@ -40,7 +41,7 @@ def host_view(tensor: Any) -> Array:
     if kind is None or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
         raise ConversionError(
             f"host_view was given a tensor of {tensor.dtype} on {tensor.place}, strides {tensor.strides}; it takes "
-            "contiguous float32 or uint8 on the CPU: cast it, or use its contiguous()"
+            "contiguous float32, uint8 or bfloat16 on the CPU: cast it, or use its contiguous()"
         )
     elements = math.prod(tensor.shape)
     return np.asarray(_Memory(tensor, elements, kind)) if elements else np.empty(0, kind)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.dgc import DgcMethod
+from fleet_train.collectives.host_casts import cast_for
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import BucketMethod, DenseMethod, cut_for
 from fleet_train.collectives.powersgd import PowerSgdMethod
@@ -41,8 +42,9 @@ def _dense(parts: _Parts) -> BucketMethod:
 def _in_16_bits(parts: _Parts) -> BucketMethod:
     if parts.plan.team_size:
         return _dense(parts)
-    reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype)
-    return DenseMethod(parts.bucket, reducer, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
+    on_host = parts.job.engine.reads_values
+    reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype, cast_for(on_host))
+    return DenseMethod(parts.bucket, reducer, parts.plan.world_size, cut_for(on_host))
 
 
 def _in_few_bits(parts: _Parts) -> BucketMethod:

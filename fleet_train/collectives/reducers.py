@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.host_casts import Cast, cast_for
 from fleet_train.collectives.job import Job
 from fleet_train.plan.hierarchy import leaders_of, teams
 
@@ -35,13 +36,17 @@ class FlatReducer:
 class CastReducer:
     """Another dtype on the wire. The sum itself is taken in that dtype, as the backend does it."""
 
-    def __init__(self, inner: Reducer, wire_dtype: str) -> None:
+    def __init__(self, inner: Reducer, wire_dtype: str, cast: Cast) -> None:
         self.inner = inner
         self._wire_dtype = wire_dtype
+        self._cast = cast
 
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        sums = yield from self.inner.sum([buffer.cast(self._wire_dtype) for buffer in buffers], more)
-        return [total.cast(buffer.dtype) for total, buffer in zip(sums, buffers, strict=True)]
+        sums = yield from self.inner.sum([self._cast(buffer, self._wire_dtype) for buffer in buffers], more)
+        return [
+            self._cast(total, str(buffer.dtype).rpartition(".")[2], buffer)
+            for total, buffer in zip(sums, buffers, strict=True)
+        ]
 
 
 class HierarchicalReducer:
@@ -107,5 +112,5 @@ def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str
     leaders = leaders_of(members)
     between: Reducer | None = FlatReducer(new_group(job, leaders)) if len(leaders) > 1 else None
     if between is not None and between_dtype != "float32":
-        between = CastReducer(between, between_dtype)
+        between = CastReducer(between, between_dtype, cast_for(job.engine.reads_values))
     return HierarchicalReducer(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)

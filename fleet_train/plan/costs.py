@@ -66,7 +66,7 @@ TYPICAL = Costs(
     },
     codec_seconds_per_byte={
         "none": 0.05e-9,
-        "bf16": 0.9e-9,
+        "bf16": 0.6e-9,
         "fp16": 0.9e-9,
         "int8": 0.8e-9,
         "int4": 0.4e-9,
@@ -93,7 +93,7 @@ TYPICAL = Costs(
     },
     averaging_seconds_per_byte=2e-9,
 )
-"""Of Paddle's Gloo where every processor also computes: what `recommend` measured in the lab, two ranks on two cores of a
-2020s server. tools/bench_prediction.py compares what such costs predict."""
+"""Of Paddle's Gloo where every processor also computes: what `recommend` measured in the lab, two ranks on two cores of
+a 2020s server. tools/bench_prediction.py compares what such costs predict."""
 ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
 """Where collectives are enqueued on a device's streams: what they take from its computing is not known."""

@@ -17,6 +17,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.dgc import DgcMethod
 from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.host_casts import cast_on_host
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.modes import dynamic_mode
 from fleet_train.collectives.powersgd import PowerSgdMethod
@@ -161,7 +162,7 @@ def bfloat16(job: Job, elements: int) -> dict[str, Any]:
     values = [
         np.random.default_rng([elements, r]).standard_normal(elements).astype("float32") for r in range(job.world_size)
     ]
-    reducer = CastReducer(make_reducers(job, 1, 0)[0], "bfloat16")
+    reducer = CastReducer(make_reducers(job, 1, 0)[0], "bfloat16", cast_on_host)
     mine = paddle.to_tensor(values[job.cluster.rank], place=job.place)
     total = job.engine.start(reducer.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
     exact = np.sum(values, axis=0, dtype=np.float64)

@@ -120,7 +120,7 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
         "streaming_diloco": {
             "fetch_frequency": 2,
             "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 8,
+            "local_sgd_is_warm_steps": 1,
             "local_sgd_steps": 30,
             "local_sgd_fragments": 3,
             "local_sgd_overlap_steps": 5,
@@ -132,7 +132,7 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
         "ethernet_1g": {
             "fetch_frequency": 2,
             "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 8,
+            "local_sgd_is_warm_steps": 1,
             "local_sgd_steps": 30,
             "local_sgd_fragments": 3,
             "local_sgd_overlap_steps": 5,
