@@ -74,12 +74,12 @@ LINK = [
     ),
     Case(
         "link_latency_ms",
-        10.0,
+        1.0,
         {
             see.sent_in_any_order: [["all_reduce 1048576"] * 2] * 2,
-            see.said: rank_0_says(_CHOSEN.format(2, 2, 1, "10 Gb/s, 10 ms", "2 buckets")),
+            see.said: rank_0_says(_CHOSEN.format(2, 2, 1, "2 Gb/s, 1 ms", "2 buckets")),
         },
-        {"link_gigabits": 10.0},
+        {"link_gigabits": 2.0},
         run="large",
     ),
     Case(
