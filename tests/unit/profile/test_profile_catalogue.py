@@ -65,6 +65,18 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
     asked = {name: load_profile(name).settings() for name in CATALOGUE}
     for settings in asked.values():
         del settings["name"], settings["description"], settings["measured"]
+    streaming_diloco = {
+        "fetch_frequency": 2,
+        "use_local_sgd": True,
+        "local_sgd_is_warm_steps": 1,
+        "local_sgd_steps": 30,
+        "local_sgd_fragments": 3,
+        "local_sgd_overlap_steps": 5,
+        "local_sgd_dtype": "int4",
+        "outer_optimizer": "diloco",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    }
     assert asked == {
         "single_node": {"nccl_comm_num": 1},
         "multi_node": {"fetch_frequency": 2},
@@ -117,30 +129,8 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
             "outer_lr": 0.7,
             "outer_momentum": 0.9,
         },
-        "streaming_diloco": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 1,
-            "local_sgd_steps": 30,
-            "local_sgd_fragments": 3,
-            "local_sgd_overlap_steps": 5,
-            "local_sgd_dtype": "int4",
-            "outer_optimizer": "diloco",
-            "outer_lr": 0.7,
-            "outer_momentum": 0.5,
-        },
-        "ethernet_1g": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 1,
-            "local_sgd_steps": 30,
-            "local_sgd_fragments": 3,
-            "local_sgd_overlap_steps": 5,
-            "local_sgd_dtype": "int4",
-            "outer_optimizer": "diloco",
-            "outer_lr": 0.7,
-            "outer_momentum": 0.5,
-        },
+        "streaming_diloco": streaming_diloco,
+        "ethernet_1g": streaming_diloco,
         "int8_compression": {"fetch_frequency": 2, "compression": "int8"},
         "int4_compression": {"fetch_frequency": 2, "compression": "int4"},
         "slowmo": {
