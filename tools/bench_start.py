@@ -1,6 +1,6 @@
 """How long a job needs from the command to the end of its first step: our launcher beside torchrun, in turn.
 
-    python tools/bench_start.py --before CHECKOUT --record docs/benchmarks/2026-11-22-start
+    python tools/bench_start.py --before CHECKOUT --record docs/benchmarks/2026-11-23-start
 
 Two processes on this machine train one step of the benchmarks' network. Needs requirements-bench.txt.
 """

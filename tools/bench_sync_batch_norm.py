@@ -1,6 +1,6 @@
 """What synchronised batch norm costs: its step over the plain one's, on the ranks of this machine over loopback.
 
-python tools/bench_sync_batch_norm.py --record docs/benchmarks/2026-11-22-sync-batch-norm
+python tools/bench_sync_batch_norm.py --record docs/benchmarks/2026-11-23-sync-batch-norm
 """
 
 from __future__ import annotations
