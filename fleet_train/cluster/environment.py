@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.cluster.engines import detect
 from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.paddlecloud import read_as_rank
+from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 
 DEFAULT_STARTED_PORT = 6170
@@ -20,8 +22,10 @@ MOST_SECONDS = 1_000_000.0
 """That can be asked for anywhere: 11 days; sockets take no timeout of more than 24."""
 
 
-def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster:
-    """The cluster that was asked for.
+def cluster_from_environ(
+    environ: Mapping[str, str], launcher_command: Sequence[str] = ()
+) -> Cluster | PartialCluster:
+    """The cluster that was asked for; a partial one where an engine (Slurm, MPI, ...) has started the ranks.
 
     ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.
     Raises ClusterError when the variables contradict each other or the launcher started another job than asked.
@@ -35,6 +39,9 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
         refuse_unknown_flags(asked)
     if environ.get("PADDLE_TRAINER_ENDPOINTS"):
         return _modern(environ)
+    started = detect(environ)
+    if started is not None:
+        return PartialCluster(started)
     if _integer(environ, "PADDLE_TRAINERS_NUM", 1) > 1:
         raise ClusterError(
             f"PADDLE_TRAINERS_NUM={environ['PADDLE_TRAINERS_NUM']} asks for several processes but "

@@ -76,14 +76,14 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
     check_addresses(hosts, addresses)
     index = choose_node(hosts, addresses, request.node_host, machine.addresses)
     processes, devices = choose_processes(request.selected_gpus, request.processes_per_node, machine.gpus)
-    check_port_range(request.started_port, processes)
+    check_port_range(request.first_port, processes)
     if request.ports_per_node is not None and processes > request.ports_per_node:
         raise ClusterError(
             f"TRAINER_PORTS_NUM={request.ports_per_node} is too few for {processes} processes per node, each of which "
             "needs a port; ask for more ports or start fewer processes"
         )
     interface = choose_interface(addresses, index, machine, network.interface_towards)
-    return Node(addresses, index, request.started_port, processes, devices, interface)
+    return Node(addresses, index, request.first_port, processes, devices, interface)
 
 
 def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:

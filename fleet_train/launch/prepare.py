@@ -24,10 +24,12 @@ from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
 from fleet_train.launch.node import Node, check_ports, place
+from fleet_train.launch.nodes_of_engine import with_nodes_of_engine
 from fleet_train.launch.rendezvous import Facts, check_told
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.launch.stock import stock_command
+from fleet_train.launch.terminal import say
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
@@ -93,6 +95,7 @@ class Launch:
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+    request = with_nodes_of_engine(request, environ, say)
     machine = look_around(environ)
     check_program(request)
     strategy, profile = load_strategy(request.strategy)

@@ -46,7 +46,7 @@ class LaunchRequest:
     is_module: bool = False
     hosts: tuple[str, ...] | None = None
     node_host: str | None = None
-    started_port: int = DEFAULT_STARTED_PORT
+    started_port: int | None = None
     ports_per_node: int | None = None  # that PaddleCloud has set aside
     selected_gpus: tuple[str, ...] | None = None
     processes_per_node: int | None = None
@@ -56,8 +56,14 @@ class LaunchRequest:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     job_id: str | None = None
     secret_file: Path | None = None
+    engine: str | None = None
+    """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
     direct_ranks: int = FAN_IN
     """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+
+    @property
+    def first_port(self) -> int:
+        return DEFAULT_STARTED_PORT if self.started_port is None else self.started_port
 
 
 def read_job_id(text: str, name: str = "--job_id") -> str:

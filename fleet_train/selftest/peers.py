@@ -25,7 +25,7 @@ class Peers:
         self._timeout_seconds = timeout_seconds
         self._host: StoreHost | None = None
         if is_host(cluster):
-            self._host = StoreHost(cluster, timeout_seconds)
+            self._host = StoreHost.of(cluster, timeout_seconds)
         endpoint = endpoint_of(cluster)
         self._address, _, scope = endpoint.partition("/")
         self._scope = f"{scope}.{command}"

@@ -111,7 +111,7 @@ def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout
         is_module=True,
         hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
         node_host=where.node_ip,
-        started_port=DEFAULT_STARTED_PORT if where.started_port is None else where.started_port,
+        started_port=where.started_port,
         processes_per_node=nproc,
         log_dir=folder / "log",
         join_timeout_seconds=join_timeout_seconds,

@@ -1,0 +1,89 @@
+"""Where the processes of a job meet, when their engine says so only in names, or not by variables at all."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fleet_train.cluster import network
+from fleet_train.cluster.engines import pmi, pmix
+from fleet_train.cluster.engines.started import Started, endpoint
+from fleet_train.errors import ClusterError
+
+MASTER = "FLEET_TRAIN_MASTER"
+DEFAULT_PORT = 6170
+_SCONTROL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Addresses. ``hosts``: of all nodes in the engine's order, where it tells them."""
+
+    master: str
+    port: int
+    hosts: tuple[str, ...] = ()
+
+
+def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
+    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] goes before what the engine says.
+
+    Raises ClusterError where nobody says it, or a name is unknown.
+    """
+    given = environ.get(MASTER, "").strip()
+    if given:
+        host, port = endpoint(given, MASTER)
+        return MeetingPoint(network.resolve(host), port or started.port or DEFAULT_PORT)
+    if started.hosts:
+        hosts = resolve_hosts(started.hosts, by_slurm=started.engine.startswith("Slurm"))
+        return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
+    if started.master:
+        return MeetingPoint(network.resolve(started.master), started.port or DEFAULT_PORT)
+    if "PMI_FD" in environ or "PMI_PORT" in environ:
+        host, port = pmi.exchange(started, environ)
+        return MeetingPoint(host, port)
+    return MeetingPoint(_host_of_open_mpi(environ), started.port or DEFAULT_PORT)
+
+
+def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
+    """An address for each name. Slurm's names need not be known to anybody else: ``scontrol`` is asked then."""
+    try:
+        return tuple(_look_up(host) for host in hosts)
+    except OSError as error:
+        if not by_slurm:
+            raise ClusterError(f"the names of the nodes cannot be resolved here: {error}") from None
+    addresses = _addresses_of_slurm(hosts)
+    return tuple(network.resolve(addresses.get(host, host)) for host in hosts)
+
+
+def _look_up(host: str) -> str:
+    return socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
+
+
+def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
+    """Node -> NodeAddr. Empty where scontrol is not there: the error is then that of the name."""
+    command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())
+    return {found[1]: found[2] for found in pairs if found is not None}
+
+
+def _host_of_open_mpi(environ: Mapping[str, str]) -> str:
+    """Rank 0's host, asked from Open MPI's daemon; without its library the machine on which mpirun runs."""
+    name = pmix.host_of_rank_0(environ)
+    if name:
+        return network.resolve(name)
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.search(r"tcp://([0-9.,]+):", uri)
+    for address in found[1].split(",") if found else ():
+        if network.is_local(address, network.local_addresses()) or network.address_towards(address):
+            return address
+    raise ClusterError(
+        "this process was started by mpirun, whose variables do not say where rank 0 is, and its library "
+        "(libpmix.so.2) is not there to be asked; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."
+    )
