@@ -22,8 +22,6 @@ from fleet_train.errors import ClusterError
 
 _GROUP = "arrival"
 _EVERY_ADDRESS = "0.0.0.0"
-OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""What Debian's /etc/hosts gives a machine's own name: nobody else finds it there."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
             f"rank 0 runs here, but {cluster.formed_by} says that it is on {point.master}, which is none of this "
             f"machine's addresses ({', '.join(addresses)}); name rank 0's node with {MASTER}=host:port on all ranks"
         )
-    listen = _EVERY_ADDRESS if point.master in OWN_ALIASES else point.master
+    listen = _EVERY_ADDRESS if point.is_alias else point.master
     return Place(listen, point.port, list(point.hosts) or None, cluster.world_size)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from fleet_train.cluster import network
 from fleet_train.cluster.engines import Started, detect
-from fleet_train.cluster.engines.peers import locate
-from fleet_train.cluster.partial import OWN_ALIASES, PartialCluster, complete
+from fleet_train.cluster.engines.peers import OWN_ALIASES, locate
+from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import JOB_ID
 from fleet_train.errors import ClusterError
 from fleet_train.launch.request import LaunchRequest

@@ -15,6 +15,8 @@ from fleet_train.errors import ClusterError
 
 MASTER = "FLEET_TRAIN_MASTER"
 DEFAULT_PORT = 6170
+OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
+"""What Debian's /etc/hosts gives a machine's own name: nobody else finds it there."""
 _SCONTROL_SECONDS = 20.0
 
 
@@ -25,6 +27,8 @@ class MeetingPoint:
     master: str
     port: int
     hosts: tuple[str, ...] = ()
+    is_alias: bool = False
+    """Whether ``master`` is what a machine's own name means on that machine alone (Debian's 127.0.1.1)."""
 
 
 def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
@@ -35,16 +39,22 @@ def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
     given = environ.get(MASTER, "").strip()
     if given:
         host, port = endpoint(given, MASTER)
-        return MeetingPoint(network.resolve(host), port or started.port or DEFAULT_PORT)
+        return _named(host, port or started.port or DEFAULT_PORT, started)
     if started.hosts:
         hosts = resolve_hosts(started.hosts, by_slurm=started.engine.startswith("Slurm"))
         return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
     if started.master:
-        return MeetingPoint(network.resolve(started.master), started.port or DEFAULT_PORT)
+        return _named(started.master, started.port or DEFAULT_PORT, started)
     if "PMI_FD" in environ or "PMI_PORT" in environ:
         host, port = pmi.exchange(started, environ)
         return MeetingPoint(host, port)
-    return MeetingPoint(_host_of_open_mpi(environ), started.port or DEFAULT_PORT)
+    return _named(_host_of_open_mpi(environ), started.port or DEFAULT_PORT, started)
+
+
+def _named(host: str, port: int, started: Started) -> MeetingPoint:
+    address = network.resolve(host)
+    alone = started.local_count == started.count
+    return MeetingPoint(address, port, is_alias=host != address and address in OWN_ALIASES and not alone)
 
 
 def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
@@ -77,7 +87,7 @@ def _host_of_open_mpi(environ: Mapping[str, str]) -> str:
     """Rank 0's host, asked from Open MPI's daemon; without its library the machine on which mpirun runs."""
     name = pmix.host_of_rank_0(environ)
     if name:
-        return network.resolve(name)
+        return name
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.search(r"tcp://([0-9.,]+):", uri)
     for address in found[1].split(",") if found else ():
