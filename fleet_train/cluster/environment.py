@@ -22,9 +22,7 @@ MOST_SECONDS = 1_000_000.0
 """That can be asked for anywhere: 11 days; sockets take no timeout of more than 24."""
 
 
-def cluster_from_environ(
-    environ: Mapping[str, str], launcher_command: Sequence[str] = ()
-) -> Cluster | PartialCluster:
+def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
     """The cluster that was asked for; a partial one where an engine (Slurm, MPI, ...) has started the ranks.
 
     ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.

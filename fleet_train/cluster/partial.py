@@ -7,6 +7,7 @@ reads the list. It is the store in which the job meets afterwards.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +129,13 @@ def ranks_of(told: Mapping[int, Sequence[Any]], first_port: int) -> tuple[Rank, 
     seen = next((seen for rank, (_, _, seen) in sorted(told.items()) if rank and seen), "")
     alias = told[0][0] if seen and network.is_loopback(told[0][0]) else None
     nodes: dict[Any, int] = {}
-    counts: dict[int, int] = {}
+    locals_of: Counter[int] = Counter()
+    ports_of: Counter[str] = Counter()
     ranks = []
     for rank, (address, number, _) in sorted(told.items()):
         address = seen if address == alias else address
         node = nodes.setdefault(address if number is None else number, len(nodes))
-        local = counts[node] = counts.get(node, -1) + 1
-        ranks.append(Rank(rank, address, first_port + local, node, local))
+        ranks.append(Rank(rank, address, first_port + ports_of[address], node, locals_of[node]))
+        locals_of[node] += 1
+        ports_of[address] += 1
     return tuple(ranks)

@@ -77,6 +77,7 @@ def _run_one(
         )
         number = rendezvous.join(launch.facts, attempt.number, timeout, say, coordinator.launched)
         coordinator.launched = rendezvous.launched
+        launch = launch.at(launch.node.with_addresses(rendezvous.addresses))
         must_meet = False
         attempt = replace(attempt, number=number)
         coordinator.begun(attempt)

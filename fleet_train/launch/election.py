@@ -120,7 +120,7 @@ class Neighbours:
 
     def _ask(self, index: int) -> Status | Unheard:
         self.refusals.pop(index, None)
-        endpoint = f"{self._node.addresses[index]}:{self._node.store_port}/{STATUS_ROUND}"
+        endpoint = f"{self._node.store_of(index)}/{STATUS_ROUND}"
         try:
             client = StoreClient.connect(
                 endpoint,

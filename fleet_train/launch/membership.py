@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
@@ -77,8 +78,8 @@ class Membership:
         self._client: StoreClient | None = None
         self._heart: threading.Thread | None = None
         most = node.processes + max(direct_ranks, FAN_IN) + len(node.addresses)
-        allowed = frozenset(node.addresses)
-        self._server = StoreServer(node.address, node.store_port, access, allowed, most, say).start()
+        callers = Callers(node.every_host)
+        self._server = StoreServer(node.address, node.store_port, access, callers, most, say).start()
         try:
             self._publish(State.FRESH)
             self._find_at_start(timeout_seconds)
@@ -209,7 +210,7 @@ class Membership:
         while True:
             try:
                 client = StoreClient.connect(
-                    f"{self.node.addresses[leader]}:{self.node.store_port}/{_round_of(term)}",
+                    f"{self.node.store_of(leader)}/{_round_of(term)}",
                     self.node.index,
                     group=_GROUP,
                     timeout_seconds=max(0.1, deadline - time.monotonic()),

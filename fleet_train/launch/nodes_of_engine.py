@@ -32,11 +32,16 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say
         return request
     _refuse_several_here(started)
     say(started.in_words())
-    hosts, port = _nodes(started, environ, request.join_timeout_seconds, say)
+    if started.hosts and not started.engine.startswith("Slurm"):
+        _await_names(started, request.join_timeout_seconds, say)
+        hosts, port, by_name = started.hosts, started.port, True
+    else:
+        (hosts, port), by_name = _addresses(started, environ, request.join_timeout_seconds), False
     return replace(
         request,
         hosts=hosts,
         node_host=request.node_host or hosts[started.index],
+        by_name=by_name,
         started_port=request.started_port if request.started_port is not None else port,
         processes_per_node=_processes(request, started),
         job_id=request.job_id or environ.get(JOB_ID) or started.job,
@@ -57,19 +62,17 @@ def _refuse_several_here(started: Started) -> None:
         )
 
 
-def _nodes(
-    started: Started, environ: Mapping[str, str], timeout_seconds: float, say: Say
-) -> tuple[tuple[str, ...], int]:
-    """(address of every node, first port)."""
-    if not started.hosts:
-        cluster, host = complete(PartialCluster(started), timeout_seconds)
-        if host is not None:
-            host.release()
-        return tuple(rank.host for rank in cluster.ranks), cluster.ranks[0].port + 1
-    if not started.engine.startswith("Slurm"):
-        _await_names(started, timeout_seconds, say)
-    point = locate(started, environ)
-    return _without_alias(point.hosts, started.index), point.port
+def _addresses(
+    started: Started, environ: Mapping[str, str], timeout_seconds: float
+) -> tuple[tuple[str, ...], int | None]:
+    """(address of every node, first port): Slurm tells the nodes; else the launchers meet and tell each other."""
+    if started.hosts:
+        point = locate(started, environ)
+        return _without_alias(point.hosts, started.index), point.port
+    cluster, host = complete(PartialCluster(started), timeout_seconds)
+    if host is not None:
+        host.release()
+    return tuple(rank.host for rank in cluster.ranks), cluster.ranks[0].port + 1
 
 
 def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:

@@ -145,7 +145,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     """What must be equal on every node, under the names that the difference is reported with."""
     return check_told(
         {
-            "the node list": ",".join(node.addresses),
+            "the node list": ",".join(node.every_host),
             "the number of processes per node": node.processes,
             "--started_port": node.started_port,
             "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"

@@ -46,6 +46,8 @@ class LaunchRequest:
     is_module: bool = False
     hosts: tuple[str, ...] | None = None
     node_host: str | None = None
+    by_name: bool = False
+    """Whether ``hosts`` are names that stay when their addresses change."""
     started_port: int | None = None
     ports_per_node: int | None = None  # that PaddleCloud has set aside
     selected_gpus: tuple[str, ...] | None = None

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.store.access import JOB_ID, Access, access_of, addresses_of
+from fleet_train.cluster.store.access import JOB_ID, Access, access_of
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.tree import FAN_IN, below, parent_of
 from fleet_train.errors import ClusterError
 
@@ -131,9 +132,9 @@ def _start(place: Place) -> StoreServer:
     from fleet_train.cluster.store.server import StoreServer
 
     access = Access.of(os.environ, place.host)
-    allowed = None if place.hosts is None else addresses_of(place.hosts)
+    callers = None if place.hosts is None else Callers(place.hosts)
     is_root = not place.parent
-    server = StoreServer(place.host, place.port, access, allowed, place.members, begins_rounds=is_root).start()
+    server = StoreServer(place.host, place.port, access, callers, place.members, begins_rounds=is_root).start()
     if is_root:
         server.open_root("")
         return server

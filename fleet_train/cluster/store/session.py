@@ -70,7 +70,7 @@ class Session(asyncio.BufferedProtocol):
         self._transport = transport
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
         if not self._hall.admit(self, self._address):
-            self.send(encode({"error": "address", "address": self._address}))
+            self.send(encode({"error": "address", "address": self._address, "later": self._hall.may_admit_later}))
             self.close()
             return
         keep_alive(transport.get_extra_info("socket"))

@@ -131,7 +131,9 @@ def test_slurms_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
     assert expand_hostlist(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["node[1-", "node]1[", "node[3-1]", "node[a-b]", "a,,b", "node[1-999999999]", "n[[1]]"])
+@pytest.mark.parametrize(
+    "text", ["node[1-", "node]1[", "node[3-1]", "node[a-b]", "a,,b", "node[1-999999999]", "n[[1]]"]
+)
 def test_what_is_no_list_of_hosts(text: str) -> None:
     with pytest.raises(ClusterError, match="is not a list of hosts"):
         expand_hostlist(text)
@@ -149,7 +151,9 @@ def test_tasks_per_node() -> None:
 
 
 def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
-    ports = {port_of({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in range(20) for step in (0, 1)}
+    ports = {
+        port_of({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in range(20) for step in (0, 1)
+    }
     assert len(ports) == 40
     assert all(10_240 <= port < 32_768 - 16 for port in ports)
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
