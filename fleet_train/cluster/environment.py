@@ -70,10 +70,14 @@ def join_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts``; above 0, resume from a checkpoint.
+    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts`` and by engines that start a job
+    again (Slurm's requeue); above 0, resume from a checkpoint.
 
     Raises ClusterError for a value that the launcher never sets.
     """
+    if not environ.get("FLEET_TRAIN_ATTEMPT"):
+        started = detect(environ)
+        return 0 if started is None else started.restarts
     number = _integer(environ, "FLEET_TRAIN_ATTEMPT", 0)
     if number < 0:
         raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, leave it alone")
@@ -81,9 +85,11 @@ def attempt(environ: Mapping[str, str]) -> int:
 
 
 def launched_job(environ: Mapping[str, str]) -> str:
-    """What tells this job from every other that was ever launched, the same in all its attempts; "" below another
-    launcher than ours."""
-    return environ.get("FLEET_TRAIN_LAUNCHED", "")
+    """What tells this job from every other that was ever launched, the same in all its attempts, also those that an
+    engine makes (a job that Slurm requeues); "" where nobody has given it such a name."""
+    told = environ.get("FLEET_TRAIN_LAUNCHED", "")
+    started = None if told else detect(environ)
+    return told if started is None else started.run
 
 
 def asked_strategy(environ: Mapping[str, str]) -> str | None:

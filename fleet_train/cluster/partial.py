@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,13 @@ from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, Rank
 from fleet_train.cluster.engines.peers import MASTER, MeetingPoint, locate
 from fleet_train.cluster.engines.started import Started
+from fleet_train.cluster.failure_report import reports_of
 from fleet_train.cluster.store.access import JOB_ID, Access
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.host import Place, StoreHost
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, FleetTrainError
 
-_GROUP = "arrival"
+_ROUND = "arrival"
 _EVERY_ADDRESS = "0.0.0.0"
 
 
@@ -74,9 +76,8 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
 def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) -> dict[int, Any]:
     own = own_address(cluster, point)
     client = StoreClient.connect(
-        f"{point.master}:{point.port}",
+        f"{point.master}:{point.port}/{_ROUND}",
         cluster.rank,
-        group=_GROUP,
         timeout_seconds=timeout_seconds,
         describe=cluster.describe,
         access=Access.of(os.environ, own if point.hosts else ""),
@@ -84,9 +85,16 @@ def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) 
     try:
         seen = "" if network.is_loopback(point.master) else point.master
         arrival = [own, cluster.started.node, seen]
-        return client.all_gather("addresses", arrival, cluster.world_size, timeout_seconds, "fleet.init")
-    finally:
+        told = client.all_gather("addresses", arrival, cluster.world_size, timeout_seconds, "fleet.init")
         client.leave()
+        return told
+    except FleetTrainError as error:  # who waits a moment longer is told the same
+        this = Rank(cluster.rank, own, point.port, 0, cluster.local_rank)
+        with suppress(FleetTrainError):
+            for report in reports_of(error, this, cluster.describe(cluster.rank), "could not join"):
+                client.fail(report.to_json())
+        raise
+    finally:
         client.close()
 
 

@@ -29,7 +29,9 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
             membership = Membership(
                 node, launch.faults, launch.join_timeout_seconds, launch.access, say, launch.direct_ranks
             )
-            return _run_attempts(launch, Coordinator(membership, launch.faults, launch.facts, say), environ, stopping)
+            return _run_attempts(
+                launch, Coordinator(membership, launch.faults, launch.facts, say, launch.run), environ, stopping
+            )
         except StopRequested as stop:
             say(f"{_stop_message(launch, stop)}; no rank was running")
             return 128 + stop.number

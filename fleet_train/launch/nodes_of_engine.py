@@ -12,8 +12,8 @@ from fleet_train.cluster.engines.peers import OWN_ALIASES, locate
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import JOB_ID
 from fleet_train.errors import ClusterError
-from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.rendezvous import Say
+from fleet_train.launch.request import LaunchRequest
 
 _NAMES_PAUSE_SECONDS = 1.0
 _SAY_EVERY_SECONDS = 10.0
@@ -44,6 +44,8 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say
         by_name=by_name,
         started_port=request.started_port if request.started_port is not None else port,
         processes_per_node=_processes(request, started),
+        restarts=started.restarts,
+        run=started.run,
         job_id=request.job_id or environ.get(JOB_ID) or started.job,
     )
 

@@ -50,6 +50,10 @@ class Launch:
     access: Access
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     direct_ranks: int = FAN_IN
+    restarts: int = 0
+    """How often an engine has started this job before; attempts are counted on from there."""
+    run: str = ""
+    """The job's name over these restarts; empty: each launch is a job of its own."""
 
     def at(self, node: Node) -> Launch:
         """The same launch with this place, among some nodes of the list: ranks are counted anew."""
@@ -58,7 +62,8 @@ class Launch:
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of one attempt's ranks: where they meet (``host:port/round``), and which attempt of which
         job it is."""
-        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": str(number), "FLEET_TRAIN_LAUNCHED": launched}
+        attempt = str(self.restarts + number)
+        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
         return self.environment.over(environ) | told
 
     def command(self, token: str, private: Path) -> list[str]:
@@ -125,6 +130,8 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         access=access,
         faults=checked_faults(request.faults, node),
         direct_ranks=request.direct_ranks,
+        restarts=request.restarts,
+        run=request.run,
     )
 
 

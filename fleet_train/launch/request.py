@@ -57,6 +57,10 @@ class LaunchRequest:
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     job_id: str | None = None
+    restarts: int = 0
+    """How often an engine has started this job before."""
+    run: str = ""
+    """What that engine calls this job in all its restarts; see `Started.run`."""
     secret_file: Path | None = None
     engine: str | None = None
     """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""

@@ -35,7 +35,7 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
     choice = asked or environ.get(ENGINE, "").strip() or "auto"
     if choice not in CHOICES:
         raise ClusterError(f"{ENGINE}={choice} is not one of {', '.join(CHOICES)}")
-    if choice == "none":
+    if choice == "none" or "FLEET_TRAIN_STORE" in environ:  # that is a rank of our launcher: the nearest of all
         return None
     if choice == "auto" and "TORCHELASTIC_RUN_ID" in environ:
         return torchrun.read(environ)  # the agent has started this very process, whatever it runs in

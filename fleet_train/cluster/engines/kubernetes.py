@@ -131,7 +131,7 @@ def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
 
 
 def _with_names(started: Started) -> Started:
-    """``train-0.train`` is pod 0 of a set whose others are ``train-1.train``, ...: of an indexed Job or a StatefulSet."""
+    """``train-0.train`` is pod 0 of a set with ``train-1.train``, ...: of an indexed Job or a StatefulSet."""
     first, dot, domain = started.master.partition(".")
     found = re.fullmatch(r"(.*[a-z].*-)0", first)
     if found is None:

@@ -47,6 +47,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
         port=port_of(environ),
         job=f"slurm-{job}.{step}",
         restarts=of.number("SLURM_RESTART_COUNT") or 0,
+        run=f"slurm-{of.text('SLURM_CLUSTER_NAME') or 'cluster'}-{job}",
     )
     if counts and (sum(counts) != started.count or len(counts) != len(hosts)):
         raise ClusterError(

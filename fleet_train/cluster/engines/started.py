@@ -34,6 +34,9 @@ class Started:
     """What tells this job from others that run at the same time; what the store's connections are known by."""
     restarts: int = 0
     """How often the engine has started this job before."""
+    run: str = ""
+    """What tells this job from every other that was ever started, the same when the engine starts it again; empty where
+    the engine has no such name."""
     processes: int | None = None
     """How many ranks each process is to start, where the engine has an opinion."""
 

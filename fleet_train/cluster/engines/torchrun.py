@@ -29,6 +29,5 @@ def read(environ: Mapping[str, str]) -> Started | None:
         master=of.text("MASTER_ADDR"),
         port=port,
         job=f"torchrun-{of.text('TORCHELASTIC_RUN_ID') or of.text('MASTER_ADDR')}",
-        restarts=of.number("TORCHELASTIC_RESTART_COUNT") or 0,
     )
     return checked(started, "RANK", "WORLD_SIZE")

@@ -203,18 +203,21 @@ def test_pods_are_known_by_names_that_outlive_their_addresses(
 
 def test_the_nearest_engine_counts() -> None:
     mpi_in_slurm = detect({**SLURM, **OPEN_MPI})
-    assert mpi_in_slurm is not None and mpi_in_slurm.engine == "Open MPI"
+    assert mpi_in_slurm is not None
+    assert mpi_in_slurm.engine == "Open MPI"
     torchrun_in_slurm = detect({**SLURM, "SLURM_PROCID": "0", **TORCHRUN})
-    assert torchrun_in_slurm is not None and torchrun_in_slurm.engine == "torchrun"
+    assert torchrun_in_slurm is not None
+    assert torchrun_in_slurm.engine == "torchrun"
     mpi_of_slurm = detect({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
-    assert mpi_of_slurm is not None and mpi_of_slurm.engine.startswith("Slurm")
+    assert mpi_of_slurm is not None
+    assert mpi_of_slurm.engine.startswith("Slurm")
 
 
 def test_an_engine_can_be_named_or_left_out() -> None:
     assert detect(SLURM, "none") is None
     assert detect({**SLURM, "FLEET_TRAIN_ENGINE": "none"}) is None
     assert place({**SLURM, **OPEN_MPI}, "slurm")[:2] == (3, 4)
-    with pytest.raises(ClusterError, match="--engine mpi .* none of its variables is set"):
+    with pytest.raises(ClusterError, match=r"--engine mpi .* none of its variables is set"):
         detect(SLURM, "mpi")
     with pytest.raises(ClusterError, match="FLEET_TRAIN_ENGINE=lsf is not one of auto, none, mpi, slurm"):
         detect({"FLEET_TRAIN_ENGINE": "lsf"})
@@ -243,4 +246,5 @@ def test_an_index_of_a_job_alone_is_no_rank() -> None:
 
 def test_torchruns_own_store_keeps_its_port() -> None:
     found = detect({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert found is not None and found.port == 29501
+    assert found is not None
+    assert found.port == 29501

@@ -32,7 +32,9 @@ print(json.dumps([cluster.rank, cluster.local_rank, cluster.node_num, cluster.en
 def meet(folder: Path, environs: list[dict[str, str]], seconds: float = 20.0) -> list[Ended]:
     with Job(folder) as job:
         for index, environ in enumerate(environs):
-            job.start(f"rank{index}", [sys.executable, "-c", _RANK], clean_environ({**environ, "SECONDS": str(seconds)}))
+            job.start(
+                f"rank{index}", [sys.executable, "-c", _RANK], clean_environ({**environ, "SECONDS": str(seconds)})
+            )
         ended = job.wait(60.0)
         assert job.orphans() == []
         return ended
@@ -54,7 +56,12 @@ def test_three_ranks_learn_where_they_are(tmp_path: Path, free_ports: Callable[.
 
 def test_slurms_nodes_are_told_apart_on_one_machine(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port = free_ports(2, ["127.0.0.2", "127.0.0.3"])
-    common = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    common = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
     common |= {"SLURM_STEP_NODELIST": "127.0.0.[2-3]", "SLURM_STEP_RESV_PORTS": f"{port}-{port + 1}"}
     places = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 2), "SLURM_NODEID": str(i // 2)} for i in range(4)]
     ended = meet(tmp_path, [common | place for place in places])
@@ -95,7 +102,7 @@ def test_an_own_name_that_means_the_own_machine_only_is_no_place_to_meet_at() ->
 def test_names_that_nobody_knows_are_named() -> None:
     with pytest.raises(ClusterError, match="the names of the nodes cannot be resolved here"):
         resolve_hosts(["no-such-node.invalid"], by_slurm=False)
-    with pytest.raises(ClusterError, match="no-such-node.invalid"):
+    with pytest.raises(ClusterError, match=r"no-such-node\.invalid"):
         resolve_hosts(["no-such-node.invalid"], by_slurm=True)
 
 
@@ -121,7 +128,7 @@ def test_names_that_nobody_knows_are_named() -> None:
     ],
 )
 def test_ranks_from_what_each_has_told(told: dict[int, list[object]], expected: list[tuple[str, int, int]]) -> None:
-    found = ranks_of({rank: arrival for rank, arrival in reversed(told.items())}, 7000)
+    found = ranks_of(dict(reversed(told.items())), 7000)
     assert [(rank.host, rank.node_index, rank.local_index) for rank in found] == expected
     assert len({rank.endpoint for rank in found}) == len(found)
     assert min(rank.port for rank in found) == 7000
