@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
+from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.cluster.environment import asked_strategy
 from fleet_train.collectives.paddle_check import require_paddle
 from fleet_train.convert import exits
@@ -162,10 +164,20 @@ def init(
             "fleet.init(is_collective=True)"
         )
     job = session.begin(given, strategy).job
-    say(filter(None, [warning_of(_main_script())]), job.cluster.rank)
+    say(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         say([f"log_level: {log_level!r} is mapped: what fleet_train says is said once, on rank 0"], job.cluster.rank)
     return sys.modules[__name__]
+
+
+def _who_started(cluster: Cluster) -> str:
+    """One line about an engine that has started the ranks, or should have."""
+    if cluster.world_size == 1:
+        return alone_in_allocation(os.environ)
+    started = detect(os.environ)
+    if started is None or cluster.formed_by != started.engine:  # a nearer launcher has started the ranks
+        return ""
+    return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"
 
 
 def _main_script() -> str:

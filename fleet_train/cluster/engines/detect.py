@@ -52,6 +52,17 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
     return first if first.count > 1 or choice != "auto" else None
 
 
+def alone_in_allocation(environ: Mapping[str, str]) -> str:
+    """What to say to a process that trains alone while Slurm has given it several nodes; "" elsewhere."""
+    nodes = 0 if "FLEET_TRAIN_STORE" in environ else slurm.allocated_nodes(environ)
+    if nodes < 2:
+        return ""
+    return (
+        f"this process trains alone: Slurm has allocated {nodes} nodes to the job, but srun has not started this "
+        "command; write srun before it to use them"
+    )
+
+
 def _refuse_contradiction(first: Started, by_hand: Started | None) -> None:
     """RANK and WORLD_SIZE beside a task of MPI or Slurm, with other numbers, mean that one of the two is not meant."""
     if by_hand is not None and (by_hand.index, by_hand.count) != (first.index, first.count):

@@ -18,6 +18,8 @@ DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
 """What Debian's /etc/hosts gives a machine's own name: nobody else finds it there."""
 _SCONTROL_SECONDS = 20.0
+# Nothing is sent there: it is where a packet would leave this machine for.
+_ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
         return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
     if started.master:
         return _named(started.master, started.port or DEFAULT_PORT, started)
+    own = _own_endpoint(started, environ) if started.index == 0 else None
     if "PMI_FD" in environ or "PMI_PORT" in environ:
-        host, port = pmi.exchange(started, environ)
-        return MeetingPoint(host, port)
-    return _named(_host_of_open_mpi(environ), started.port or DEFAULT_PORT, started)
+        told = pmi.exchange(started, own, environ)
+    else:
+        told = pmix.exchange(own, environ) or _where_mpirun_is(started, environ)
+    host, port = endpoint(told, started.engine)
+    assert port is not None
+    return MeetingPoint(host, port)
 
 
 def _named(host: str, port: int, started: Started) -> MeetingPoint:
@@ -83,16 +89,38 @@ def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
     return {found[1]: found[2] for found in pairs if found is not None}
 
 
-def _host_of_open_mpi(environ: Mapping[str, str]) -> str:
-    """Rank 0's host, asked from Open MPI's daemon; without its library the machine on which mpirun runs."""
-    name = pmix.host_of_rank_0(environ)
-    if name:
-        return name
+def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
+    """An address of this machine that the others may reach, and a port that is free now."""
+    host = "127.0.0.1" if started.local_count == started.count else _own_address(environ)
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
+    """The one that this machine's name has, then that of the default route, then the first that is not loopback."""
+    outside = [address for address in network.local_addresses() if not network.is_loopback(address)]
+    names = (environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""), socket.gethostname())  # Hydra's name for this host
+    for name in filter(None, names):
+        try:
+            address = socket.gethostbyname(name)
+        except (OSError, UnicodeError):
+            continue
+        if address in outside:
+            return address
+    default = network.address_towards(_ANYWHERE)
+    if default is not None and not network.is_loopback(default):
+        return default
+    return outside[0] if outside else "127.0.0.1"
+
+
+def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
+    """Without libpmix: Open MPI tells where its mpirun runs, which is where it puts rank 0 unless told otherwise."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.search(r"tcp://([0-9.,]+):", uri)
     for address in found[1].split(",") if found else ():
         if network.is_local(address, network.local_addresses()) or network.address_towards(address):
-            return address
+            return f"{address}:{started.port or DEFAULT_PORT}"
     raise ClusterError(
         "this process was started by mpirun, whose variables do not say where rank 0 is, and its library "
         "(libpmix.so.2) is not there to be asked; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."

@@ -11,8 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from fleet_train.cluster import network
-from fleet_train.cluster.engines.started import Started, endpoint
+from fleet_train.cluster.engines.started import Started
 from fleet_train.cluster.hosts import is_number
 from fleet_train.errors import ClusterError
 
@@ -21,8 +20,11 @@ _ANSWER_SECONDS = 300.0
 _MOST_BYTES = 65_536
 
 
-def exchange(started: Started, environ: Mapping[str, str]) -> tuple[str, int]:
-    """(address, port) at which rank 0 will listen, on every rank. Raises ClusterError where Hydra does not answer."""
+def exchange(started: Started, own: str | None, environ: Mapping[str, str]) -> str:
+    """What rank 0 has published, on every rank; ``own``: what this process publishes, as rank 0.
+
+    Raises ClusterError where Hydra does not answer.
+    """
     descriptor = environ.get("PMI_FD", "")
     if not is_number(descriptor):
         raise ClusterError(
@@ -32,7 +34,7 @@ def exchange(started: Started, environ: Mapping[str, str]) -> tuple[str, int]:
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as sock:
             sock.settimeout(_ANSWER_SECONDS)
-            return _exchange(_Pmi(sock), started)
+            return _exchange(_Pmi(sock), own)
     except (OSError, ValueError, KeyError) as error:
         raise ClusterError(
             f"{started.engine} did not tell where rank 0 is over PMI_FD ({error}); name rank 0's node: "
@@ -40,36 +42,15 @@ def exchange(started: Started, environ: Mapping[str, str]) -> tuple[str, int]:
         ) from None
 
 
-def _exchange(pmi: _Pmi, started: Started) -> tuple[str, int]:
+def _exchange(pmi: _Pmi, own: str | None) -> str:
     pmi.ask("init", "response_to_init", pmi_version="1", pmi_subversion="1")
     space = pmi.ask("get_my_kvsname", "my_kvsname")["kvsname"]
-    if started.index == 0:
-        pmi.ask("put", "put_result", kvsname=space, key=_KEY, value=_own_endpoint(started))
+    if own is not None:
+        pmi.ask("put", "put_result", kvsname=space, key=_KEY, value=own)
     pmi.ask("barrier_in", "barrier_out")
     told = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
     pmi.ask("finalize", "finalize_ack")
-    host, port = endpoint(told, _KEY)
-    assert port is not None
-    return host, port
-
-
-def _own_endpoint(started: Started) -> str:
-    """An address of this machine that others may reach, and a port that is free now."""
-    outside = [address for address in network.local_addresses() if not network.is_loopback(address)]
-    alone = started.local_count == started.count
-    host = "127.0.0.1" if alone or not outside else _named(outside)
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
-
-
-def _named(outside: list[str]) -> str:
-    """The address that this machine's own name has, where it is one of these; else the first."""
-    try:
-        own = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        own = ""
-    return own if own in outside else outside[0]
+    return told
 
 
 class _Pmi:
