@@ -79,7 +79,8 @@ def _run_one(
         )
         number = rendezvous.join(launch.facts, attempt.number, timeout, say, coordinator.launched)
         coordinator.launched = rendezvous.launched
-        launch = launch.at(launch.node.with_addresses(rendezvous.addresses))
+        membership.learn(attempt.nodes, rendezvous.addresses)
+        launch = launch.at(membership.place_of(attempt.nodes))
         must_meet = False
         attempt = replace(attempt, number=number)
         coordinator.begun(attempt)

@@ -27,11 +27,13 @@ from fleet_train.launch.election import (
     Neighbours,
     State,
     Status,
+    Unheard,
     elected,
     is_at_work,
     leader_among,
     may_go_on,
     silent,
+    someone_is_deaf,
 )
 from fleet_train.launch.node import Node
 from fleet_train.launch.request import FaultPolicy
@@ -104,10 +106,26 @@ class Membership:
         """Node 0 leads, unless the job is at work already under another leader."""
         if self.node.index == 0:
             can_be_at_work = self._policy.max_restarts > 0 and len(self._every) > 1
-            if not (can_be_at_work and is_at_work(self._neighbours.ask(self._every))):
+            if not (can_be_at_work and is_at_work(self._ask_at_start(timeout_seconds))):
                 self._lead(0)
                 return
         self.wait_for_leader(timeout_seconds)
+
+    def _ask_at_start(self, timeout_seconds: float) -> Heard:
+        """What the others say, once all who are alive know our address. Raises JoinTimeout."""
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+        while someone_is_deaf(heard := self._neighbours.ask(self._every)):
+            deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
+            if time.monotonic() > deadline:
+                raise JoinTimeout(
+                    f"{deaf} refuses connections from {self.node.address}: the name {self.node.host(self.node.index)} "
+                    f"still has another address there after {timeout_seconds:g} s (--join_timeout)"
+                )
+            if time.monotonic() > word_at:
+                self._say(f"waiting until {deaf} knows this node's new address, {self.node.address}")
+                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        return heard
 
     def wait_for_leader(self, timeout_seconds: float) -> None:
         """Follow whoever leads, without a part in choosing it: for launchers that take no part in the job yet.
@@ -261,6 +279,11 @@ class Membership:
         return self._client
 
     # where an attempt meets
+
+    def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
+        """Where these nodes are now."""
+        now = dict(zip(nodes, addresses, strict=True))
+        self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
 
     def place_of(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes, which meet at the leader's."""

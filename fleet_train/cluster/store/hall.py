@@ -59,10 +59,14 @@ class Hall:
             if not self._callers.may_change:
                 self._say_refused(address)
             return False
+        self.keep_stranger(session)
+        return True
+
+    def keep_stranger(self, session: Session) -> None:
+        """Count a connection that nobody knows, in place of the oldest such where there are many."""
         if len(self._strangers) >= _MOST_STRANGERS:
             self._strangers.popitem(last=False)[0].abort()
         self._strangers[session] = None
-        return True
 
     @property
     def may_admit_later(self) -> bool:
