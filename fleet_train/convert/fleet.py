@@ -230,7 +230,9 @@ def _resolve(strategy: Any, job: Job) -> Profile:
     if (prescribed := session.prescribed()) is not None:
         return prescribed
     if strategy is None:
-        strategy = asked_strategy(os.environ) or ("multi_node" if job.cluster.node_num > 1 else "single_node")
+        strategy = session.offered() or asked_strategy(os.environ)
+    if strategy is None:
+        strategy = "multi_node" if job.cluster.node_num > 1 else "single_node"
     if isinstance(strategy, (str, Path)):
         return load_profile(str(strategy))
     if isinstance(strategy, Profile):
