@@ -97,7 +97,7 @@ def _error(
     parts = [f"rank {end.rank} of {len(outcomes)} failed first: {_how(end, outcome)}, after {end.failed_seconds:.1f} s"]
     if outcome.traceback:
         parts.append(f"its traceback:\n{_indented(outcome.traceback)}")
-    elif end.report is not None and end.report.traceback:
+    elif not outcome.kind and end.report is not None and end.report.traceback:
         parts.append(f"its traceback ends with:\n{_indented(chr(10).join(end.report.traceback))}")
     if end.last_lines and not outcome.traceback:
         parts.append(f"the last lines that it has printed:\n{_indented(chr(10).join(end.last_lines))}")

@@ -82,7 +82,10 @@ class _Rank:
 
         report = report_of_exit(end.code, Rank(self._index, "", 0, 0, self._index), f"rank {self._index}")
         assert report is not None
-        self._channel.send({"kind": "failed", "reports": [report.to_json()], "traceback": _told(end)})
+        how = f"sys.exit({end.code!r})"
+        self._channel.send(
+            {"kind": "failed", "message": how, "reports": [report.to_json()], "traceback": _told(end, end)}
+        )
         return report.exit_code
 
     def _failed(self, error: BaseException) -> int:
@@ -93,15 +96,15 @@ class _Rank:
 
         cause = _cause_told_to_the_others(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
-        kind = "preempted" if isinstance(cause, Preempted) else "failed"
         this = Rank(self._index, "", 0, 0, self._index)
-        reports = reports_of(cause, this, f"rank {self._index}", "stopped with {kind}")
+        is_preempted = isinstance(cause, Preempted)
+        reports = [] if is_preempted else reports_of(cause, this, f"rank {self._index}", "stopped with {kind}")
         sys.stdout.flush()
         is_unguarded = isinstance(cause, CalledWhileImported)
         self._channel.send(
             {
-                "kind": "unguarded" if is_unguarded else kind,
-                "message": str(cause) if is_unguarded else f"{type(cause).__name__}: {cause}",
+                "kind": "unguarded" if is_unguarded else "preempted" if is_preempted else "failed",
+                "message": str(cause) if is_unguarded or is_preempted else f"{type(cause).__name__}: {cause}",
                 "reports": [report.to_json() for report in reports],
                 "traceback": _told(error, cause),
             }
@@ -125,13 +128,20 @@ def _offer(profile: Any) -> None:
     session.offer(profile)
 
 
-def _told(error: BaseException, cause: BaseException | None = None) -> str:
-    """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line."""
+def _told(error: BaseException, cause: BaseException) -> str:
+    """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line.
+
+    Empty where it would only show our own code.
+    """
+    from fleet_train.spawning.shipping import CannotTravel
+
+    if isinstance(error, CannotTravel):
+        return ""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    if cause is not None and cause is not error:
+    if cause is not error:
         text += f"caused by {type(cause).__name__}: {cause}\n"
     return text
 

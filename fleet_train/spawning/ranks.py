@@ -80,7 +80,7 @@ class Ranks:
 
     def _read_output(self, rank: RankProcess) -> None:
         text, goes_on = rank.read_output()
-        if rank.index == 0 and text:
+        if rank.index == 0 and text and not rank.asked_to_stop:  # Paddle says much of a SIGTERM
             self._forward(text)
         if not goes_on:
             self._selector.unregister(rank.output)
@@ -132,7 +132,7 @@ class Ranks:
         status = rank.collect()
         rank.read_messages()
         while (found := rank.read_output())[0]:
-            if rank.index == 0:
+            if rank.index == 0 and not rank.asked_to_stop:
                 self._forward(found[0])
         rank.close()
         assert rank.ended_at is not None

@@ -29,8 +29,8 @@ def ship(train: Callable[..., Any], args: tuple[Any, ...], extra: Any = None) ->
         for what, value in _parts(train, args):
             if (why := _why_not(value)) is not None:
                 raise CannotTravel(
-                    f"{what} ({shown(value)}) cannot be sent to the ranks: {why}; make it inside of {name_of(train)}, "
-                    "or give what it is made from as an argument"
+                    f"{what} cannot be sent to the ranks: it is {shown(value)} ({why}); make it inside of "
+                    f"{name_of(train)}, or give what it is made from as an argument"
                 ) from None
         raise CannotTravel(f"{name_of(train)} cannot be sent to the ranks: {_reason(error)}") from None
 
@@ -130,10 +130,10 @@ def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(function))
     variables = inspect.getclosurevars(function)
     name = name_of(function)
-    for kind, found in (("captures", variables.nonlocals), ("uses the global", variables.globals)):
+    for kind, found in (("captures", variables.nonlocals), ("uses as a global", variables.globals)):
         for variable, value in found.items():
             yield from _captured(value, seen)
-            yield f"{variable}, which {name} {kind}"[: 2 * _LONGEST_SHOWN], value
+            yield f"{variable!r}, which {name} {kind},"[: 2 * _LONGEST_SHOWN], value
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"default {index} of {name}", value
 
