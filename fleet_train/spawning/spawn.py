@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS
-from fleet_train.errors import ClusterError
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
 from fleet_train.launch.node import Node
-from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks, load_strategy
+from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
 from fleet_train.launch.worker import log_name
 from fleet_train.spawning import inside, shipping
 from fleet_train.spawning.channel import packed
@@ -24,6 +23,7 @@ from fleet_train.spawning.outcome import results
 from fleet_train.spawning.rank_process import RankProcess
 from fleet_train.spawning.ranks import Ranks, interrupts_held, show
 from fleet_train.spawning.store import HOST, SpawnStore
+from fleet_train.spawning.strategies import profile_of
 
 
 def spawn(
@@ -52,7 +52,8 @@ def spawn(
     devices = check_ranks(nprocs, machine)
     timeout_seconds = check_seconds("join_timeout_seconds", join_timeout_seconds)
     logs = _log_dir(log_dir)
-    wanted, profile = _wanted(strategy, machine, timeout_seconds)
+    profile = profile_of(strategy)
+    wanted = _wanted(profile, machine, timeout_seconds)
     body = shipping.ship(train, arguments, profile)
     with ExitStack() as stack:
         store = SpawnStore(nprocs)
@@ -100,37 +101,15 @@ def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _wanted(strategy: Any, machine: Machine, timeout_seconds: float) -> tuple[Wanted, Any]:
-    """What the ranks' environment is to hold; and the profile to send along, where it has no name."""
-    name, profile, sent = None, None, None
-    if isinstance(strategy, (str, os.PathLike)):
-        name, profile = load_strategy(os.fspath(strategy))
-    elif strategy is not None:
-        profile = sent = _profile_of(strategy)
+def _wanted(profile: Any, machine: Machine, timeout_seconds: float) -> Wanted:
+    """What the ranks' environment is to hold."""
     check_paddle(machine, profile)
-    wanted = Wanted(
+    return Wanted(
         profile.worker_environment() if profile else {},
-        name,
+        None,
         timeout_seconds,
         import_path_for_ranks(),
         hidden=frozenset(profile.environment) if profile else frozenset(),
-    )
-    return wanted, sent
-
-
-def _profile_of(strategy: Any) -> Any:
-    from fleet_train.convert.strategy import DistributedStrategy
-    from fleet_train.profile import Profile
-
-    if isinstance(strategy, Profile):
-        return strategy
-    if isinstance(strategy, DistributedStrategy):
-        return strategy.to_profile()
-    if hasattr(strategy, "_is_strict_auto") or type(strategy).__name__ == "DistributedStrategy":  # Paddle's own
-        return DistributedStrategy.from_stock(strategy).to_profile()
-    raise ClusterError(
-        f"strategy={shipping.shown(strategy)}: it takes a profile's name (python -m fleet_train profiles lists them), "
-        "the path of a YAML file, or a fleet_train.DistributedStrategy"
     )
 
 

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"fleet", "convert", "data"},
     "launch": {"cluster", "profile"},
     "spawning": {"convert", "launch"},
+    "ray": {"spawning"},
     "selftest": {"fleet", "convert", "launch"},
     "recommend": {"selftest"},
     "port": {"errors", "files"},
