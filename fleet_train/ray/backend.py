@@ -30,7 +30,7 @@ class FleetConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        return partial(InWorker, self.profile)  # type: ignore[return-value]
+        return partial(InWorker, self.profile)
 
     def to_dict(self) -> dict[str, Any]:
         """For Ray's record of the run."""
