@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, Job, clean_environ, python
+from tests.support.commands import fenced_blocks
+from tests.support.processes import ROOT, Job, clean_environ, python, write_script
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "ray[train]"'
@@ -35,3 +36,16 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: P
     assert {one["ranks"] for one in [*undisturbed, *killed]} == {2}
     assert {one["profile"] for one in [*undisturbed, *killed]} == {"unfused"}
     assert len({one["digest"] for one in [*undisturbed, *killed]}) == 1
+
+
+@pytest.mark.timeout(200)
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    blocks = fenced_blocks((ROOT / "docs" / "spawn.md").read_text(), "python")
+    example = next(block for block in blocks if "FleetTrainer" in block)
+    with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:
+        environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": str(tmp_path)})
+        job.start("driver", python(str(write_script(example, tmp_path))), environ)
+        (ended,) = job.wait(170)
+        assert ended.exit_code == 0, ended.output
+        assert "'ranks': 2" in ended.output
+        assert "'rate': 0.1" in ended.output
