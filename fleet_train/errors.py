@@ -122,6 +122,9 @@ class RankFailed(WorkerFailed):
         self.signal_number = signal_number
         self.traceback = traceback
 
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[object, ...]]:
+        return type(self), (*self.args, self.rank, self.rank_exit_code, self.signal_number, self.traceback)
+
 
 class Preempted(FleetTrainError):
     """Training was asked to stop (SIGTERM, SIGUSR1, ``fleet.request_stop``) and has saved what it had."""

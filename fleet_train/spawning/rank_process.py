@@ -96,8 +96,11 @@ class RankProcess:
     def look(self) -> bool:
         """Whether it has ended. It is not collected yet: its number stays its own."""
         if self.ended_at is None:
-            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
+            try:
+                has_ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            except ChildProcessError:  # the parent lets the kernel collect its children (SIGCHLD is ignored)
+                has_ended = True
+            if has_ended:
                 self.ended_at = time.monotonic()
         return self.ended_at is not None
 

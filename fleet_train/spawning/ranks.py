@@ -31,8 +31,8 @@ _EXIT_SECONDS = 20.0
 class Ranks:
     """``forward`` shows what rank 0 prints; called on the thread that waits, so that a notebook's cell gets it."""
 
-    def __init__(self, processes: list[RankProcess], store: SpawnStore, forward: Callable[[str], None]) -> None:
-        self._ranks = processes
+    def __init__(self, store: SpawnStore, forward: Callable[[str], None]) -> None:
+        self._ranks: list[RankProcess] = []
         self._store = store
         self._forward = forward
         self._began = time.monotonic()
@@ -40,9 +40,12 @@ class Ranks:
         self._reports: list[FailureReport] = []
         self._look_at_store = 0.0
         self._selector = selectors.DefaultSelector()
-        for rank in processes:
-            self._selector.register(rank.output, selectors.EVENT_READ, (rank, "output"))
-            self._selector.register(rank.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, (rank, "channel"))
+
+    def add(self, rank: RankProcess) -> None:
+        """One that has just been started; from now on `end` ends it."""
+        self._ranks.append(rank)
+        self._selector.register(rank.output, selectors.EVENT_READ, (rank, "output"))
+        self._selector.register(rank.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, (rank, "channel"))
 
     def wait(self) -> None:
         """Until all have ended, or one has failed and the others have had their moment."""

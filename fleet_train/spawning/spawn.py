@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.errors import ClusterError
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
 from fleet_train.launch.node import Node
@@ -63,8 +64,9 @@ def spawn(
         base = build_environment(node, machine, wanted, os.environ)
         _say_kept(base)
         greeting = _greeting(train)
-        ranks = _start(environs(base, node, store, os.environ), greeting, body, logs, store)
+        ranks = Ranks(store, show)
         try:
+            _start(ranks, environs(base, node, store, os.environ), greeting, body, logs)
             ranks.wait()
         finally:
             outcomes = ranks.end()
@@ -73,21 +75,16 @@ def spawn(
 
 
 def _start(
-    every: Sequence[Mapping[str, str]], greeting: dict[str, Any], body: bytes, logs: Path | None, store: SpawnStore
-) -> Ranks:
-    started: list[RankProcess] = []
+    ranks: Ranks, every: Sequence[Mapping[str, str]], greeting: dict[str, Any], body: bytes, logs: Path | None
+) -> None:
+    """Start them all. A Ctrl-C meanwhile is raised once all can be ended."""
     with interrupts_held():
-        try:
-            for index, environ in enumerate(every):
-                log = None if logs is None else logs / log_name(index)
-                started.append(RankProcess(index, environ, packed(greeting | {"rank": index}, body), log))
-        except BaseException:
-            for rank in started:
-                rank.kill_all()
-                rank.collect()
-                rank.close()
-            raise
-        return Ranks(started, store, show)
+        for index, environ in enumerate(every):
+            log = None if logs is None else logs / log_name(index)
+            try:
+                ranks.add(RankProcess(index, environ, packed(greeting | {"rank": index}, body), log))
+            except OSError as error:
+                raise ClusterError(f"rank {index} of {len(every)} could not be started: {error}") from error
 
 
 def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
