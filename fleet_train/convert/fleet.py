@@ -181,8 +181,9 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
     name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
-    on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others (``paddle.static.amp.decorate``,
-    ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes settings of the profile.
+    on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others
+    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes
+    settings of the profile.
 
     Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
     """
