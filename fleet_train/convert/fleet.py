@@ -192,9 +192,10 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
-    name or path, or None: then that of ``init``, else the launcher's ``--strategy``, else ``multi_node`` on several
-    nodes and ``single_node`` on one. Optimizers that Paddle wraps around others (``paddle.static.amp.decorate``,
-    ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes settings of the profile.
+    name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
+    on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others
+    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes
+    settings of the profile.
 
     Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
     """
@@ -229,10 +230,13 @@ def minimize(
 
 def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
     """What to say where a strategy was given in more than one place."""
-    launchers = asked_strategy(os.environ)
+    launchers, offered = asked_strategy(os.environ), session.offered()
+    names_its_own = strategy is not None or now.strategy is not None
     notices = []
-    if launchers and (strategy is not None or now.strategy is not None):
+    if launchers and names_its_own:
         notices.append(f"the script names its own strategy; the launcher's --strategy is not used ({launchers})")
+    if offered is not None and names_its_own:
+        notices.append(f"the function names its own strategy; that of spawn is not used ({offered.name})")
     if strategy is not None and now.strategy is not None and strategy is not now.strategy:
         notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
     return notices
@@ -242,7 +246,9 @@ def _resolve(strategy: Any, job: Job) -> Profile:
     if (prescribed := session.prescribed()) is not None:
         return prescribed
     if strategy is None:
-        strategy = asked_strategy(os.environ) or ("multi_node" if job.cluster.node_num > 1 else "single_node")
+        strategy = session.offered() or asked_strategy(os.environ)
+    if strategy is None:
+        strategy = "multi_node" if job.cluster.node_num > 1 else "single_node"
     if isinstance(strategy, (str, Path)):
         return load_profile(str(strategy))
     if isinstance(strategy, Profile):

@@ -28,13 +28,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"cluster"},
     "train": {"fleet", "convert", "data"},
     "launch": {"cluster", "profile"},
+    "spawning": {"convert", "launch"},
+    "ray": {"spawning"},
     "selftest": {"fleet", "convert", "launch"},
     "recommend": {"selftest"},
     "port": {"errors", "files"},
     "compat": {"errors"},
     "cli": {"train", "launch", "port", "selftest", "recommend"},
     "fleet": {"convert"},
-    "__init__": {"convert"},  # by name, on first use; and cluster, whose correction is as light as errors
+    "__init__": {"convert", "spawning"},  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
 }
 # Narrower than the table: the trainer is a user of the facade like any other.

@@ -48,12 +48,12 @@ def modules_loaded_by(code: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
 
 
-def test_a_script_imports_three_names() -> None:
-    assert sorted(fleet_train.__all__) == ["DistributedStrategy", "fleet", "role_maker"]
+def test_a_script_imports_three_names_and_starts_ranks_by_a_fourth() -> None:
+    assert sorted(fleet_train.__all__) == ["DistributedStrategy", "fleet", "role_maker", "spawn"]
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match="DistributedStrategy, fleet, role_maker"):
+    with pytest.raises(AttributeError, match="DistributedStrategy, fleet, role_maker, spawn"):
         _ = fleet_train.flete
 
 
@@ -72,6 +72,11 @@ def test_facade_has_the_documented_functions() -> None:
 def test_importing_the_package_loads_no_paddle() -> None:
     loaded = modules_loaded_by("import fleet_train")
     assert not loaded & {"paddle", "numpy", "visualdl", "pydantic"}
+
+
+def test_spawning_itself_loads_no_paddle() -> None:
+    loaded = modules_loaded_by("from fleet_train import spawn")
+    assert not loaded & {"paddle", "numpy", "visualdl", "cloudpickle"}
 
 
 @pytest.mark.parametrize("command", ["launch", "train", "check", "plan", "port", "profiles"])
