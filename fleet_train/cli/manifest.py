@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleet_train.cli.manifest_flags import of_ending, of_pods, of_port, of_training
 from fleet_train.cli.numbers import WholeNumberRange
 from fleet_train.errors import ClusterError
+from fleet_train.files import publish_where_linked
 
 if TYPE_CHECKING:
     from fleet_train.manifest import Pods, Training
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "allow_interspersed_args": False,
@@ -67,78 +67,9 @@ def command() -> None:
     """
 
 
-def _training(most_retries: str, retries_help: str) -> Callable[[_Command], _Command]:
-    """What every engine is told of the training; ``--max_retries`` or ``--max_requeues`` is the engine's own bound."""
-    default = 10 if most_retries == "--max_requeues" else 6
-    options = [
-        click.option("--nodes", type=WholeNumberRange(1, 100_000), required=True, metavar="N", help="Machines, or pods."),
-        click.option("--name", metavar="NAME", help="Name of the job. [default: made from the script's]"),
-        click.option("--processes", type=WholeNumberRange(1), metavar="N", help="Ranks per node. [default: --gpus, or 1]"),
-        click.option("--strategy", metavar="NAME|FILE", help="Profile, as launch takes it."),
-        click.option("--python", default="python", show_default=True, metavar="PATH", help="The interpreter there."),
-        click.option(
-            "--max_restarts",
-            type=WholeNumberRange(0),
-            default=3,
-            show_default=True,
-            metavar="N",
-            help="How often the launchers start the ranks again before the engine hears of a failure.",
-        ),
-        click.option(most_retries, type=WholeNumberRange(0), default=default, show_default=True, help=retries_help),
-        click.option(
-            "--join_timeout",
-            type=WholeNumberRange(1, 1_000_000),
-            default=900,
-            show_default=True,
-            metavar="SECONDS",
-            help="How long the first node waits for the last.",
-        ),
-        click.option("--launch_flags", default="", metavar="TEXT", help="More of launch's flags: '--min_nodes=3'"),
-        click.option("--output", type=Path, metavar="FILE", help="Write there instead of the standard output."),
-        click.option("--force", is_flag=True, help="Overwrite FILE."),
-        click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does."),
-        click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]..."),
-    ]
-    return _all_of(options)
-
-
-def _all_of(options: list[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
-    def decorate(function: _Command) -> _Command:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_grace = click.option(
-    "--grace_seconds",
-    type=WholeNumberRange(0, 1_000_000),
-    metavar="SECONDS",
-    help="After SIGTERM, how long ranks may take to save their state. [default: 60 for Slurm, else 30]",
-)
-_pods = _all_of(
-    [
-        click.option("--image", required=True, metavar="IMAGE", help="With Python, Paddle, fleet_train and the script."),
-        click.option("--namespace", metavar="NAME", help="[default: kubectl's own]"),
-        click.option("--cpu", metavar="N", help="Processors of a pod: 8, 500m."),
-        click.option("--memory", metavar="SIZE", help="Memory of a pod: 64Gi."),
-        click.option("--gpus", type=WholeNumberRange(0, 1000), default=0, metavar="N", help="GPUs of a pod."),
-        click.option("--gpu_resource", default="nvidia.com/gpu", show_default=True, metavar="NAME"),
-        click.option("--shm", default="1Gi", show_default=True, metavar="SIZE", help="Of /dev/shm; 0: not mounted."),
-        click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH[:ro]", help="A PersistentVolumeClaim."),
-        click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Taken as it is."),
-        click.option("--workdir", metavar="/PATH", help="Where the script starts. [default: the image's]"),
-    ]
-)
-_port = click.option(
-    "--port", type=WholeNumberRange(1, 65_000), default=6170, show_default=True, help="First port of a pod."
-)
-
-
 @command.command(name="slurm", context_settings=_SETTINGS, epilog=_SLURM_EPILOG)
-@_training("--max_requeues", "How often the job is queued again.")
-@_grace
+@of_training("--max_requeues", "How often the job is queued again.", default=10)
+@of_ending
 @click.option("--cpus", type=WholeNumberRange(1), metavar="N", help="Processors of a node.")
 @click.option("--gpus", metavar="[KIND:]N", help="GPUs of a node: 8, a100:4.")
 @click.option("--mem", metavar="SIZE", help="Memory of a node: 64G; 0: all of it.")
@@ -166,7 +97,7 @@ def slurm(**given: Any) -> None:
     from fleet_train.manifest import Batch, batch_script
     from fleet_train.manifest.slurm import gpus_per_node
 
-    training = _read_training(given, gpus_per_node(given["gpus"]), 60 if given["grace_seconds"] is None else None)
+    training = _read_training(given, gpus_per_node(given["gpus"]), 60)
     signal_seconds = given["signal_seconds"]
     batch = Batch(
         name=given["name"] or training.default_name(),
@@ -189,35 +120,35 @@ def slurm(**given: Any) -> None:
 
 
 @command.command(name="job", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="job"))
-@_training("--max_retries", "How often Kubernetes starts a pod again that has failed.")
-@_grace
-@_pods
-@_port
+@of_training("--max_retries", "How often Kubernetes starts a pod again that has failed.", default=6)
+@of_ending
+@of_pods
+@of_port
 def job(**given: Any) -> None:
     """Write an indexed Job of Kubernetes and its headless service. No operator is needed (Kubernetes 1.29 or later)."""
     from fleet_train.manifest import indexed_job
 
-    training = _read_training(given, given["gpus"], None)
+    training = _read_training(given, given["gpus"], 30)
     _write(indexed_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
 
 
 @command.command(name="paddlejob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="paddlejob"))
-@_training("--max_retries", "How often all pods are started again after a failure.")
-@_grace
-@_pods
-@_port
+@of_training("--max_retries", "How often all pods are started again after a failure.", default=6)
+@of_ending
+@of_pods
+@of_port
 def paddlejob(**given: Any) -> None:
     """Write a PaddleJob for Kubeflow's training operator (v1)."""
     from fleet_train.manifest import paddle_job
 
-    training = _read_training(given, given["gpus"], None)
+    training = _read_training(given, given["gpus"], 30)
     _write(paddle_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
 
 
 @command.command(name="trainjob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="trainjob"))
-@_training("--max_retries", "Not for a TrainJob: its runtime decides.")
-@_grace
-@_pods
+@of_training(None)
+@of_ending
+@of_pods
 @click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="One for PyTorch.")
 @click.option(
     "--runtime_kind",
@@ -233,9 +164,88 @@ def trainjob(**given: Any) -> None:
     """Write a TrainJob for Kubeflow Trainer (v2), on its runtime for PyTorch, which tells pods their place."""
     from fleet_train.manifest import train_job
 
-    ...
+    version = given["trainer_version"]
+    training = _read_training(given, given["gpus"], 10 if version == "2.2" else 30)
+    text = train_job(training, _read_pods(given, training), given["runtime"], given["runtime_kind"], version)
+    _write(text, given, "kubectl apply -f")
 
 
-def _read_training(given: dict[str, Any], gpus: int, grace_seconds: int | None) -> Training:
+def _read_training(given: dict[str, Any], gpus: int, grace_seconds: int) -> Training:
     """Raises ClusterError, and click's errors for flags that launch does not know."""
-    ...
+    from fleet_train.manifest import Training
+
+    asked = given["grace_seconds"]
+    training = Training(
+        program=given["program"],
+        nodes=given["nodes"],
+        processes=given["processes"] or gpus or 1,
+        is_module=given["is_module"],
+        python=given["python"],
+        strategy=given["strategy"],
+        max_restarts=given["max_restarts"],
+        grace_seconds=grace_seconds if asked is None else asked,
+        join_timeout_seconds=given["join_timeout"],
+        launch_flags=_launch_flags(given["launch_flags"]),
+    )
+    _check_launch(training)
+    return training
+
+
+def _launch_flags(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise click.BadParameter(f"{text[:80]!r}: {error}", param_hint="--launch_flags") from None
+
+
+def _check_launch(training: Training) -> None:
+    """That launch takes this command line is seen now, not when the job has waited for its machines."""
+    from fleet_train.cli.launch import command as launch
+
+    context = launch.make_context("launch", training.launch()[4:])
+    told = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
+    if of_engine := sorted(name for name in told if context.params[name]):
+        raise click.UsageError(
+            f"--launch_flags: --{of_engine[0]} has no place here: the engine tells every launcher its nodes; remove it"
+        )
+    if context.params["program"] != training.program:
+        raise click.UsageError("--launch_flags takes flags only; the script and its arguments stand at the end")
+
+
+def _read_pods(given: dict[str, Any], training: Training) -> Pods:
+    """Raises ClusterError."""
+    from fleet_train.manifest import Pods, Volume
+
+    return Pods(
+        name=given["name"] or training.default_name(),
+        image=given["image"],
+        namespace=given["namespace"],
+        cpu=given["cpu"],
+        memory=given["memory"],
+        gpus=given["gpus"],
+        gpu_resource=given["gpu_resource"],
+        shared_memory=None if given["shm"] == "0" else given["shm"],
+        volumes=tuple(Volume.read(text) for text in given["volumes"]),
+        environment=given["environment"],
+        working_folder=given["workdir"],
+        port=given.get("port", 0),
+    )
+
+
+def _write(text: str, given: dict[str, Any], submit: str) -> None:
+    """Raises ClusterError where the file cannot be written."""
+    path: Path | None = given["output"]
+    if path is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        if given["force"]:
+            publish_where_linked(path, text.encode())
+        else:
+            with path.open("xb") as file:
+                file.write(text.encode())
+    except FileExistsError:
+        raise click.UsageError(f"--output {path} exists; --force overwrites it, or choose another name") from None
+    except OSError as error:
+        raise ClusterError(f"--output {path} cannot be written: {error.strerror}; choose another place") from None
+    click.echo(f"wrote {path}; start it with: {submit} {shlex.quote(str(path))}", err=True)

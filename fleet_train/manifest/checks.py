@@ -15,7 +15,10 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _QUANTITY = re.compile(_NUMBER + r"(?:(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE])|[eE]([+-]?\d{1,3}))?", re.ASCII)
 _FACTORS = {
     **{suffix: Decimal(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)},
-    **{suffix: Decimal(1000) ** power for power, suffix in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)},
+    **{
+        suffix: Decimal(1000) ** power
+        for power, suffix in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
+    },
 }
 _LEAST_MEMORY_BYTES = 1 << 20
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -49,8 +52,8 @@ def check_subdomain(flag: str, name: str) -> str:
     """The name of an object such as a claim: RFC 1123 labels with dots between them. Raises ClusterError."""
     if len(name) > 253 or not all(_LABEL.fullmatch(part) for part in name.split(".")):
         raise ClusterError(
-            f"{flag}: {name[:80]!r} is no name of an object: up to 253 of a to z, 0 to 9, '-' and '.', with a letter or "
-            f"digit at both ends of each part (RFC 1123); {_nearest(name, False)}"
+            f"{flag}: {name[:80]!r} is no name of an object: up to 253 of a to z, 0 to 9, '-' and '.', with a letter "
+            f"or digit at both ends of each part (RFC 1123); {_nearest(name, False)}"
         )
     return name
 
@@ -66,8 +69,8 @@ def quantity(flag: str, text: str) -> Decimal:
     found = _QUANTITY.fullmatch(text)
     if found is None or len(text) > 40:
         raise ClusterError(
-            f"{flag}={text[:60]!r} is no quantity of Kubernetes: a number with Ki, Mi, Gi, Ti (powers of 1024), k, M, G, "
-            f"T (of 1000), m (a thousandth) or nothing behind it, without a space; for example {flag}={_example(flag)}"
+            f"{flag}={text[:60]!r} is no quantity of Kubernetes: a number with Ki, Mi, Gi, Ti (powers of 1024), k, M, "
+            f"G, T (of 1000), m (a thousandth) or nothing behind it, without a space; as in {flag}={_example(flag)}"
         )
     number, suffix, exponent = found.groups()
     value = Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _FACTORS[suffix or ""])
@@ -82,7 +85,9 @@ def _example(flag: str) -> str:
 
 def check_cpu(text: str) -> str:
     if (quantity("--cpu", text) * 1000) % 1:
-        raise ClusterError(f"--cpu={text}: Kubernetes counts in thousandths of a processor; write for example 500m or 4")
+        raise ClusterError(
+            f"--cpu={text}: Kubernetes counts in thousandths of a processor; write for example 500m or 4"
+        )
     return text
 
 

@@ -18,8 +18,9 @@ from fleet_train.errors import (
     ProfileError,
 )
 from fleet_train.manifest.checks import check_name
-from fleet_train.manifest.pods import END_SECONDS, Pods, about
+from fleet_train.manifest.pods import END_SECONDS, Pods
 from fleet_train.manifest.training import Training
+from fleet_train.manifest.words import about, about_ends, paragraph, rows
 from fleet_train.manifest.yaml_text import to_yaml
 
 CONTAINER = "train"
@@ -97,31 +98,34 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
-    kubectl, name = pods.kubectl(), pods.name
-    mistakes = ", ".join(map(str, MISTAKES))
+    kubectl, name, restarts = pods.kubectl(), pods.name, training.max_restarts
+    label = f"batch.kubernetes.io/job-name={name}"
+    commands = {
+        "submit": f"{kubectl} apply -f FILE",
+        "watch": f"{kubectl} get pods -l {label}\n"
+        f"{kubectl} logs -f -l {label},batch.kubernetes.io/job-completion-index=0",
+        "pause": f'{kubectl} patch job {name} -p \'{{"spec":{{"suspend":true}}}}\'   (false: go on)',
+        "stop": f"{kubectl} delete job,service {name}",
+    }
+    ends = {
+        "  evicted, or exit code 12": "it takes its place again, elsewhere; that is not counted",
+        f"  exit code {', '.join(map(str, MISTAKES))}": "the Job fails at once: a mistake that would come again",
+        "  any other": f"it is started again, {retries} times at most for each index (backoffLimitPerIndex);\n"
+        "then the whole Job fails (maxFailedIndexes: 0)",
+    }
     return [
-        *about(training, f"An indexed Job {name}"),
-        f"submit   {kubectl} apply -f FILE",
-        f"watch    {kubectl} logs -f -l batch.kubernetes.io/job-name={name},batch.kubernetes.io/job-completion-index=0",
-        f"         {kubectl} get pods -l batch.kubernetes.io/job-name={name}",
-        f"pause    {kubectl} patch job {name} -p '{{\"spec\":{{\"suspend\":true}}}}'   (false: go on)",
-        f"stop     {kubectl} delete job,service {name}",
-        "",
-        "Pause, stop, an eviction or a drained machine: the pod gets SIGTERM, all ranks save their state at the same",
-        f"step and every launcher ends with exit code 12, within --grace_seconds={training.grace_seconds};",
-        f"terminationGracePeriodSeconds leaves {END_SECONDS} s beyond that. To go on from there the script loads its",
-        "newest checkpoint when there is one (the reference trainer: --resume), from a volume that all pods mount.",
-        "",
-        "How the pods find each other: pod I has the index I (JOB_COMPLETION_INDEX, set by Kubernetes) and the host",
-        f"name {name}-I; `subdomain` and the service of that name make {name}-I.{name} known to all of them, and",
-        "publishNotReadyAddresses as soon as the pod is there. FLEET_TRAIN_MASTER and FLEET_TRAIN_NNODES say the rest.",
-        "",
+        *about(training, f"Indexed Job {name}"),
+        *rows(commands),
+        *about_ends(training, END_SECONDS),
+        *paragraph(
+            f"How the pods find each other: pod I has the index I (JOB_COMPLETION_INDEX) and the host name {name}-I. "
+            f"`subdomain` and the service of that name make {name}-I.{name} known to all, and publishNotReadyAddresses "
+            "as soon as the pod is there. FLEET_TRAIN_MASTER and FLEET_TRAIN_NNODES say the rest."
+        ),
         "What happens when a pod ends (Kubernetes 1.29 or later):",
-        "  evicted, or exit code 12    it is put elsewhere under the same index, and that is not counted",
-        f"  exit code {mistakes}   the Job fails at once: a mistake that would come again",
-        f"  any other                   the pod is started again, {retries} times at most per index (backoffLimitPerIndex);",
-        "                              then the Job fails (maxFailedIndexes: 0) instead of waiting for ever",
-        "podReplacementPolicy: Failed starts a new pod when the old one has ended: two with one name would meet.",
-        f"Before Kubernetes hears of a failure, the launchers start the ranks again {training.max_restarts} times themselves.",
-        "A Job's pods cannot be changed: delete it, and apply the changed file.",
+        *rows(ends, 34),
+        *paragraph(
+            "podReplacementPolicy: Failed starts a new pod when the old one has ended; two with one name would meet. "
+            f"Before Kubernetes hears of a failed rank, the launchers start the ranks again {restarts} times."
+        ),
     ]

@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from fleet_train.manifest.checks import check_name
-from fleet_train.manifest.pods import END_SECONDS, Pods, about
+from fleet_train.manifest.pods import END_SECONDS, Pods
 from fleet_train.manifest.training import Training
+from fleet_train.manifest.words import about, about_ends, paragraph, rows
 from fleet_train.manifest.yaml_text import to_yaml
 
 CONTAINER, PORT = "paddle", "master"
@@ -45,27 +46,28 @@ def backoff_limit(nodes: int, retries: int) -> int:
 
 
 def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
-    kubectl, name = pods.kubectl(), pods.name
+    kubectl, name, nodes = pods.kubectl(), pods.name, training.nodes
+    suspend = '{"spec":{"runPolicy":{"suspend":true}}}'
+    commands = {
+        "submit": f"{kubectl} apply -f FILE",
+        "watch": f"{kubectl} get paddlejob {name}\n{kubectl} logs -f {name}-worker-0",
+        "pause": f"{kubectl} patch paddlejob {name} --type merge -p '{suspend}'   (false: go on)",
+        "stop": f"{kubectl} delete paddlejob {name}",
+    }
     return [
-        *about(training, f"A PaddleJob {name} of Kubeflow's training operator (v1)"),
-        f"submit   {kubectl} apply -f FILE",
-        f"watch    {kubectl} logs -f {name}-worker-0",
-        f"         {kubectl} get paddlejob {name}",
-        f"pause    {kubectl} patch paddlejob {name} --type merge -p '{{\"spec\":{{\"runPolicy\":{{\"suspend\":true}}}}}}'",
-        f"stop     {kubectl} delete paddlejob {name}",
-        "",
-        "Pause, stop, an eviction or a drained machine: the pod gets SIGTERM, all ranks save their state at the same",
-        f"step and every launcher ends with exit code 12, within --grace_seconds={training.grace_seconds};",
-        f"terminationGracePeriodSeconds leaves {END_SECONDS} s beyond that. To go on from there the script loads its",
-        "newest checkpoint when there is one (the reference trainer: --resume), from a volume that all pods mount.",
-        "",
-        "How the pods find each other: the operator makes a service for each pod, and tells PADDLE_MASTER (worker 0 and",
-        f"the port called {PORT}), PADDLE_NNODES and PADDLE_JOB_ID, but no rank: that is the number of the pod's name,",
-        f"{name}-worker-I, which POD_NAME tells also where the host name is the machine's.",
-        "",
-        "What happens when a pod ends: restartPolicy OnFailure starts its container again in place, also after exit code",
-        "12; a pod that is evicted is made anew. The operator knows no list of exit codes that would fit (with its policy",
-        f"ExitCode, 12 ends the job), so backoffLimit bounds both: {retries} restarts of all {training.nodes} containers, and one",
-        "more container. Before the operator hears of a failure, the launchers start the ranks again"
-        f" {training.max_restarts} times themselves.",
+        *about(training, f"PaddleJob {name}, for Kubeflow's training operator (v1)"),
+        *rows(commands),
+        *about_ends(training, END_SECONDS),
+        *paragraph(
+            "How the pods find each other: the operator makes a service for each pod and sets PADDLE_MASTER (worker 0 "
+            f"and the port called {PORT}), PADDLE_NNODES and PADDLE_JOB_ID, but no rank. That is the number in the "
+            f"pod's name, {name}-worker-I, which POD_NAME tells also where the host name is the machine's."
+        ),
+        *paragraph(
+            "What happens when a pod ends: its container is started again in place (restartPolicy OnFailure), also "
+            "after exit code 12; a pod that was evicted is made anew. With the operator's policy ExitCode, 12 would "
+            f"end the job. backoffLimit counts restarts of containers, of which each restart of the training has "
+            f"{nodes}: the job fails after {retries} restarts. Before the operator hears of a failed rank, the "
+            f"launchers start the ranks again {training.max_restarts} times themselves."
+        ),
     ]

@@ -173,15 +173,3 @@ def _refuse_nested(paths: Sequence[str]) -> None:
         for other in paths[:i]:
             if path.rstrip("/") == other.rstrip("/") or path == "/":
                 raise ClusterError(f"--volume: something else is mounted at {path} already; choose another path")
-
-
-def about(training: Training, what: str) -> list[str]:
-    """The first lines of a manifest's comment."""
-    lines = [f"{what}: nodes x ranks per node = {training.shape()}. Written by: python -m fleet_train manifest", ""]
-    if training.starts_anew:
-        lines += [
-            "NOTE: the reference trainer is started without --resume. When all pods are started again it refuses the",
-            "checkpoints that it finds; write --resume behind `fleet_train train`.",
-            "",
-        ]
-    return lines

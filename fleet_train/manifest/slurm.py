@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from fleet_train.errors import ClusterError, Preempted
 from fleet_train.manifest.training import Training
+from fleet_train.manifest.words import about, paragraph, rows
 
-_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+:&|*()=-]*", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", re.ASCII)
 _MEMORY = re.compile(r"\d{1,9}[KMGT]?", re.ASCII)
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,4})", re.ASCII)
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
@@ -57,12 +58,16 @@ class Batch:
                 )
         for option in self.options:
             if not re.fullmatch(r"--?[A-Za-z][^\n\r\0#]*", option):
-                raise ClusterError(f"--sbatch={option[:80]!r} is no option of sbatch on one line, as --sbatch=--exclusive")
+                raise ClusterError(
+                    f"--sbatch={option[:80]!r} is no option of sbatch on one line, as --sbatch=--exclusive"
+                )
         for flag, path in (("--venv", self.venv), ("--workdir", self.working_folder), ("--log_dir", self.log_dir)):
             if path is not None and (not path or re.search(r"[\n\r\0]", path)):
                 raise ClusterError(f"{flag}={path!r} is no path that fits on a line of a script; give another one")
         if self.working_folder is not None and re.search(r"\s|%", self.working_folder):
-            raise ClusterError(f"--workdir={self.working_folder!r}: sbatch takes no spaces or % in it; use a link to it")
+            raise ClusterError(
+                f"--workdir={self.working_folder!r}: sbatch takes no spaces or % in it; use a link to it"
+            )
 
     def _check(self, flag: str, text: str | None, pattern: re.Pattern[str], rule: str) -> None:
         if text is not None and not pattern.fullmatch(text):
@@ -104,19 +109,23 @@ def batch_script(training: Training, batch: Batch) -> str:
 
 
 def _head(training: Training, batch: Batch) -> list[str]:
-    note = "NOTE: the reference trainer is started without --resume: queued again, it refuses the checkpoints it finds."
-    return [
-        "#!/bin/bash",
-        f"# {batch.name}: nodes x ranks per node = {training.shape()}. Written by: python -m fleet_train manifest",
-        "#",
-        "#   submit          sbatch FILE",
-        f"#   watch           squeue --name={batch.name}; tail -F {batch.name}-JOB.out",
-        "#   save and requeue scancel --signal=TERM JOB     asks the launchers alone, as --signal below does",
-        "#   stop            scancel JOB                   SIGTERM to all, SIGKILL after KillWait (usually 30 s):",
-        "#                                                 what is saved by then stays, and nothing is queued again",
-        *(["#", f"# {note}"] if training.starts_anew else []),
-        "",
-    ]
+    commands = {
+        "submit": "sbatch FILE",
+        "watch": f"squeue --name={batch.name}; tail -F {batch.name}-JOB.out",
+        "save": "scancel --signal=TERM JOB: saves the state and is queued again, as at the time limit",
+        "stop": "scancel JOB: SIGTERM, and SIGKILL after KillWait (usually 30 s). What is saved by then stays, and\n"
+        "nothing is queued again",
+    }
+    lines = [*about(training, f"Slurm job {batch.name}"), *rows(commands)][:-1]
+    return ["#!/bin/bash", *_comment(lines), ""]
+
+
+def _comment(lines: list[str]) -> list[str]:
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def _note(text: str) -> list[str]:
+    return _comment(paragraph(text)[:-1])
 
 
 def _options(training: Training, batch: Batch) -> list[str]:
@@ -134,14 +143,19 @@ def _options(training: Training, batch: Batch) -> list[str]:
         "chdir": batch.working_folder,
     }
     return [
-        "# One task per node: the launcher, which starts the node's ranks itself and gets all of its processors.",
+        *_note("One task per node: the launcher. It starts the node's ranks itself, on all of the task's processors."),
         *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None),
         *(f"#SBATCH {option}" for option in batch.options),
-        f"# {batch.signal_seconds} s before the time limit (Slurm may be up to 60 s early), and before a preemption where",
-        "# the cluster grants a GraceTime, the launchers get SIGTERM: all ranks save their state after the same step.",
+        *_note(
+            f"{batch.signal_seconds} s before the time limit (Slurm may be up to 60 s early) the launchers get "
+            "SIGTERM: all ranks save their state after the same step. So they do before a preemption, where the "
+            "cluster grants a GraceTime."
+        ),
         f"#SBATCH --signal=TERM@{batch.signal_seconds}",
-        "# The same job may run several times: after a lost node Slurm queues it again by itself, and this script does",
-        "# when the state was saved. Every run appends to one file.",
+        *_note(
+            "The same job may run several times: Slurm queues it again after a lost node, and this script does when "
+            "the state was saved. Every run appends to one file."
+        ),
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
@@ -154,29 +168,34 @@ def _body(training: Training, batch: Batch) -> list[str]:
     activate = f"{batch.venv}/bin/activate" if batch.venv is not None else ""
     return [
         ': "${SLURM_JOB_ID:?start this script with sbatch}"',
-        "run=${SLURM_RESTART_COUNT:-0}   # 0 at first, then how often the job has been queued again",
+        "# 0 at first, then how often the job has been queued again.",
+        "run=${SLURM_RESTART_COUNT:-0}",
         "",
-        "# scancel, the time limit and a preemption end the whole job, this script with it, by SIGTERM. --signal asks the",
-        "# launchers alone. So the trap tells whether Slurm wants the job gone; bash runs it when srun has ended.",
+        *_note(
+            "scancel, the time limit and a preemption end the whole job, this script with it, by SIGTERM. --signal "
+            "asks the launchers alone. So the trap tells whether Slurm wants the job gone. bash runs it behind srun."
+        ),
         "ended_by_slurm=0",
         "trap 'ended_by_slurm=1' TERM",
         "",
         *([f"source {shlex.quote(activate)} || exit 1"] if activate else []),
         *batch.setup,
         *([""] if activate or batch.setup else []),
-        "# No --cluster_node_ips: each launcher reads the step's nodes, and which one it is, from Slurm's variables.",
-        "# A launcher that fails tells the others, and all end by themselves. --kill-on-bad-exit would kill launchers",
-        "# that are just ending, and the exit code that counts below would be lost; --wait is the bound behind theirs.",
-        f"{_srun(training, batch)}",
+        *_note(
+            "No --cluster_node_ips: each launcher reads the step's nodes, and which one it is, from Slurm's variables. "
+            "A launcher that fails tells the others, and all end by themselves; --wait bounds that. "
+            "--kill-on-bad-exit=1 would kill launchers that are about to end, and the exit code would be lost."
+        ),
+        _srun(training, batch),
         "code=$?",
         "",
-        f"# {saved}: asked to stop, state saved. Any other code is the job's own end: 0, or a failure to look at.",
+        *_note(f"{saved}: stopped when asked to, state saved. 0 is the end of the training, any other code a failure."),
         f'if [ "$code" -eq {saved} ] && [ "$ended_by_slurm" -eq 0 ]; then',
         f'    if [ "$run" -ge {most} ]; then',
-        f'        echo "the state is saved, but the job has been queued again $run times (at most {most}): sbatch it anew"',
+        f'        echo "the state is saved; queued again $run times already, at most {most}: sbatch it anew to go on"',
         "    else",
-        '        echo "the state is saved after run $run; queueing the job again"',
-        '        scontrol requeue "$SLURM_JOB_ID" || echo "Slurm does not queue it again; the state is saved: sbatch it anew"',
+        '        echo "the state of run $run is saved; the job queues itself again"',
+        '        scontrol requeue "$SLURM_JOB_ID" || echo "Slurm did not queue it again: sbatch it anew to go on"',
         "    fi",
         "fi >&2",
         'exit "$code"',

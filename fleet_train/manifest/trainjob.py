@@ -8,8 +8,9 @@ from typing import Any
 
 from fleet_train.errors import ClusterError
 from fleet_train.manifest.checks import check_name, check_subdomain
-from fleet_train.manifest.pods import END_SECONDS, Pods, about, command
+from fleet_train.manifest.pods import END_SECONDS, Pods, command
 from fleet_train.manifest.training import Training
+from fleet_train.manifest.words import about, about_ends, paragraph, rows
 from fleet_train.manifest.yaml_text import to_yaml
 
 VERSIONS = ("2.3", "2.2")
@@ -76,8 +77,8 @@ def _period(training: Training, version: str) -> dict[str, int]:
     most = _DEFAULT_PERIOD_SECONDS - END_SECONDS
     if training.grace_seconds > most:
         raise ClusterError(
-            f"--grace_seconds={training.grace_seconds}: a TrainJob of Kubeflow Trainer 2.2 cannot ask for more than the "
-            f"{_DEFAULT_PERIOD_SECONDS} s that Kubernetes gives a pod to end, of which {END_SECONDS} s are the "
+            f"--grace_seconds={training.grace_seconds}: a TrainJob of Kubeflow Trainer 2.2 cannot ask for more than "
+            f"the {_DEFAULT_PERIOD_SECONDS} s that Kubernetes gives a pod to end, of which {END_SECONDS} s are the "
             f"launcher's; give --grace_seconds={most} or less, or use Trainer 2.3"
         )
     return {}
@@ -91,29 +92,33 @@ def _patch(pods: Pods) -> dict[str, Any]:
 
 
 def _comment(training: Training, pods: Pods, runtime: str, version: str) -> list[str]:
-    kubectl, name = pods.kubectl(), pods.name
+    kubectl, name, nodes = pods.kubectl(), pods.name, training.nodes
+    first = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
+    suspend = '{"spec":{"suspend":true}}'
+    commands = {
+        "submit": f"{kubectl} apply -f FILE",
+        "watch": f"{kubectl} get trainjob {name}\n{kubectl} logs -f -l {first}",
+        "pause": f"{kubectl} patch trainjob {name} --type merge -p '{suspend}'   (false: go on)",
+        "stop": f"{kubectl} delete trainjob {name}",
+    }
     return [
-        *about(training, f"A TrainJob {name} of Kubeflow Trainer {version}"),
-        f"submit   {kubectl} apply -f FILE",
-        f"watch    {kubectl} logs -f -l jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
-        f"         {kubectl} get trainjob {name}",
-        f"pause    {kubectl} patch trainjob {name} --type merge -p '{{\"spec\":{{\"suspend\":true}}}}'   (false: go on)",
-        f"stop     {kubectl} delete trainjob {name}",
-        "",
-        "Pause, stop, an eviction or a drained machine: the pod gets SIGTERM, all ranks save their state at the same",
-        f"step and every launcher ends with exit code 12, within --grace_seconds={training.grace_seconds}; a pod is killed",
-        f"{END_SECONDS} s or more after that. To go on from there the script loads its newest checkpoint when there is one",
-        "(the reference trainer: --resume), from a volume that all pods mount.",
-        "",
-        f"Why a runtime for PyTorch: {runtime} starts any program. Its policy `torch` only tells each pod its place by",
-        f"variables: PET_MASTER_ADDR ({name}-node-0-0.{name}), PET_MASTER_PORT, PET_NNODES, PET_NODE_RANK and",
-        "PET_NPROC_PER_NODE, which the launcher reads; torchrun is not started, and the image needs no PyTorch.",
-        "Volumes, /dev/shm and the time to end are runtimePatches, because a TrainJob has no fields of its own for them;",
-        "they belong to the runtime's job and container, which are both called node.",
-        "",
-        "What happens when a pod ends: that is the runtime's to say. Below torch-distributed a container is started again",
-        "in place, also after exit code 12, until the restarts of all containers together reach its Job's backoffLimit,",
-        f"which is 6 by default: with {training.nodes} nodes each restart of the training counts {training.nodes}. A TrainingRuntime of",
-        "your own can set more (--runtime NAME --runtime_kind TrainingRuntime). Before that, the launchers start the ranks",
-        f"again {training.max_restarts} times themselves.",
+        *about(training, f"TrainJob {name}, for Kubeflow Trainer {version}"),
+        *rows(commands),
+        *about_ends(training, END_SECONDS),
+        *paragraph(
+            f"Why a runtime for PyTorch: {runtime} starts any program. Its policy `torch` only tells each pod its "
+            f"place: PET_MASTER_ADDR ({name}-node-0-0.{name}), PET_MASTER_PORT, PET_NNODES, PET_NODE_RANK, "
+            "PET_NPROC_PER_NODE. The launcher reads these; torchrun is not started, and the image needs no PyTorch."
+        ),
+        *paragraph(
+            "runtimePatches are for what a TrainJob has no fields of its own for: volumes, /dev/shm, the time to end. "
+            "They belong to the runtime's job and container, which are both called node."
+        ),
+        *paragraph(
+            "What happens when a pod ends is for the runtime to say. Below torch-distributed a container is started "
+            "again in place, also after exit code 12, until the restarts of all containers reach the backoffLimit of "
+            f"its Job, which is 6 where the runtime sets none; each restart of the training counts {nodes}. A runtime "
+            "of your own can set more (--runtime NAME --runtime_kind TrainingRuntime). Before that, the launchers "
+            f"start the ranks again {training.max_restarts} times themselves."
+        ),
     ]

@@ -32,6 +32,6 @@ _Dumper.add_representer(str, _text)
 
 def to_yaml(comment: Sequence[str], *documents: dict[str, Any]) -> str:
     """A comment, then the documents, keys in the order that they were given in."""
-    head = "".join(f"# {line}".rstrip() + "\n" for line in comment)
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comment[: -1 if comment[-1:] == [""] else None])
     bodies = (yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True) for one in documents)
     return head + "---\n".join(bodies)
