@@ -8,7 +8,9 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 
+from fleet_train.cli import launch
 from fleet_train.cli.manifest import command
+from fleet_train.launch.request import LaunchRequest
 
 IMAGE = "--image=registry.local/train:1"
 EVERYTHING = (
@@ -17,6 +19,13 @@ EVERYTHING = (
     "--grace_seconds=45 --max_restarts=5 --join_timeout=600 --launch_flags=--min_nodes=2"
 ).split()
 """Every flag that has an effect on the fields of a pod."""
+# Whatever a shell, Kubernetes or YAML could take for something else.
+AWKWARD = (
+    "it's", '"quoted"', "$HOME", "$(FLEET_TRAIN_MASTER)", "$(POD_NAME)", "$$(x)", "$$", "$", "a  b", "", "1e-3",
+    "0o7", "12:30:45", "yes", "null", "~", "-", "--", "#no comment", "a: b", "{a: 1}", "[1]", "*x", "&x",
+    "!tag", "%", "@", "`id`", "\\n", "one\ntwo", "tab\there", "\u00e9\u4e2d", "trailing ", "-m", "--help",
+    "0x1f", "1_000", ".inf", "<<", "=", "2026-11-23", "|", ">", "?",
+)  # fmt: skip
 
 
 def written(kind: str, *arguments: str) -> str:
@@ -98,3 +107,11 @@ def told_by_the_controller(kind: str, documents: list[dict[str, Any]], pod: int)
 
 def command_line(container: dict[str, Any], variables: dict[str, str]) -> list[str]:
     return [expanded(word, variables) for word in [*container["command"], *container["args"]]]
+
+
+def request_of(words: list[str]) -> LaunchRequest:
+    """What the launcher reads of its command line."""
+    assert words[:4] == ["python", "-m", "fleet_train", "launch"]
+    context = launch.command.make_context("launch", words[4:])
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name != "dry_run"}
+    return launch.read_request(**flags)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fleet_train.cli import launch
 from fleet_train.cluster.engines import detect
 from fleet_train.launch.request import FaultPolicy, LaunchRequest
-from tests.support.manifests import EVERYTHING, command_line, manifests, pod_of, told_by_the_controller
+from tests.support.manifests import (
+    AWKWARD,
+    EVERYTHING,
+    command_line,
+    manifests,
+    pod_of,
+    request_of,
+    told_by_the_controller,
+)
 
 KINDS = ("job", "paddlejob", "trainjob")
 HOSTS = {
@@ -17,20 +22,6 @@ HOSTS = {
     "paddlejob": tuple(f"digits-worker-{pod}" for pod in range(3)),
     "trainjob": tuple(f"digits-node-0-{pod}.digits" for pod in range(3)),
 }
-# Whatever a shell, Kubernetes or YAML could take for something else.
-AWKWARD = (
-    "it's", '"quoted"', "$HOME", "$(FLEET_TRAIN_MASTER)", "$(POD_NAME)", "$$(x)", "$$", "$", "a  b", "", "1e-3",
-    "0o7", "12:30:45", "yes", "null", "~", "-", "--", "#no comment", "a: b", "{a: 1}", "[1]", "*x", "&x",
-    "!tag", "%", "@", "`id`", "\\n", "one\ntwo", "tab\there", "\u00e9\u4e2d", "trailing ", "-m", "--help",
-    "0x1f", "1_000", ".inf", "<<", "=", "2026-11-23", "|", ">", "?",
-)  # fmt: skip
-
-
-def request_of(words: list[str]) -> LaunchRequest:
-    assert words[:4] == ["python", "-m", "fleet_train", "launch"]
-    context = launch.command.make_context("launch", words[4:])
-    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name != "dry_run"}
-    return launch.read_request(**flags)
 
 
 @pytest.mark.parametrize("kind", KINDS)
