@@ -38,7 +38,7 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
     if environ.get("PADDLE_TRAINER_ENDPOINTS"):
         return _modern(environ)
     started = detect(environ)
-    if started is not None:
+    if started is not None and started.count > 1:
         return PartialCluster(started)
     if _integer(environ, "PADDLE_TRAINERS_NUM", 1) > 1:
         raise ClusterError(

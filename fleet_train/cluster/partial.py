@@ -18,6 +18,7 @@ from fleet_train.cluster.cluster import Cluster, Rank
 from fleet_train.cluster.engines.peers import MASTER, MeetingPoint, locate
 from fleet_train.cluster.engines.started import Started
 from fleet_train.cluster.failure_report import reports_of
+from fleet_train.cluster.secret import SECRET, SECRET_FILE
 from fleet_train.cluster.store.access import JOB_ID, Access
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.host import Place, StoreHost
@@ -63,6 +64,8 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
         return cluster, None
     os.environ.setdefault(JOB_ID, cluster.started.job)
     point = locate(cluster.started, os.environ)
+    if point.secret and not (os.environ.get(SECRET) or os.environ.get(SECRET_FILE)):
+        os.environ[SECRET] = point.secret
     host = StoreHost(_root(cluster, point), os.environ[JOB_ID]) if cluster.rank == 0 else None
     try:
         told = _tell(cluster, point, timeout_seconds)

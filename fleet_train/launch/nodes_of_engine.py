@@ -32,6 +32,8 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say
         return request
     _refuse_several_here(started)
     say(started.in_words())
+    if started.count == 1:
+        return _alone(request, started)
     if started.hosts and not started.engine.startswith("Slurm"):
         _await_names(started, request.join_timeout_seconds, say)
         hosts, port, by_name = started.hosts, started.port, True
@@ -47,6 +49,17 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say
         restarts=started.restarts,
         run=started.run,
         job_id=request.job_id or environ.get(JOB_ID) or started.job,
+    )
+
+
+def _alone(request: LaunchRequest, started: Started) -> LaunchRequest:
+    """The only node: no other has to find it."""
+    return replace(
+        request,
+        started_port=request.started_port if request.started_port is not None else started.port,
+        processes_per_node=_processes(request, started),
+        restarts=started.restarts,
+        run=started.run,
     )
 
 

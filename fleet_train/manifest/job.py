@@ -36,8 +36,6 @@ MISTAKES = sorted(
     }
 )
 """Exit codes after which another start would fail again."""
-# A new pod has a new address, with which it cannot join launchers that are at work: waiting for it is in vain.
-_REJOIN_SECONDS = 30
 
 
 def indexed_job(training: Training, pods: Pods, retries: int = 6) -> str:
@@ -60,7 +58,6 @@ def _service(pods: Pods) -> dict[str, Any]:
 
 
 def _job(training: Training, pods: Pods, retries: int) -> dict[str, Any]:
-    flags = (f"--rejoin_timeout={_REJOIN_SECONDS}",) if training.max_restarts else ()
     own = {
         "FLEET_TRAIN_MASTER": f"{pods.name}-0.{pods.name}:{pods.port}",
         "FLEET_TRAIN_NNODES": str(training.nodes),
@@ -69,7 +66,7 @@ def _job(training: Training, pods: Pods, retries: int) -> dict[str, Any]:
     pod = {
         "restartPolicy": "Never",
         "subdomain": pods.name,
-        **pods.pod(CONTAINER, training, training.launch(*flags), env),
+        **pods.pod(CONTAINER, training, training.launch(), env),
     }
     spec = {
         "completionMode": "Indexed",

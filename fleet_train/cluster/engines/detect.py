@@ -27,7 +27,7 @@ CHOICES = ("auto", "none", *dict.fromkeys(name for name, _ in _READERS))
 
 
 def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | None:
-    """This process's place by its engine's variables; None where there is no engine, or it started one process.
+    """This process's place by its engine's variables; None where there is no engine.
 
     ``asked``: one of `CHOICES`; None: FLEET_TRAIN_ENGINE, else ``auto``. Raises ClusterError where variables
     contradict each other, and where the engine asked for has set none.
@@ -49,7 +49,7 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
         )
     if choice == "auto":
         _refuse_contradiction(first, torchrun.read(environ))
-    return first if first.count > 1 or choice != "auto" else None
+    return first
 
 
 def alone_in_allocation(environ: Mapping[str, str]) -> str:

@@ -33,8 +33,9 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
     if found is None:
         raise ClusterError(
             f"a PaddleJob's operator tells its pods no rank; it is read from the pod's name, {job}-worker-<number>, "
-            f"and this one's is {pod or 'unknown'}. Give the container POD_NAME from metadata.name (with hostNetwork "
-            "the pod's host name is the machine's), or --engine none with --cluster_node_ips"
+            f"and this one's is {pod or 'unknown'}. Have workers only (a Master asks for parameter servers) and give "
+            "the container POD_NAME from metadata.name (with hostNetwork the pod's host name is the machine's), or "
+            "--engine none with --cluster_node_ips"
         )
     hosts = tuple(f"{job}-worker-{number}" for number in range(count))
     started = Started(

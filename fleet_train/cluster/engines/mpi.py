@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from fleet_train.cluster.engines.started import Started, Variables, checked
 
-# As with Slurm's: below the kernel's own choices, 16 for each job.
-_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 16, 1_400
+# As with Slurm's: below the kernel's own choices, 64 for each job.
+_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Started | None:

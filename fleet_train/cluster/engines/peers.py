@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ class MeetingPoint:
     master: str
     port: int
     hosts: tuple[str, ...] = ()
+    secret: str = ""
+    """What the processes have been told in private, to know each other by; where the engine has a way to do that."""
     is_alias: bool = False
     """Whether ``master`` is what a machine's own name means on that machine alone (Debian's 127.0.1.1)."""
 
@@ -52,9 +55,10 @@ def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
         told = pmi.exchange(started, own, environ)
     else:
         told = pmix.exchange(own, environ) or _where_mpirun_is(started, environ)
-    host, port = endpoint(told, started.engine)
+    place, _, secret = told.partition("/")
+    host, port = endpoint(place, started.engine)
     assert port is not None
-    return MeetingPoint(host, port)
+    return MeetingPoint(host, port, secret=secret)
 
 
 def _named(host: str, port: int, started: Started) -> MeetingPoint:
@@ -90,11 +94,11 @@ def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
-    """An address of this machine that the others may reach, and a port that is free now."""
+    """An address of this machine that the others may reach, a port that is free now, and a secret of this job."""
     host = "127.0.0.1" if started.local_count == started.count else _own_address(environ)
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+        return f"{host}:{probe.getsockname()[1]}/{secrets.token_hex(16)}"
 
 
 def _own_address(environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Slurm: a task of a job step (``srun``). A batch script, an allocation's shell and ``srun --pty`` are no tasks.
+"""Slurm: a task of a job step (``srun``). A batch script and the shells of ``salloc`` and ``srun --pty`` are no tasks.
 
 Variables: slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Those of the step are read, not those of the
 allocation, which say how many tasks there could be.
@@ -6,6 +6,7 @@ allocation, which say how many tasks there could be.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
@@ -14,8 +15,8 @@ from fleet_train.errors import ClusterError
 
 # The batch script, an interactive step and the like have numbers from here on (SLURM_MAX_NORMAL_STEP_ID).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Ports below the kernel's own choices (32768 and up), 16 of them for each job.
-_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 16, 1_400
+# Ports below the kernel's own choices (32768 and up), 64 of them for each job: one per rank of a node, and one more.
+_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
 
 
 def read(environ: Mapping[str, str]) -> Started | None:
@@ -64,8 +65,13 @@ def is_task(environ: Mapping[str, str]) -> bool:
         and "SLURM_PROCID" in environ
         and step.isdigit()
         and int(step) < _FIRST_SPECIAL_STEP
-        and "SLURM_PTY_PORT" not in environ
+        and not ("SLURM_PTY_PORT" in environ and _has_terminal())
     )
+
+
+def _has_terminal() -> bool:
+    """Whether this process was typed into the shell of ``srun --pty``, whose variables its own job steps inherit."""
+    return any(os.isatty(descriptor) for descriptor in (0, 1, 2))
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
 from fleet_train.cluster.engines.slurm import allocated_nodes, port_of
+from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.errors import ClusterError
 
 SLURM = {
@@ -81,13 +83,25 @@ def test_a_task_of_slurm_is_placed_by_its_steps_variables() -> None:
         {"SLURM_STEP_ID": "4294967291"},  # the batch script
         {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
         {"SLURM_STEP_ID": ""},  # a shell inside an allocation
-        {"SLURM_PTY_PORT": "34567"},  # srun --pty bash
-        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-        | {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"},  # srun -n1 in a larger allocation
     ],
 )
 def test_what_is_no_task_of_several_is_a_job_of_its_own(change: dict[str, str]) -> None:
     assert detect({**SLURM, **change}) is None
+
+
+def test_the_shell_of_srun_is_no_task_and_what_srun_starts_from_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited = {**SLURM, "SLURM_PTY_PORT": "34567"}
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert detect(inherited) is None
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    assert place(inherited) == place(SLURM)
+
+
+def test_one_task_in_a_larger_allocation_is_a_job_of_one_process() -> None:
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    one |= {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert place({**SLURM, **one})[:2] == (0, 1)
+    assert isinstance(cluster_from_environ({**SLURM, **one}), Cluster)
 
 
 def test_a_shell_of_an_allocation_is_told_of_its_nodes() -> None:
@@ -155,7 +169,7 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
         port_of({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in range(20) for step in (0, 1)
     }
     assert len(ports) == 40
-    assert all(10_240 <= port < 32_768 - 16 for port in ports)
+    assert all(10_240 <= port < 32_768 - 64 for port in ports)
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
 
 

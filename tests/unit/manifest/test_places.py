@@ -45,14 +45,16 @@ def test_the_first_port_is_the_one_asked_for(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pod_is_a_job_of_its_own(kind: str) -> None:
-    assert detect(told_by_the_controller(kind, manifests(kind, "--nodes=1", "train.py"), 0)) is None
+    found = detect(told_by_the_controller(kind, manifests(kind, "--nodes=1", "train.py"), 0))
+    assert found is not None
+    assert (found.index, found.count) == (0, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launch_of_a_pod(kind: str) -> None:
     documents = manifests(kind, "--nodes=2", "--gpus=8", "train.py", "--epochs", "3")
     (container,) = pod_of(kind, documents)["containers"]
-    faults = FaultPolicy(max_restarts=3, rejoin_timeout_seconds=30.0 if kind == "job" else 300.0)
+    faults = FaultPolicy(max_restarts=3)
     assert request_of(command_line(container, {})) == LaunchRequest(
         ("train.py", "--epochs", "3"), processes_per_node=8, join_timeout_seconds=900.0, faults=faults
     )
