@@ -56,6 +56,31 @@ def test_launchers_of_srun_restart_a_killed_rank_to_the_same_bits(job: Job, slur
     assert_equal_bits(tmp_path / "one", tmp_path / "other")
 
 
+def test_a_batch_script_saves_when_asked_to_is_queued_again_and_ends_with_the_same_bits(
+    job: Job, slurm: Slurm, tmp_path: Path
+) -> None:
+    one = srun(job, slurm, "undisturbed", tmp_path / "one", LAUNCHERS)
+    assert one.process.returncode == 0, one.output
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write = [sys.executable, "-m", "fleet_train", "manifest", "slurm", "--nodes=2", "--processes=2", "--name=train"]
+    write += [f"--python={sys.executable}", "--output=train.sbatch", str(SCRIPT)]
+    slurm.ask("env", "-C", str(folder), *write)
+    submit = ["sbatch", "--parsable", f"--chdir={folder}", "--export=ALL,FLEET_TEST_STEP_SECONDS=0.5"]
+    number = slurm.ask(*submit, str(folder / "train.sbatch")).strip()
+    slurm.job.wait_until((folder / "checkpoints" / "10").exists, 120.0, "a checkpoint")
+    slurm.ask("scancel", "--signal=TERM", number)
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    slurm.job.wait_until(lambda: slurm.state_of(number) in ended, 150.0, "the end of the job")
+    output = (folder / f"train-{number}.out").read_text()
+    assert slurm.state_of(number) == "COMPLETED", output
+    assert "the state of run 0 is saved; the job queues itself again" in output
+    (_, _, _, first), (_, _, _, second) = places(output)
+    assert first == 0
+    assert 10 <= second < 40
+    assert_equal_bits(tmp_path / "one", folder)
+
+
 def test_two_launchers_on_a_node_are_refused_with_the_fix(job: Job, slurm: Slurm, tmp_path: Path) -> None:
     both = srun(job, slurm, "both", tmp_path, ["--ntasks-per-node=2", *LAUNCHERS[1:]])
     assert both.process.returncode == 5

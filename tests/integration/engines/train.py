@@ -1,10 +1,11 @@
 """A script as users write it: four changed lines, checkpoints of its own, and no word about who starts it.
 
-FLEET_TEST_KILL=<step> kills rank 1 once, after that step.
+FLEET_TEST_KILL=<step> kills rank 1 once, after that step. FLEET_TEST_STEP_SECONDS makes a step last longer.
 """
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,4 @@ for step in range(first + 1, STEPS + 1):
     if why:
         raise Preempted(f"{why}; checkpoint {step} is saved")
     kill_once(step)
+    time.sleep(float(os.environ.get("FLEET_TEST_STEP_SECONDS", 0.0)))
