@@ -11,7 +11,6 @@ from importlib import import_module
 
 import click
 
-from fleet_train import __version__
 from fleet_train.errors import FleetTrainError
 
 COMMANDS = {
@@ -24,6 +23,7 @@ COMMANDS = {
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
+    "version": "Show what a bug report needs: versions, machine, limits, engine.",
 }
 
 
@@ -42,8 +42,18 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from fleet_train.launch.installed import one_line
+
+        click.echo(one_line())
+        context.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="fleet_train")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="One line; more: version."
+)
 def cli() -> None:
     """Train static-graph Paddle programs on many machines; the strategy comes from a YAML profile."""
 

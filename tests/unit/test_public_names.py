@@ -92,7 +92,3 @@ def test_launch_help_answers_without_the_heavy_libraries() -> None:
 def test_help_of_port_answers_without_the_syntax_library() -> None:
     loaded = modules_loaded_by("from fleet_train.cli import cli\ncli(['port', '--help'], standalone_mode=False)")
     assert "libcst" not in loaded
-
-
-def test_version_is_printed() -> None:
-    assert run("-m", "fleet_train", "--version").stdout.strip().endswith(fleet_train.__version__)
