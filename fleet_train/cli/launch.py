@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.engines.detect import CHOICES
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.launch.request import (

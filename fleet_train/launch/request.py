@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.hosts import is_number, refuse_repeated
 from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.errors import ClusterError
