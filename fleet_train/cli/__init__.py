@@ -6,6 +6,7 @@ It is imported only when it is asked for: ``launch --help`` must not pay for Pad
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -61,7 +62,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code."""
     try:
-        cli(prog_name="python -m fleet_train")
+        cli(prog_name="python -m fleet_train", obj=os.environ)
     except FleetTrainError as error:
         exits = sys.modules.get("fleet_train.convert.exits")
         if exits is not None:  # a command has joined a job: its other ranks must learn why this one stops

@@ -184,6 +184,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     help="Who has started the launchers; it tells the nodes where --cluster_node_ips does not. [default: auto; or "
     "FLEET_TRAIN_ENGINE]",
 )
+@click.option("--verbose", is_flag=True, help="Show Paddle's own start-up messages of rank 0, too; its log has them.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]...")
@@ -234,6 +235,7 @@ def read_request(
     direct_ranks: int,
     use_paddlecloud: bool,
     engine: str | None,
+    verbose: bool = False,
 ) -> LaunchRequest:
     """The request that the flags make. Raises ClusterError for a text that cannot be read."""
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
@@ -261,4 +263,5 @@ def read_request(
         direct_ranks=direct_ranks,
         engine="none" if use_paddlecloud else engine,
         secret_file=None if job_secret_file is None else job_secret_file.absolute(),
+        verbose=verbose,
     )

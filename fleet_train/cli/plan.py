@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fleet_train.cli.numbers import NumberRange, WholeNumberRange
+from fleet_train.cli.verbose import verbose_option
 from fleet_train.errors import ConversionError, ScheduleMismatch
 from fleet_train.train.model_names import MODELS, VISION_MODELS
 
@@ -114,6 +115,7 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
     help="About how long --measure takes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@verbose_option
 @click.option("--script", "script", metavar="SCRIPT", help="Plan for a training script; what follows is the script's.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from fleet_train.cli.numbers import Number, WholeNumber
+from fleet_train.cli.verbose import verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
 from fleet_train.train.model_names import MODELS
@@ -91,6 +92,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
 @_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
 @_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=WholeNumber())
+@verbose_option
 def command(lr: float | None, **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
     config = TrainConfig(learning_rate=lr, **options)

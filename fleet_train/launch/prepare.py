@@ -50,6 +50,7 @@ class Launch:
     access: Access
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     direct_ranks: int = FAN_IN
+    verbose: bool = False
 
     def at(self, node: Node) -> Launch:
         """The same launch with this place, among some nodes of the list: ranks are counted anew."""
@@ -125,6 +126,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         access=access,
         faults=checked_faults(request.faults, node),
         direct_ranks=request.direct_ranks,
+        verbose=request.verbose,
     )
 
 

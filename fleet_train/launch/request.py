@@ -60,6 +60,8 @@ class LaunchRequest:
     """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
     direct_ranks: int = FAN_IN
     """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+    verbose: bool = False
+    """Show Paddle's own start-up lines of rank 0 as well."""
 
     @property
     def first_port(self) -> int:
