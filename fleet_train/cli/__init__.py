@@ -17,6 +17,7 @@ from fleet_train.errors import FleetTrainError
 COMMANDS = {
     "launch": "Start this node's share of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
+    "completion": "Print the script that makes a shell complete these commands.",
     "check": "Measure whether this machine reads its training data fast enough.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
@@ -26,6 +27,9 @@ COMMANDS = {
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
     "version": "Show what a bug report needs: versions, machine, limits, engine.",
 }
+
+
+_COMPLETE = "_FLEET_TRAIN_COMPLETE"
 
 
 class _LazyGroup(click.Group):
@@ -61,8 +65,12 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code."""
+    if _COMPLETE in os.environ:
+        from fleet_train.cli.completion import register
+
+        register()
     try:
-        cli(prog_name="python -m fleet_train", obj=os.environ)
+        cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
     except FleetTrainError as error:
         exits = sys.modules.get("fleet_train.convert.exits")
         if exits is not None:  # a command has joined a job: its other ranks must learn why this one stops

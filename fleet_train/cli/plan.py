@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fleet_train.cli.completing import files, profiles
 from fleet_train.cli.numbers import NumberRange, WholeNumberRange
 from fleet_train.cli.verbose import verbose_option
 from fleet_train.errors import ConversionError, ScheduleMismatch
@@ -90,7 +91,12 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--ranks_per_node", type=WholeNumberRange(1), default=1, show_default=True, help="Processes on each node."
 )
-@click.option("--strategy", metavar="NAME|FILE", help="Profile for a script that names none. Default: by the cluster.")
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE",
+    help="Profile for a script that names none. Default: by the cluster.",
+    shell_complete=profiles,
+)
 @click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second and direction of a node.")
@@ -116,8 +122,14 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbose_option
-@click.option("--script", "script", metavar="SCRIPT", help="Plan for a training script; what follows is the script's.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--script",
+    "script",
+    metavar="SCRIPT",
+    help="Plan for a training script; what follows is the script's.",
+    shell_complete=files,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def command(
     nodes: int,
     ranks_per_node: int,

@@ -7,9 +7,11 @@ import shutil
 
 import click
 
+from fleet_train.cli.completing import profiles
+
 
 @click.command(name="profiles")
-@click.argument("profile", metavar="[NAME|FILE]", required=False)
+@click.argument("profile", metavar="[NAME|FILE]", required=False, shell_complete=profiles)
 @click.option("--compatibility", is_flag=True, help="Show which strategies go together in one profile, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text for people.")
 def command(profile: str | None, compatibility: bool, as_json: bool) -> None:

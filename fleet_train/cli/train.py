@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fleet_train.cli.completing import folders, profiles
 from fleet_train.cli.numbers import Number, WholeNumber
 from fleet_train.cli.verbose import verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
@@ -40,7 +41,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "digits (scikit-learn), synthetic, or synthetic:<channels>x<height>x<width>x<classes>.")
-@_option("--data_dir", "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.")
+@_option(
+    "--data_dir",
+    "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.",
+    shell_complete=folders,
+)
 @_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=WholeNumber())
 @_option(
     "--augment", "Random change of training images; auto: crop_flip for folders.", type=click.Choice(AUGMENTATIONS)
@@ -52,7 +57,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
 @_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
 @_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=Number())
-@_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
+@_option(
+    "--strategy",
+    "Profile name or YAML file. Default: the launcher's, else by what the cluster is.",
+    shell_complete=profiles,
+)
 @_option("--epochs", "Passes over the training data.", type=WholeNumber())
 @_option("--batch_size", "Samples per rank and step.", type=WholeNumber())
 @_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=Number(), default=None)
@@ -74,7 +83,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--lr_power", "Power of the polynomial schedule.", type=Number())
 @_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=Number())
 @_option("--seed", "Start of all random streams; the same seed gives the same run.", type=WholeNumber())
-@_option("--output_dir", "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).")
+@_option(
+    "--output_dir",
+    "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).",
+    shell_complete=folders,
+)
 @_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=WholeNumber())
 @_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=WholeNumber())
 @_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=WholeNumber())
