@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from fleet_train.cli.completing import folders, profiles
-from fleet_train.cli.numbers import Number, WholeNumber
+from fleet_train.cli.numbers import Number, WholeNumber, WholeNumberRange
 from fleet_train.cli.verbose import verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
@@ -100,6 +100,8 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option(
     "--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=Number()
 )
+@_option("--prometheus_port", "Serve /metrics for Prometheus there, on rank 0.", type=WholeNumberRange(1, 65535))
+@_option("--prometheus_host", "Address for it; 0.0.0.0 = every address of the machine.")
 @_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
