@@ -1,4 +1,4 @@
-"""What Prometheus is given: literal pages, a server that is bounded and leaves nothing, names that the page explains."""
+"""What Prometheus is given: literal pages, a bounded server that leaves nothing, names that the page explains."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_page_word_for_word() -> None:
         'fleet_train_rank_last_report_age_seconds{rank="1"} 2.0\n'
         "# HELP fleet_train_rank_step_seconds The rank's own time of a step: what the others may wait for.\n"
         "# TYPE fleet_train_rank_step_seconds gauge\n"
-        'fleet_train_rank_step_seconds{rank="0"} 0.009000000000000001\n'
+        'fleet_train_rank_step_seconds{rank="0"} 0.009\n'
         'fleet_train_rank_step_seconds{rank="1"} 0.25\n'
     )
 
@@ -92,16 +92,12 @@ def test_a_page_word_for_word() -> None:
 def test_values_that_are_no_numbers_and_tags_of_the_users_own() -> None:
     curves = {"train/loss": float("nan"), "test/loss": float("inf"), "my/own-curve": -float("inf")}
     lines = [line for line in text(Snapshot(curves=curves)).splitlines() if not line.startswith("#")]
-    assert (
-        lines[1:]
-        if lines[0].startswith("fleet_train_info")
-        else lines
-        == [
-            "fleet_train_loss NaN",
-            "fleet_train_test_loss +Inf",
-            "fleet_train_my_own_curve -Inf",
-        ]
-    )
+    assert lines == [
+        "fleet_train_info 1.0",
+        "fleet_train_loss NaN",
+        "fleet_train_test_loss +Inf",
+        "fleet_train_my_own_curve -Inf",
+    ]
 
 
 def test_names_follow_the_conventions() -> None:
