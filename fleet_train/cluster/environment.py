@@ -18,9 +18,7 @@ from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 
 
-def cluster_from_environ(
-    environ: Mapping[str, str], launcher_command: Sequence[str] = ()
-) -> Cluster | PartialCluster:
+def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
     """The cluster that was asked for; a partial one where an engine (Slurm, MPI, ...) has started the ranks.
 
     ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.

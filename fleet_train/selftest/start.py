@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from fleet_train.cluster.correction import launch_environment, parent_command
-from fleet_train.cluster.defaults import DEFAULT_STARTED_PORT
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
