@@ -10,16 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, MOST_SECONDS
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.paddlecloud import read_as_rank
 from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
-
-DEFAULT_STARTED_PORT = 6170
-DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
-MOST_SECONDS = 1_000_000.0
-"""That can be asked for anywhere: 11 days; sockets take no timeout of more than 24."""
 
 
 def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:

@@ -41,6 +41,7 @@ from fleet_train.convert.fleet_names import unknown  # noqa: E402
 from fleet_train.convert.keywords import one_of  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.ranks import (  # noqa: E402
+    gone_workers,
     init_worker,
     is_coordinator,
     is_first_worker,
@@ -97,6 +98,7 @@ __all__ = [
     "distributed_optimizer",
     "first_not_finite",
     "gather",
+    "gone_workers",
     "init",
     "init_worker",
     "is_coordinator",

@@ -54,6 +54,7 @@ class Launch:
     """How often an engine has started this job before; attempts are counted on from there."""
     run: str = ""
     """The job's name over these restarts; empty: each launch is a job of its own."""
+    verbose: bool = False
 
     def at(self, node: Node) -> Launch:
         """The same launch with this place, among some nodes of the list: ranks are counted anew."""
@@ -132,6 +133,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         direct_ranks=request.direct_ranks,
         restarts=request.restarts,
         run=request.run,
+        verbose=request.verbose,
     )
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.hosts import is_number, refuse_repeated
 from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.errors import ClusterError
@@ -66,6 +66,8 @@ class LaunchRequest:
     """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
     direct_ranks: int = FAN_IN
     """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+    verbose: bool = False
+    """Show Paddle's own start-up lines of rank 0 as well."""
 
     @property
     def first_port(self) -> int:

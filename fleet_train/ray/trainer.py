@@ -8,7 +8,7 @@ from typing import Any
 from ray.train import ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
 from fleet_train.ray.backend import FleetConfig
 from fleet_train.spawning.strategies import profile_of

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
