@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "Start this node's share of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
     "check": "Measure whether this machine reads its training data fast enough.",
+    "doctor": "Say what is wrong with a machine, or with several and their network.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",

@@ -30,9 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"cluster", "profile"},
     "selftest": {"fleet", "convert", "launch"},
     "recommend": {"selftest"},
+    "doctor": {"selftest"},
     "port": {"errors", "files"},
     "compat": {"errors"},
-    "cli": {"train", "launch", "port", "selftest", "recommend"},
+    "cli": {"train", "launch", "port", "selftest", "recommend", "doctor"},
     "fleet": {"convert"},
     "__init__": {"convert"},  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
@@ -151,6 +152,7 @@ def test_table_is_the_one_in_the_design() -> None:
         if line.startswith("| `") and len(cells) == 3:
             table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
     table["cli"] = {
+        "doctor",
         "train",
         "launch",
         "port",
