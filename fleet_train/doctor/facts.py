@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 UNLIMITED = -1
+_readers: dict[type[Any], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,14 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def from_json(kind: type[T], data: Any) -> T:
     """Raises ValueError for what is no ``kind``: it may come from another machine."""
-    return _reader(kind).validate_python(data)  # type: ignore[no-any-return]
+    found: T = _reader(kind).validate_python(data)
+    return found
 
 
-@cache
-def _reader(kind: type) -> Any:
-    from pydantic import TypeAdapter
+def _reader(kind: type[Any]) -> Any:
+    """Made once per kind: that takes longer than to read."""
+    from pydantic import TypeAdapter  # heavy: not for --help
 
-    return TypeAdapter(kind)
+    if kind not in _readers:
+        _readers[kind] = TypeAdapter(kind)
+    return _readers[kind]

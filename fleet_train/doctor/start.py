@@ -15,6 +15,7 @@ from fleet_train.doctor.judge.everything import judge
 from fleet_train.doctor.judge.finding import PASS, Finding, exit_code, verdict
 from fleet_train.doctor.options import Options
 from fleet_train.doctor.party import Party
+from fleet_train.launch.signals import StopRequested, signal_name, stopping_signals
 from fleet_train.selftest.start import Where
 
 
@@ -24,7 +25,13 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     party = parties.find(where, options.join_timeout_seconds)
     if party is None:
         return 0  # the first process of this node does it
-    examined = Examiner(party, options, lambda text: click.echo(f"fleet_train: {text}", err=True)).run()
+    examiner = Examiner(party, options, lambda text: click.echo(f"fleet_train: {text}", err=True))
+    try:
+        with stopping_signals():  # so that folders are cleaned also on SIGTERM
+            examined = examiner.run()
+    except StopRequested as stop:
+        click.echo(f"fleet_train: stopped by {signal_name(stop.number)}; nothing was found out", err=True)
+        return 128 + stop.number
     findings = judge(examined, options.groups)
     seconds = time.monotonic() - began
     if as_json:

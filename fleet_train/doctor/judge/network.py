@@ -49,12 +49,12 @@ def absent(examined: Examination) -> Iterator[Finding]:
 def name(examined: Examination, index: int, found: Network) -> Finding:
     host, address = (examined.host(index),), examined.addresses[index]
     own = {one for interface in found.interfaces for one in interface.addresses}
-    fix = f"sudo sed -i 's/^127[.0-9]*[[:space:]].*\\b{found.host_name}\\b.*/{address} {found.host_name}/' /etc/hosts"
+    add = f"echo '{address} {found.host_name}' | sudo tee -a /etc/hosts"
+    fix = f"sudo sed -i '/^127/ s/[[:space:]]{found.host_name}\\b//g' /etc/hosts && {add}"
     rule = "an address that the other nodes reach"
     if not found.resolved:
         told = f"its own name {found.host_name!r} is not known here"
-        fix = f"echo '{address} {found.host_name}' | sudo tee -a /etc/hosts"
-        return Finding(GROUP, "own_name", WARN, host, told, rule, fix)
+        return Finding(GROUP, "own_name", WARN, host, told, rule, add)
     told = f"its own name {found.host_name!r} means {found.resolved}"
     if found.is_named:
         return Finding(GROUP, "own_name", FAIL, host, f"{told} here, and the node list calls it so", rule, fix)

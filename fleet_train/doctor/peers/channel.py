@@ -44,9 +44,9 @@ class Channel:
                 raise OSError("the connection was closed")
             for header, body in self._decoder.feed(data):
                 self._frames.append((parse(header), body))
-        header, body = self._frames.pop(0)
+        heard, told = self._frames.pop(0)
         try:
-            return header, json.loads(bytes(body)) if body else None
+            return heard, json.loads(bytes(told)) if told else None
         except (ValueError, RecursionError):
             raise ProtocolError("a body is no JSON") from None
 

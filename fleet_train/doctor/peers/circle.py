@@ -70,6 +70,7 @@ class Circle:
     def part(self, present: Iterable[int], seconds: float) -> None:
         """Stay until all others know what this node knows, at most so long."""
         deadline = time.monotonic() + seconds
+        self._complete.clear()  # of what was known before the last part
         others = set(present) - {self.party.index}
         while (waiting := others - self._complete) and time.monotonic() < deadline:
             gone = self._sync_with(waiting)
