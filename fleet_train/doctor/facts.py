@@ -179,6 +179,8 @@ class Stream:
     source: int
     target: int
     bytes_per_second: float
+    best: float = 0.0
+    """Of any 50 ms: what the path can do when both processors are free."""
     segments: int = 0
     retransmits: int = 0
     error: str = ""

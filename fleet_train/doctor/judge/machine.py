@@ -133,6 +133,13 @@ def disk(host: str, found: Folder) -> Finding:
     )  # fmt: skip
 
 
+def space(host: str, found: Folder) -> Finding:
+    """Of a folder that nothing was written to for this."""
+    told = f"{found.path} ({found.purpose}): {size(found.free)} free"
+    fix = f"df -h {shlex.quote(found.path)}, and make room; or choose another folder"
+    return Finding("machine", "disk", _level(found.free, DISK_FAIL, DISK_WARN), (host,), told, size(DISK_FAIL), fix)
+
+
 def sharing(examined: Examination, index: int, folder: Folder) -> Finding:
     """Which of the two it is matters for checkpoints; that some share it and some do not is hardly meant."""
     others = set(examined.reports) - {index}

@@ -13,8 +13,9 @@ CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
 """Seconds there and back, of a network in one room; an allreduce of n nodes waits 2 (n - 1) times for half of it."""
-BANDWIDTH_SHARE, BANDWIDTH_LEAST = 0.5, 6.25e6
-"""Of the median of all pairs; bytes per second (50 Mb/s), below which no strategy helps a model of usual size."""
+BANDWIDTH_SHARE, BANDWIDTH_LEAST, BANDWIDTH_ENOUGH = 0.5, 6.25e6, 312.5e6
+"""Of the median of all pairs; bytes per second (50 Mb/s), below which no strategy helps a model of usual size; and
+(2.5 Gb/s) beyond which pairs are not compared: one connection of one process then measures the processors."""
 RETRANSMITS_WARN, RETRANSMITS_FAIL = 0.01, 0.05
 """Share of segments sent again: TCP's speed falls with the square root of the loss."""
 FEWEST_SEGMENTS = 100
@@ -121,7 +122,7 @@ def latencies(examined: Examination, index: int, echoes: Iterable[Echo]) -> Iter
 
 def bandwidths(examined: Examination, streams: Iterable[Stream]) -> Iterator[Finding]:
     streams = list(streams)
-    known = [one.bytes_per_second for one in streams if not one.error]
+    known = [one.best for one in streams if not one.error]
     # Of two: the faster one, so that one slow direction shows.
     median = statistics.median_high(known) if known else 0.0
     for one in streams:
@@ -132,9 +133,9 @@ def bandwidths(examined: Examination, streams: Iterable[Stream]) -> Iterator[Fin
             told = "bytes stop flowing" if one.error == "stalled" else f"no bytes could be sent: {one.error}"
             yield Finding(GROUP, "bandwidth", FAIL, pair, told, "flows", f"{fix}; a smaller MTU if mtu fails, too")
             continue
-        least = max(BANDWIDTH_LEAST, BANDWIDTH_SHARE * median if one.alone else 0.0)
-        level = WARN if one.bytes_per_second < least else PASS
-        yield Finding(GROUP, "bandwidth", level, pair, rate(one.bytes_per_second), f"{rate(least)}", fix)
+        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if one.alone else 0.0)
+        told = f"{rate(one.bytes_per_second)}, at best {rate(one.best)}"
+        yield Finding(GROUP, "bandwidth", WARN if one.best < least else PASS, pair, told, rate(least), fix)
 
 
 def retransmits(examined: Examination, streams: Iterable[Stream]) -> Iterator[Finding]:

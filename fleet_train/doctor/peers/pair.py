@@ -38,14 +38,15 @@ def stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: 
     if outgoing:
         sent = streams.send(channel.sock, seconds)
         channel.sock.settimeout(WORD_SECONDS)
-        speed = _number(channel.hear()[0].get("speed"))
-        return Stream(source, target, speed, sent.segments, sent.retransmits, alone=alone)
+        told = channel.hear()[0]
+        speed, best = _number(told.get("speed")), _number(told.get("best"))
+        return Stream(source, target, speed, best, sent.segments, sent.retransmits, alone=alone)
     channel.say({"do": "go"})
-    speed = streams.receive(channel.sock, seconds)
+    received = streams.receive(channel.sock, seconds)
     channel.sock.settimeout(WORD_SECONDS)
     told = channel.hear()[0]
     segments, retransmits = int(_number(told.get("segments"))), int(_number(told.get("retransmits")))
-    return Stream(source, target, speed, segments, retransmits, alone=alone)
+    return Stream(source, target, received.mean, received.best, segments, retransmits, alone=alone)
 
 
 def _number(value: object) -> float:

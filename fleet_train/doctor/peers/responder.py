@@ -156,8 +156,8 @@ class Responder:
             case "stream to you":
                 with self.my_turn() as alone:
                     channel.say({"ready": alone})
-                    speed = streams.receive(channel.sock, _seconds(header))
-                channel.say({"speed": speed})
+                    received = streams.receive(channel.sock, _seconds(header))
+                channel.say({"speed": received.mean, "best": received.best})
             case "stream to me":
                 with self.my_turn() as alone:
                     channel.ask({"ready": alone})  # what follows is no frame: the caller must be ready for it

@@ -15,6 +15,7 @@ STALLED_SECONDS = 2.5
 _RETRANSMITS_AT, _SEGMENTS_AT = 100, 136
 _TCP_NOTSENT_LOWAT, _UNSENT_BYTES = 25, 1 << 18
 """What waits in the kernel unsent: on a slow link more of it would outlast the measurement."""
+_WINDOW_SECONDS, _WINDOW_BLOCKS = 0.05, 4
 _WARM_UP = 0.2
 """Share of the time that is not counted: a connection begins slowly."""
 
@@ -39,12 +40,21 @@ def send(sock: socket.socket, seconds: float) -> Sent:
     return Sent(after.segments - before.segments, after.retransmits - before.retransmits)
 
 
-def receive(sock: socket.socket, seconds: float) -> float:
-    """Bytes per second, of what comes behind the first fifth of ``seconds``. Raises OSError."""
+@dataclass(frozen=True)
+class Received:
+    """Bytes per second: of all that came behind the first fifth, and of the best window."""
+
+    mean: float
+    best: float
+
+
+def receive(sock: socket.socket, seconds: float) -> Received:
+    """What `send` sends there. Raises OSError, TimeoutError where no more comes."""
     sock.settimeout(STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
-    counted, since = 0, 0.0
+    counted, since, best = 0, 0.0, 0.0
+    window, opened = 0, 0.0
     while True:
         got = 0
         while got < _BLOCK_BYTES:
@@ -55,11 +65,15 @@ def receive(sock: socket.socket, seconds: float) -> float:
         now = time.perf_counter()
         if since:
             counted += _BLOCK_BYTES
+            window += _BLOCK_BYTES
+            if window >= _WINDOW_BLOCKS * _BLOCK_BYTES and now - opened >= _WINDOW_SECONDS:
+                best, window, opened = max(best, window / (now - opened)), 0, now
         elif now - began >= _WARM_UP * seconds:
-            since = now
+            since = opened = now
         if buffer[:1] == _LAST:
             passed = now - since if since and counted else now - began
-            return (counted or _BLOCK_BYTES) / max(passed, 1e-6)
+            mean = (counted or _BLOCK_BYTES) / max(passed, 1e-6)
+            return Received(mean, max(mean, best))
         if now - began > seconds + 2 * STALLED_SECONDS:
             raise TimeoutError("the other side does not end")
 

@@ -75,7 +75,8 @@ def test_the_ports_of_the_kernels_choice_are_closed(two: Two, tmp_path: Path) ->
     """What Gloo and NCCL take: a firewall that lets in the job's own ports only breaks them."""
     on(two[1], *LOCAL_LATER, "ip rule add pref 10 iif eth0 ipproto tcp dport 32768-60999 sport 32768-60999 blackhole")
     told = second_is(two, tmp_path, HEALTHY)
-    assert told.hosts("port", "FAIL") == [(host(0, two), host(1, two))]
+    # A rule without memory of connections drops the answers to node 1's own, too.
+    assert (host(0, two), host(1, two)) in told.hosts("port", "FAIL")
 
 
 def test_interfaces_with_different_mtu(two: Two, tmp_path: Path) -> None:
@@ -137,7 +138,8 @@ def test_a_missing_route_between_two_of_three(tmp_path: Path) -> None:
 
 def test_routes_by_different_interfaces(tmp_path: Path) -> None:
     with Lab(3, "none") as lab:
-        add = "ip link add eth1 type dummy; ip link set eth1 up; ip addr add 10.79.0.1/24 dev eth1;"
+        add = "ip link add eth1 type veth peer name eth2; ip link set eth2 up; ip link set eth1 up;"
+        add += " ip addr add 10.79.0.1/24 dev eth1;"
         wrong = Patient(f"{add} ip route add {lab.nodes[2].address}/32 dev eth1 src {lab.nodes[1].address}")
         told = examine(tmp_path, lab.nodes, [HEALTHY, wrong, HEALTHY], *NETWORK)[0]
         assert (host(1, lab.nodes),) in told.hosts("route", "WARN")
