@@ -34,7 +34,9 @@ def absent(examined: Examination) -> Iterator[Finding]:
     missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
     for index in missing:
         met = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
-        tried = next((one for r in examined.reports.values() for one in r.tries if one.target == index), None)
+        tried = next(
+            (one for r in examined.reports.values() for one in r.tries if one.target == index and one.seen_as), None
+        )
         why = f"; seen by {', '.join(met)}, but its report did not come" if met else ""
         why += f"; it said: {tried.outcome}: {tried.seen_as}" if tried and not met else ""
         yield Finding(

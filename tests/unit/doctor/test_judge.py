@@ -99,7 +99,7 @@ def test_healthy_nodes_give_no_alarm() -> None:
 
 SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
 OWN = {
-    "little memory": ({"memory": Memory(GIB, GIB, shm_total=GIB, shm_free=GIB)}, FAIL, "memory"),
+    "little memory": ({"memory": Memory(GIB, GIB - 9, shm_total=GIB, shm_free=GIB)}, FAIL, "memory"),
     "some memory": ({"memory": Memory(2 * GIB, 2 * GIB - 9, shm_total=GIB, shm_free=GIB)}, WARN, "memory"),
     "killed before": ({"memory": Memory(64 * GIB, 32 * GIB, GIB * 40, 1, GIB, GIB)}, WARN, "memory"),
     "a container's shm": ({"memory": Memory(64 * GIB, 32 * GIB, shm_total=64 << 20, shm_free=64 << 20)}, WARN, "shm"),
