@@ -36,7 +36,7 @@ the threshold; the command that mends it. docs/doctor.md explains each check.
 Exit codes:
   0        no FAIL
   1        a FAIL; the last line names the first ones
-  2, 4, 5  flags, profile, addresses: nothing was examined
+  2, 5     flags, addresses: nothing was examined
   6        a machine did not come; those that did were examined
 """
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleet_train.cluster import network as addresses_here
 from fleet_train.doctor.facts import Interface, Network, Route
 
+_IP_SECONDS = 2.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CARDS = Path("/sys/class/net")
@@ -53,7 +56,18 @@ def _route(address: str, interfaces: dict[str, tuple[str, ...]]) -> Route:
     source = addresses_here.address_towards(address)
     if source is None:
         return Route("", "")
-    return Route(addresses_here.interface_of(source, interfaces) or "", source)
+    return Route(_interface_by_route(address) or addresses_here.interface_of(source, interfaces) or "", source)
+
+
+def _interface_by_route(address: str) -> str:
+    """Asked from ``ip``, because a packet may leave by another interface than the one that has its source address."""
+    command = ["ip", "-o", "-4", "route", "get", address]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_IP_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r"\bdev (\S+)", told)
+    return found[1] if found else ""
 
 
 def proxies_in_the_way(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[str, ...]:

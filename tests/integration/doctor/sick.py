@@ -60,7 +60,7 @@ class Told:
 
     @staticmethod
     def _is_alarm(one: Mapping[str, Any]) -> bool:
-        return one["level"] != "PASS" and one["id"] != "busy"
+        return bool(one["level"] != "PASS" and one["id"] != "busy")
 
 
 def host(node: int, machines: Sequence[Machine]) -> str:

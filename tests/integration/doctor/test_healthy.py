@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.doctor.conftest import Two
-from tests.integration.doctor.sick import HEALTHY, examine, host
-from tests.support.processes import Job, clean_environ, python
+from tests.integration.doctor.sick import HEALTHY, Patient, command, examine, host
+from tests.support.ports import free_ports
+from tests.support.processes import ROOT, Job, clean_environ, python
 
 pytestmark = pytest.mark.root
 EVERYTHING_BUT_PADDLE = ("--skip", "group")
@@ -51,10 +52,65 @@ def test_folders_are_told_apart_and_shared_ones_recognised(two: Two, tmp_path: P
 
 def test_a_group_is_formed(two: Two, tmp_path: Path) -> None:
     first, _ = examine(tmp_path, two, [HEALTHY, HEALTHY], "--only", "group")
-    assert [one["measured"][:37] for one in first.findings("group", "PASS")] == [
-        "2 processes added exact integers (" + one["measured"][34:37] for one in first.findings("group", "PASS")
-    ]
+    assert all("2 processes added exact integers" in one["measured"] for one in first.findings("group", "PASS"))
     assert len(first.findings("group", "PASS")) == 2, first.ended.output
+
+
+def test_with_a_profile_and_a_script(two: Two, tmp_path: Path) -> None:
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "train.py").write_text("lr = 0.1\n")
+    flags = ("--strategy", "multi_node", "--script", "train.py", "--only", "software")
+    first, _ = examine(tmp_path, two, [HEALTHY, HEALTHY], *flags)
+    assert first.alarms == []
+    assert {"profile", "script"} <= {one["id"] for one in first.made["findings"]}
+
+
+def test_below_slurm_the_nodes_are_its(two: Two, tmp_path: Path) -> None:
+    """By the variables that srun sets."""
+    names = "".join(f"{machine.address} node{i}\n" for i, machine in enumerate(two))
+    with Job(tmp_path) as job:
+        for node, machine in enumerate(two):
+            slurm = {
+                "SLURM_JOB_ID": "17",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NODELIST": "node[0-1]",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+                "SLURM_PROCID": str(node),
+                "SLURM_NODEID": str(node),
+                "SLURM_LOCALID": "0",
+            }
+            here = tmp_path / f"node{node}"
+            doctor = command(machine, node, Patient(hosts=names), here, ["--only", "network"])
+            job.start(f"node{node}", doctor, clean_environ(slurm), cwd=here)
+        first, second = job.wait(timeout_seconds=60)
+        assert (first.exit_code, second.exit_code) == (0, 0), job.report()
+    assert "started by Slurm (job 17, step 0): process 0 of 2" in first.output
+    assert "PASS  port  2 pairs" in first.output
+
+
+def test_the_tool_counts_false_alarms(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        tool = [*python(str(ROOT / "tools" / "doctor_clean_runs.py")), "--runs", "1", "--output", "clean.json"]
+        job.start("tool", tool, clean_environ())
+        (ended,) = job.wait(timeout_seconds=90)
+    record = json.loads((tmp_path / "clean.json").read_text())
+    assert (record["runs"], record["runs_with_alarms"], record["alarms"]) == (1, 0, {}), ended.output
+    assert ended.exit_code == 0
+
+
+def test_ctrl_c_cleans_the_folders(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        command = python("-m", "fleet_train", "doctor", "--ips", "127.0.0.2,127.0.0.3", "--node_ip", "127.0.0.2")
+        doctor = job.start("doctor", [*command, "--started_port", str(free_ports(2, ["127.0.0.2"]))], clean_environ())
+        job.wait_until(lambda: "waiting for node 1" in doctor.output, 30, "it waits")
+        assert list(tmp_path.glob(".fleet_train-doctor-*"))
+        doctor.process.terminate()
+        (ended,) = job.wait(timeout_seconds=20)
+        assert ended.exit_code == 143, ended.output
+        assert job.orphans() == []
+    assert not list(tmp_path.glob(".fleet_train-doctor-*"))
 
 
 def test_below_our_launcher_the_nodes_are_the_job_s(two: Two, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_fault_between_two_nodes_is_named_with_its_direction(changed: dict[str, 
 
 
 def test_a_clock_that_is_not_known_well_is_no_alarm() -> None:
-    assert alarms(with_report(1, echoes=(Echo(2, 4e-3, 1.5, 0.6),))) == []
+    assert "clock" not in {id for _, id, _ in alarms(with_report(1, echoes=(Echo(2, 4e-3, 1.5, 0.6),)))}
 
 
 def test_pairs_beyond_what_one_process_can_fill_are_not_compared() -> None:
