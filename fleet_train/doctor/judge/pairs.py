@@ -12,7 +12,8 @@ GROUP = "network"
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
-"""Seconds of the fastest message there and back (busy processors slow others down), of a network in one room; an allreduce of n nodes waits 2 (n - 1) times for half of it."""
+"""Seconds of the fastest message there and back (busy processors slow others down), of a network in one room; an
+allreduce of n nodes waits 2 (n - 1) times for half of it."""
 BANDWIDTH_SHARE, BANDWIDTH_LEAST, BANDWIDTH_ENOUGH = 0.5, 6.25e6, 312.5e6
 """Of the median of all pairs; bytes per second (50 Mb/s), below which no strategy helps a model of usual size; and
 (2.5 Gb/s) beyond which pairs are not compared: one connection of one process then measures the processors."""
