@@ -62,11 +62,35 @@ def record_of(runs: list[dict[str, Any]], nodes: int, flags: tuple[str, ...]) ->
     }
 
 
+def page(record: dict[str, Any]) -> str:
+    """The record for people."""
+    machine, load, seconds = record["machine"], record["load_average"], record["seconds"]
+    changes = " with uncommitted changes" * record["uncommitted_changes"]
+    alarms = "\n".join(f"- {number} times: {name}" for name, number in record["alarms"].items()) or "- none"
+    return f"""# False alarms of the doctor, {record["date"][:10]}
+
+- {record["runs_with_alarms"]} of {record["runs"]} runs on {record["nodes"]} emulated machines without a fault gave an alarm.
+- Machine: {machine["processor"]}, {machine["processors"]} processors for all nodes, Linux {machine["kernel"]}, load average
+  {load["least"]} to {load["most"]} before the runs; links of {record["rate"]}; commit {record["commit"][:10]}{changes}.
+- Flags: `{" ".join(record["flags"]) or "none"}`. Seconds of a run: median {seconds["median"]}, longest {seconds["longest"]}.
+- `busy`, which is counted apart, was said in {record["runs_that_said_busy"]} runs: all nodes share these processors, and
+  other programs ran on them.
+
+Alarms:
+{alarms}
+"""
+
+
+def write(output: Path, record: dict[str, Any]) -> None:
+    publish_where_linked(output, f"{json.dumps(record, indent=1)}\n".encode())
+    publish_where_linked(output.with_suffix(".md"), page(record).encode())
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--runs", default=100, show_default=True, type=click.IntRange(1), help="How often.")
 @click.option("--nodes", default=2, show_default=True, type=click.IntRange(2, 16), help="Emulated machines.")
 @click.option("--group/--no_group", default=False, show_default=True, help="Form a process group in each run, too.")
-@click.option("--output", type=Path, help="The record, as JSON; rewritten after every run.")
+@click.option("--output", type=Path, help="The record (.json, and a .md beside it), rewritten after every run.")
 def main(runs: int, nodes: int, group: bool, output: Path | None) -> None:
     """Count the doctor's false alarms. Needs root. Exit code 1: there was one."""
     if reason := why_no_lab():
@@ -80,7 +104,7 @@ def main(runs: int, nodes: int, group: bool, output: Path | None) -> None:
         told = ", ".join(done[-1]["alarms"]) or "no alarm"
         click.echo(f"run {number + 1} of {runs}: {told} ({time.monotonic() - began:.0f} s)")
         if output is not None:
-            publish_where_linked(output, f"{json.dumps(record_of(done, nodes, flags), indent=1)}\n".encode())
+            write(output, record_of(done, nodes, flags))
     made = record_of(done, nodes, flags)
     click.echo(f"{made['runs_with_alarms']} of {runs} runs with an alarm")
     sys.exit(1 if made["runs_with_alarms"] else 0)

@@ -21,7 +21,9 @@ from fleet_train.doctor.peers.responder import Responder
 from fleet_train.selftest.child import free_port
 
 Say = Callable[[str], None]
-_PAIRS_SECONDS = 18.0
+_PAIRS_SECONDS = 14.0
+_RESERVE_SECONDS = 14.0
+"""Left for a pair that stands still, and for the exchange."""
 _EXCHANGE_SECONDS, _PART_SECONDS = 12.0, 4.0
 _DEFAULT_MTU = 1500
 
@@ -81,7 +83,9 @@ class Examiner:
         wanted = {"logs": self.options.log_dir, "output": self.options.output_dir}
         if folders.nearest(self.options.log_dir) == folders.nearest(self.options.output_dir):
             wanted = {"logs and output": self.options.log_dir}
-        return tuple(folders.examine(purpose, path, self.mark) for purpose, path in wanted.items())
+        with ThreadPoolExecutor(len(wanted), "doctor folders") as beside:
+            found = [beside.submit(folders.examine, purpose, path, self.mark) for purpose, path in wanted.items()]
+            return tuple(one.result() for one in found)
 
     # among others
 
@@ -94,7 +98,7 @@ class Examiner:
             board.put(f"here/{party.index}", self._here(responder, facts))
             present = circle.meet(self._left(self.options.join_timeout_seconds), self._say)
             self._network(circle, facts, present)
-            missing = circle.bring(["report"], present, self._left(_EXCHANGE_SECONDS + _PAIRS_SECONDS))
+            missing = circle.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
             if "group" in self.options.groups:
                 self._group(circle, [node for node in present if node not in missing])
                 circle.bring(["group"], set(present) - missing, self._left(GROUP_SECONDS))
@@ -123,7 +127,8 @@ class Examiner:
                 swept = beside.submit(circle.sweep, present, towards)
                 tries = circle.try_ports(present)
                 report = replace(report, tries=(*tries, *circle.refusals.values()), datagrams=swept.result())
-            echoes, streams = circle.measure_pairs(present, self._left(_PAIRS_SECONDS) - _PART_SECONDS)
+            seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
+            echoes, streams = circle.measure_pairs(present, seconds)
             report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
         circle.board.put(f"report/{self.party.index}", to_json(report))
 

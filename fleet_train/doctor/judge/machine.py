@@ -165,7 +165,7 @@ def speeds(examined: Examination) -> Iterator[Finding]:
     for index, one in found.items():
         host = (examined.host(index),)
         if not one.gflops:
-            yield Finding("machine", "speed", WARN, host, "numpy could not be timed", "ends within 12 s", "top -o %CPU")
+            yield Finding("machine", "speed", WARN, host, "numpy could not be timed", "ends within 8 s", "top -o %CPU")
             continue
         yield Finding(
             "machine", "speed", _level(one.gflops / median, SPEED_FAIL, SPEED_WARN), host,

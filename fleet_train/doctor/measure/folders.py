@@ -16,7 +16,7 @@ from fleet_train.files import open_new
 _BYTES = 32 << 20
 _PIECE = 1 << 20
 _WRITING_SECONDS = 3.0
-_HANGS_SECONDS = 8.0
+_HANGS_SECONDS = 6.0
 MARK = ".fleet_train-doctor-"
 
 

@@ -128,7 +128,7 @@ class Circle:
             wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
         if not wanted:
             return ()
-        with ThreadPoolExecutor(min(32, len(wanted)), "doctor dials") as pool:
+        with ThreadPoolExecutor(min(64, len(wanted)), "doctor dials") as pool:
             return tuple(pool.map(lambda pair: self._try(*pair), wanted))
 
     def _try(self, node: int, port: int) -> PortTry:
@@ -161,7 +161,7 @@ class Circle:
         found: list[Stream] = []
         for pairs in rounds(present):
             other = next((a + b - self.party.index for a, b in pairs if self.party.index in (a, b)), None)
-            if other is None or not self._begins(other) or time.monotonic() - began > seconds + 4.0:
+            if other is None or not self._begins(other) or time.monotonic() - began > seconds:
                 continue
             echo, both = self._measure(other, flow)
             echoes += [echo] if echo else []
