@@ -66,19 +66,25 @@ def page(record: dict[str, Any]) -> str:
     """The record for people."""
     machine, load, seconds = record["machine"], record["load_average"], record["seconds"]
     changes = " with uncommitted changes" * record["uncommitted_changes"]
-    alarms = "\n".join(f"- {number} times: {name}" for name, number in record["alarms"].items()) or "- none"
-    return f"""# False alarms of the doctor, {record["date"][:10]}
-
-- {record["runs_with_alarms"]} of {record["runs"]} runs on {record["nodes"]} emulated machines without a fault gave an alarm.
-- Machine: {machine["processor"]}, {machine["processors"]} processors for all nodes, Linux {machine["kernel"]}, load average
-  {load["least"]} to {load["most"]} before the runs; links of {record["rate"]}; commit {record["commit"][:10]}{changes}.
-- Flags: `{" ".join(record["flags"]) or "none"}`. Seconds of a run: median {seconds["median"]}, longest {seconds["longest"]}.
-- `busy`, which is counted apart, was said in {record["runs_that_said_busy"]} runs: all nodes share these processors, and
-  other programs ran on them.
-
-Alarms:
-{alarms}
-"""
+    alarms = [f"- {number} times: {name}" for name, number in record["alarms"].items()] or ["- none"]
+    lines = [
+        f"# False alarms of the doctor, {record['date'][:10]}",
+        "",
+        f"- {record['runs_with_alarms']} of {record['runs']} runs gave an alarm, each on {record['nodes']} emulated",
+        "  machines without a fault.",
+        f"- Machine: {machine['processor']}, {machine['processors']} processors for all nodes, Linux "
+        f"{machine['kernel']}; load average {load['least']} to {load['most']} before the runs.",
+        f"- Links of {record['rate']}; commit {record['commit'][:10]}{changes}; flags "
+        f"`{' '.join(record['flags']) or 'none'}`.",
+        f"- Seconds of a run: median {seconds['median']}, longest {seconds['longest']}.",
+        f"- `busy`, which is counted apart, was said in {record['runs_that_said_busy']} runs: all nodes share these",
+        "  processors, and other programs ran on them.",
+        "",
+        "Alarms:",
+        "",
+        *alarms,
+    ]
+    return "\n".join([*lines, ""])
 
 
 def write(output: Path, record: dict[str, Any]) -> None:
