@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train a built-in model with the reference trainer.",
     "completion": "Print the script that makes a shell complete these commands.",
     "check": "Measure whether this machine reads its training data fast enough.",
+    "doctor": "Say what is wrong with a machine, or with several and their network.",
     "manifest": "Write the batch script or manifest that starts a training on Slurm or Kubernetes.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",

@@ -223,7 +223,9 @@ def command(**flags: Any) -> None:
         finish()
         click.echo(launch.dry_run())
         return
-    sys.exit(run(launch, os.environ))
+    from fleet_train.doctor.after_failure import AfterFailure
+
+    sys.exit(run(launch, os.environ, AfterFailure(launch.node, launch.log_dir).line))
 
 
 def read_request(

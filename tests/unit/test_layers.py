@@ -32,10 +32,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"spawning"},
     "selftest": {"fleet", "convert", "launch"},
     "recommend": {"selftest"},
+    "doctor": {"selftest"},
     "port": {"errors", "files"},
     "manifest": {"errors"},
     "compat": {"errors"},
-    "cli": {"train", "launch", "port", "selftest", "recommend", "manifest"},
+    "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},
     "fleet": {"convert"},
     "__init__": {"convert", "spawning"},  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
@@ -154,6 +155,7 @@ def test_table_is_the_one_in_the_design() -> None:
         if line.startswith("| `") and len(cells) == 3:
             table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
     table["cli"] = {
+        "doctor",
         "train",
         "launch",
         "port",
