@@ -35,6 +35,9 @@ correct_this_process()
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'fleet_train' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from fleet_train.cluster.advice import advise_this_process
+
+    advise_this_process()  # before these modules import Paddle; the launcher imports none of them
     module_name, attribute = _HOMES[name]
     module = import_module(module_name)
     value = getattr(module, attribute) if attribute else module

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet_train.cluster.advice import advice_for_rank
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.secret import SECRET_FILE
 from fleet_train.cluster.store.access import JOB_ID
@@ -112,15 +113,9 @@ def _advice(node: Node, machine: Machine) -> dict[str, str]:
     # Nodes that are emulated on this machine share its processors.
     nodes_here = sum(is_local(address, machine.addresses) for address in node.addresses)
     threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
-    advice = {"OMP_NUM_THREADS": str(threads)}
+    advice = advice_for_rank(threads, node.devices is None, machine.is_amd)
     if node.interface is not None:
         advice |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
-    if node.devices is None:
-        # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready.
-        advice |= {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
-        if machine.is_amd:
-            # Intel MKL, with which Paddle's wheel computes, chooses its slow path on AMD: 1.8 times slower.
-            advice["MKL_DEBUG_CPU_TYPE"] = "5"
     return advice
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fleet_train.launch.machine import usable_processors
+from fleet_train.cluster.advice import usable_processors
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
