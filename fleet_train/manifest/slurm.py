@@ -116,7 +116,7 @@ def _head(training: Training, batch: Batch) -> list[str]:
         "stop": "scancel JOB: SIGTERM, and SIGKILL after KillWait (usually 30 s). What is saved by then stays, and\n"
         "nothing is queued again",
     }
-    lines = [*about(training, f"Slurm job {batch.name}"), *rows(commands)][:-1]
+    lines = [*about(training, f"Slurm job {batch.name}", counts_starts=True), *rows(commands)][:-1]
     return ["#!/bin/bash", *_comment(lines), ""]
 
 

@@ -24,11 +24,11 @@ def rows(table: dict[str, str], column: int = _COLUMN) -> list[str]:
     return [*lines, ""]
 
 
-def about(training: Training, what: str) -> list[str]:
-    """The first paragraphs."""
+def about(training: Training, what: str, counts_starts: bool = False) -> list[str]:
+    """The first paragraphs. ``counts_starts``: the engine tells a job that it was started before."""
     shape = f"nodes x ranks per node = {training.shape()}"
     lines = paragraph(f"{what}: {shape}. Written by `python -m fleet_train manifest`.")
-    if training.starts_anew:
+    if training.starts_anew and not counts_starts:
         lines += paragraph(
             "NOTE: the reference trainer is started without --resume. Started again by the engine, it refuses the "
             "checkpoints that it finds; write --resume behind `fleet_train train`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
-from tests.support.processes import Job, Started
+from tests.support.processes import Job, Started, clean_environ
 from tests.support.slurm import Slurm, start_slurm, why_no_slurm
 
 pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())
@@ -99,3 +100,26 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
     assert slurm.state_of(number) == "COMPLETED", output
     assert places(output) == [(0, 1, 1, 0)]
     assert "trains alone: Slurm has allocated 2 nodes to the job, but srun has not started" in output
+
+
+def test_a_job_that_is_queued_again_resumes_the_reference_trainer(tmp_path: Path) -> None:
+    """Slurm's variables alone decide it, so Slurm itself need not be there."""
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    task |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_CLUSTER_NAME": "tests"}
+    train = [sys.executable, "-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--output_dir=out"]
+
+    def run(job: str, restarts: int, epochs: int) -> subprocess.CompletedProcess[str]:
+        environ = clean_environ({**task, "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts)})
+        command = [*train, "--epochs=2", f"--stop_after_epochs={epochs}"]
+        return subprocess.run(
+            command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    first = run("17", restarts=0, epochs=1)
+    assert first.returncode == 0, first.stderr
+    another = run("18", restarts=1, epochs=1)
+    assert another.returncode != 0
+    assert "holds checkpoints of an earlier run" in another.stderr
+    again = run("17", restarts=1, epochs=1)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from" in again.stdout

@@ -245,9 +245,11 @@ def test_errors_say_what_was_given_and_the_rule(flags: list[str], said: str) -> 
     assert said in str(caught.value)
 
 
-def test_the_trainer_is_told_to_resume() -> None:
+def test_the_trainer_is_told_to_resume_where_the_engine_does_not_count_starts() -> None:
     trainer = ["-m", "fleet_train", "train", "--model=mlp"]
     note = "the reference trainer is started without --resume"
-    assert note in written("slurm", "--nodes=2", *trainer)
-    assert note not in written("slurm", "--nodes=2", *trainer, "--resume")
-    assert note not in written("slurm", "--nodes=2", "train.py")
+    in_pods = ["job", "--nodes=2", "--image=registry.local/train:1"]
+    assert note in written(*in_pods, *trainer)
+    assert note not in written(*in_pods, *trainer, "--resume")
+    assert note not in written(*in_pods, "train.py")
+    assert note not in written("slurm", "--nodes=2", *trainer)
