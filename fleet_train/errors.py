@@ -10,6 +10,7 @@ FleetTrainError                  1  something of ours, not more specific
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
+│   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
 ├── Preempted                   12  stopped in good order because it was asked to (SIGTERM); start it again to go on
 └── NotFinite                   13  the loss or the weights have become NaN or infinite
 
@@ -104,6 +105,25 @@ class WorkerFailed(FleetTrainError):
     """Another rank failed, left early, or did not answer in time; the message names it."""
 
     exit_code = 11
+
+
+class RankFailed(WorkerFailed):
+    """A spawned rank failed: ``rank``, its ``rank_exit_code`` or ``signal_number``, and its ``traceback`` as text.
+
+    It is the one that failed first; the message holds the traceback, and how the others followed.
+    """
+
+    def __init__(
+        self, message: str, rank: int, rank_exit_code: int | None, signal_number: int | None, traceback: str
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.rank_exit_code = rank_exit_code
+        self.signal_number = signal_number
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[object, ...]]:
+        return type(self), (*self.args, self.rank, self.rank_exit_code, self.signal_number, self.traceback)
 
 
 class Preempted(FleetTrainError):

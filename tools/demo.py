@@ -140,10 +140,9 @@ def started(commands: list[list[str]], folders: Folders) -> Iterator[list[subpro
 
 
 def node_environment() -> dict[str, str]:
-    """This environment with the checkout importable, and without Paddle's start-up chatter before the progress."""
+    """This environment with the checkout importable."""
     import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    chatter = "ignore:No ccache found,ignore:Tensor do not have"
-    return {**os.environ, "PYTHONPATH": import_path, "PYTHONWARNINGS": chatter, "GLOG_minloglevel": "2"}
+    return {**os.environ, "PYTHONPATH": import_path}
 
 
 def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:

@@ -6,25 +6,32 @@ It is imported only when it is asked for: ``launch --help`` must not pay for Pad
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
 import click
 
-from fleet_train import __version__
 from fleet_train.errors import FleetTrainError
 
 COMMANDS = {
     "launch": "Start this node's share of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
+    "completion": "Print the script that makes a shell complete these commands.",
     "check": "Measure whether this machine reads its training data fast enough.",
+    "doctor": "Say what is wrong with a machine, or with several and their network.",
+    "manifest": "Write the batch script or manifest that starts a training on Slurm or Kubernetes.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob caused it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
+    "version": "Show what a bug report needs: versions, machine, limits, engine.",
 }
+
+
+_COMPLETE = "_FLEET_TRAIN_COMPLETE"
 
 
 class _LazyGroup(click.Group):
@@ -42,16 +49,30 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from fleet_train.launch.installed import one_line
+
+        click.echo(one_line())
+        context.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="fleet_train")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="One line; more: version."
+)
 def cli() -> None:
     """Train static-graph Paddle programs on many machines; the strategy comes from a YAML profile."""
 
 
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code."""
+    if _COMPLETE in os.environ:
+        from fleet_train.cli.completion import register
+
+        register()
     try:
-        cli(prog_name="python -m fleet_train")
+        cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
     except FleetTrainError as error:
         exits = sys.modules.get("fleet_train.convert.exits")
         if exits is not None:  # a command has joined a job: its other ranks must learn why this one stops

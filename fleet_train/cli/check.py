@@ -12,6 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from fleet_train.cli.completing import folders
 from fleet_train.cli.numbers import Number, WholeNumber
 from fleet_train.data import (
     AUGMENTATIONS,
@@ -52,7 +53,13 @@ together; divide by the number of machines), best measured on generated data:
 
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--data", required=True, metavar="DIR", help="Image folder: train/<class>/, val/<class>/, or lists.")
+@click.option(
+    "--data",
+    required=True,
+    metavar="DIR",
+    help="Image folder: train/<class>/, val/<class>/, or lists.",
+    shell_complete=folders,
+)
 @click.option(
     "--samples_per_second", type=Number(), help="What training on this machine takes, all its ranks together."
 )

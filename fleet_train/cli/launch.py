@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
+from fleet_train.cli.completing import files, folders, profiles
 from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.engines.detect import CHOICES
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.launch.request import (
@@ -112,8 +114,17 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
 )
-@click.option("--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.")
-@click.option("--log_dir", type=Path, default=Path("log"), show_default=True, help="Receives workerlog.N.")
+@click.option(
+    "--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.", shell_complete=profiles
+)
+@click.option(
+    "--log_dir",
+    type=Path,
+    default=Path("log"),
+    show_default=True,
+    help="Receives workerlog.N.",
+    shell_complete=folders,
+)
 @_seconds(
     "--join_timeout",
     seconds(min_open=True),
@@ -162,6 +173,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--job_secret_file",
     type=Path,
+    shell_complete=files,
     metavar="FILE",
     help="A secret that all nodes share: who does not know it is refused, from whatever address. [default: the "
     "addresses of the node list are heard; or FLEET_TRAIN_JOB_SECRET]",
@@ -177,9 +189,18 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
 )
+@click.option(
+    "--engine",
+    type=click.Choice(CHOICES),
+    help="Who has started the launchers; it tells the nodes where --cluster_node_ips does not. [default: auto; or "
+    "FLEET_TRAIN_ENGINE]",
+)
+@click.option("--verbose", is_flag=True, help="Show Paddle's own start-up messages of rank 0, too; its log has them.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]...")
+@click.argument(
+    "program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]...", shell_complete=files
+)
 def command(**flags: Any) -> None:
     """Start this node's share of a job over a list of nodes.
 
@@ -202,7 +223,9 @@ def command(**flags: Any) -> None:
         finish()
         click.echo(launch.dry_run())
         return
-    sys.exit(run(launch, os.environ))
+    from fleet_train.doctor.after_failure import AfterFailure
+
+    sys.exit(run(launch, os.environ, AfterFailure(launch.node, launch.log_dir).line))
 
 
 def read_request(
@@ -226,6 +249,8 @@ def read_request(
     job_secret_file: Path | None,
     direct_ranks: int,
     use_paddlecloud: bool,
+    engine: str | None,
+    verbose: bool = False,
 ) -> LaunchRequest:
     """The request that the flags make. Raises ClusterError for a text that cannot be read."""
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
@@ -241,7 +266,7 @@ def read_request(
         is_module=is_module,
         hosts=hosts,
         node_host=node_ip,
-        started_port=DEFAULT_STARTED_PORT if started_port is None else started_port,
+        started_port=started_port,
         ports_per_node=ports_per_node,
         selected_gpus=parse_devices(selected_gpus) if selected_gpus is not None else None,
         processes_per_node=nproc_per_node,
@@ -251,5 +276,7 @@ def read_request(
         faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds),
         job_id=None if job_id is None else read_job_id(job_id),
         direct_ranks=direct_ranks,
+        engine="none" if use_paddlecloud else engine,
         secret_file=None if job_secret_file is None else job_secret_file.absolute(),
+        verbose=verbose,
     )

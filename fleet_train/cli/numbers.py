@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cluster.environment import MOST_SECONDS
+from fleet_train.cluster.defaults import MOST_SECONDS
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,18}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fleet_train.cli.completing import files, profiles
 from fleet_train.cli.numbers import NumberRange, WholeNumberRange
-from fleet_train.cluster import Cluster
+from fleet_train.cli.verbose import verbose_option
 from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.plan import explain
-from fleet_train.plan.predict import BACKWARD_SHARE, Compute, Link, Network
-from fleet_train.plan.pricing import Conditions, describe, price
-from fleet_train.plan.simulate.trial import describe as describe_trial
-from fleet_train.plan.simulate.trial import try_out
 from fleet_train.train.model_names import MODELS, VISION_MODELS
 
 if TYPE_CHECKING:
+    from fleet_train.cluster import Cluster
     from fleet_train.convert.planning import Planned
+    from fleet_train.plan import CommPlan
+    from fleet_train.plan.predict import Network
+    from fleet_train.plan.pricing import Conditions, Pricing
+    from fleet_train.plan.simulate.trial import Trial
 
 _EPILOG = """
 \b
@@ -90,7 +91,12 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--ranks_per_node", type=WholeNumberRange(1), default=1, show_default=True, help="Processes on each node."
 )
-@click.option("--strategy", metavar="NAME|FILE", help="Profile for a script that names none. Default: by the cluster.")
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE",
+    help="Profile for a script that names none. Default: by the cluster.",
+    shell_complete=profiles,
+)
 @click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second and direction of a node.")
@@ -115,8 +121,15 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
     help="About how long --measure takes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--script", "script", metavar="SCRIPT", help="Plan for a training script; what follows is the script's.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@verbose_option
+@click.option(
+    "--script",
+    "script",
+    metavar="SCRIPT",
+    help="Plan for a training script; what follows is the script's.",
+    shell_complete=files,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def command(
     nodes: int,
     ranks_per_node: int,
@@ -149,21 +162,31 @@ def command(
         return
     if strategy:
         os.environ["FLEET_TRAIN_STRATEGY"] = strategy
+    from fleet_train.cluster import Cluster
+    from fleet_train.plan.pricing import price
+    from fleet_train.plan.simulate.trial import try_out
+
     cluster = Cluster.imagined(nodes, ranks_per_node)
     conditions = _conditions(**given)
     planned = _plan(script, arguments, model, cluster, conditions.network)
-    plan = planned.plan
-    pricing = price(plan, cluster, conditions, nodes_on_paper)
-    trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
+    pricing = price(planned.plan, cluster, conditions, nodes_on_paper)
+    trial = try_out(planned.plan, planned.profile, simulate_steps or 0) if simulate else None
+    _show(planned.plan, pricing, trial, as_json)
+    if trial and not trial.holds:
+        raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
+
+
+def _show(plan: CommPlan, pricing: Pricing, trial: Trial | None, as_json: bool) -> None:
+    from fleet_train.plan import explain
+    from fleet_train.plan.pricing import describe
+    from fleet_train.plan.simulate.trial import describe as describe_trial
+
     if as_json:
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
         simulated = {"simulation": trial.to_json()} if trial else {}
         click.echo(json.dumps({**content, **pricing.to_json(), **simulated}, indent=1))
     else:
-        parts = [explain(plan), describe(pricing), *([describe_trial(trial)] if trial else [])]
-        click.echo("\n\n".join(parts))
-    if trial and not trial.holds:
-        raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
+        click.echo("\n\n".join([explain(plan), describe(pricing), *([describe_trial(trial)] if trial else [])]))
 
 
 def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None, measure: bool) -> None:
@@ -176,6 +199,9 @@ def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: st
 
 
 def _conditions(batch_size: int, backward_share: float | None, **given: float | None) -> Conditions:
+    from fleet_train.plan.predict import BACKWARD_SHARE, Compute, Link, Network
+    from fleet_train.plan.pricing import Conditions
+
     values = {name: default if given[name] is None else float(given[name] or 0) for name, default in _DEFAULTS.items()}
     return Conditions(
         Network(

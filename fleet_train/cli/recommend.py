@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.completing import files, folders
 from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
@@ -58,12 +59,33 @@ Exit codes:
 )
 @click.option("--seconds", type=NumberRange(10, 3600), default=90.0, show_default=True, help="About how long it takes.")
 @click.option("--trials", type=WholeNumberRange(1, 30), default=4, show_default=True, help="Profiles that are tried.")
-@click.option("--output", type=Path, default=DEFAULT_OUTPUT, show_default=True, help="The profile that is written.")
-@click.option("--record", type=Path, default=DEFAULT_FOLDER, show_default=True, metavar="DIR", help="Logs.")
+@click.option(
+    "--output",
+    type=Path,
+    default=DEFAULT_OUTPUT,
+    show_default=True,
+    help="The profile that is written.",
+    shell_complete=files,
+)
+@click.option(
+    "--record",
+    type=Path,
+    default=DEFAULT_FOLDER,
+    show_default=True,
+    metavar="DIR",
+    help="Logs.",
+    shell_complete=folders,
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
 @click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
-@click.option("--script", required=True, metavar="SCRIPT", help="The training script; what follows is the script's.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--script",
+    required=True,
+    metavar="SCRIPT",
+    help="The training script; what follows is the script's.",
+    shell_complete=files,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def command(
     script: str, arguments: tuple[str, ...], allow: tuple[str, ...], seconds: float, trials: int, output: Path,
     record: Path, as_json: bool, outcome: Path | None, **where: Any,

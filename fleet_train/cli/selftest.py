@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.completing import folders
 from fleet_train.cli.numbers import WholeNumber
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
@@ -49,7 +50,15 @@ Exit codes:
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Do these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
-@click.option("--record", type=Path, default=DEFAULT_FOLDER, show_default=True, metavar="DIR", help="Record and logs.")
+@click.option(
+    "--record",
+    type=Path,
+    default=DEFAULT_FOLDER,
+    show_default=True,
+    metavar="DIR",
+    help="Record and logs.",
+    shell_complete=folders,
+)
 @click.option(
     "--json",
     "as_json",

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.cli.numbers import Number, WholeNumber
+from fleet_train.cli.completing import folders, profiles
+from fleet_train.cli.numbers import Number, WholeNumber, WholeNumberRange
+from fleet_train.cli.verbose import verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
 from fleet_train.train.model_names import MODELS
@@ -39,7 +41,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "digits (scikit-learn), synthetic, or synthetic:<channels>x<height>x<width>x<classes>.")
-@_option("--data_dir", "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.")
+@_option(
+    "--data_dir",
+    "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.",
+    shell_complete=folders,
+)
 @_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=WholeNumber())
 @_option(
     "--augment", "Random change of training images; auto: crop_flip for folders.", type=click.Choice(AUGMENTATIONS)
@@ -51,7 +57,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
 @_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
 @_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=Number())
-@_option("--strategy", "Profile name or YAML file. Default: the launcher's, else by what the cluster is.")
+@_option(
+    "--strategy",
+    "Profile name or YAML file. Default: the launcher's, else by what the cluster is.",
+    shell_complete=profiles,
+)
 @_option("--epochs", "Passes over the training data.", type=WholeNumber())
 @_option("--batch_size", "Samples per rank and step.", type=WholeNumber())
 @_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=Number(), default=None)
@@ -73,7 +83,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--lr_power", "Power of the polynomial schedule.", type=Number())
 @_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=Number())
 @_option("--seed", "Start of all random streams; the same seed gives the same run.", type=WholeNumber())
-@_option("--output_dir", "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).")
+@_option(
+    "--output_dir",
+    "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).",
+    shell_complete=folders,
+)
 @_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=WholeNumber())
 @_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=WholeNumber())
 @_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=WholeNumber())
@@ -86,11 +100,14 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option(
     "--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=Number()
 )
+@_option("--prometheus_port", "Serve /metrics for Prometheus there, on rank 0.", type=WholeNumberRange(1, 65535))
+@_option("--prometheus_host", "Address for it; 0.0.0.0 = every address of the machine.")
 @_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
 @_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
 @_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=WholeNumber())
+@verbose_option
 def command(lr: float | None, **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
     config = TrainConfig(learning_rate=lr, **options)

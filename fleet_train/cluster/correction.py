@@ -36,15 +36,19 @@ def correct(environ: MutableMapping[str, str], command: Sequence[str]) -> dict[s
         return {}
     if not any(_LAUNCHER in word or "fleetrun" in word for word in command):
         return {}
+    from fleet_train.cluster.cluster import Cluster
     from fleet_train.cluster.environment import cluster_from_environ, is_legacy_launch, rank_variables
     from fleet_train.errors import ClusterError
 
     if not is_legacy_launch(command):
         return {}
     try:
-        wanted = rank_variables(cluster_from_environ(environ, command))
+        cluster = cluster_from_environ(environ, command)
     except ClusterError:
         return {}
+    if not isinstance(cluster, Cluster):
+        return {}
+    wanted = rank_variables(cluster)
     before = {name: environ.get(name) for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
     return before

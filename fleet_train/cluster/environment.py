@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, MOST_SECONDS
+from fleet_train.cluster.engines import detect
 from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.paddlecloud import read_as_rank
+from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 
-DEFAULT_STARTED_PORT = 6170
-DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
-MOST_SECONDS = 1_000_000.0
-"""That can be asked for anywhere: 11 days; sockets take no timeout of more than 24."""
 
-
-def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster:
-    """The cluster that was asked for.
+def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
+    """The cluster that was asked for; a partial one where an engine (Slurm, MPI, ...) has started the ranks.
 
     ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.
     Raises ClusterError when the variables contradict each other or the launcher started another job than asked.
@@ -35,6 +33,9 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
         refuse_unknown_flags(asked)
     if environ.get("PADDLE_TRAINER_ENDPOINTS"):
         return _modern(environ)
+    started = detect(environ)
+    if started is not None and started.count > 1:
+        return PartialCluster(started)
     if _integer(environ, "PADDLE_TRAINERS_NUM", 1) > 1:
         raise ClusterError(
             f"PADDLE_TRAINERS_NUM={environ['PADDLE_TRAINERS_NUM']} asks for several processes but "
@@ -65,10 +66,14 @@ def join_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts``; above 0, resume from a checkpoint.
+    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts`` and by engines that start a job
+    again (Slurm's requeue); above 0, resume from a checkpoint.
 
     Raises ClusterError for a value that the launcher never sets.
     """
+    if not environ.get("FLEET_TRAIN_ATTEMPT"):
+        started = detect(environ)
+        return 0 if started is None else started.restarts
     number = _integer(environ, "FLEET_TRAIN_ATTEMPT", 0)
     if number < 0:
         raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, leave it alone")
@@ -76,9 +81,11 @@ def attempt(environ: Mapping[str, str]) -> int:
 
 
 def launched_job(environ: Mapping[str, str]) -> str:
-    """What tells this job from every other that was ever launched, the same in all its attempts; "" below another
-    launcher than ours."""
-    return environ.get("FLEET_TRAIN_LAUNCHED", "")
+    """What tells this job from every other that was ever launched, the same in all its attempts, also those that an
+    engine makes (a job that Slurm requeues); "" where nobody has given it such a name."""
+    told = environ.get("FLEET_TRAIN_LAUNCHED", "")
+    started = None if told else detect(environ)
+    return told if started is None else started.run
 
 
 def asked_strategy(environ: Mapping[str, str]) -> str | None:

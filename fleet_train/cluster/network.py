@@ -71,6 +71,15 @@ def resolve(host: str) -> str:
     return str(address)
 
 
+def is_known(host: str) -> bool:
+    """Whether a host name, or an address, can be resolved here now."""
+    try:
+        socket.getaddrinfo(host, None, socket.AF_INET)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
 def _look_up(host: str) -> str:
     if not host:
         raise ClusterError("an empty text is neither an IPv4 address nor a host name; give the node's address")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Job:
         self._store = store
         self._gates = gates
         self._watch: StoreClient | None = None
+        self._watch_lock = threading.Lock()
         self.engine: Engine = make_engine(place, self.blame, self._is_hopeless, self._end_stuck)
         self.clock = StepClock(self.engine.device.moment)
         self.notes = StepNotes(cluster, self.clock, self._times_up_to)
@@ -232,18 +234,25 @@ class Job:
             self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
         _end_process(self.failure)
 
+    def gone(self) -> dict[int, str]:
+        """Ranks that have left, or are lost, and how. From any thread. WorkerFailed where the store is silent."""
+        if self.world_size == 1 or self._left:
+            return {}
+        return self._watchdogs_store().gone()
+
     def _watchdogs_store(self) -> StoreClient:
         """A connection of its own: the computing thread may wait in the others, which then are occupied."""
-        if self._watch is None:
-            self._watch = StoreClient.connect(
-                self.store.endpoint,
-                self.cluster.rank,
-                timeout_seconds=_AUTOPSY_SECONDS,
-                describe=self.cluster.describe,
-                watched=False,
-                access=access_of(self.cluster),
-            )
-        return self._watch
+        with self._watch_lock:
+            if self._watch is None:
+                self._watch = StoreClient.connect(
+                    self.store.endpoint,
+                    self.cluster.rank,
+                    timeout_seconds=_AUTOPSY_SECONDS,
+                    describe=self.cluster.describe,
+                    watched=False,
+                    access=access_of(self.cluster),
+                )
+            return self._watch
 
     def _find_culprit(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
         what = place.what

@@ -15,6 +15,7 @@ from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.network import interface_towards, local_addresses
+from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import Variants
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
@@ -26,19 +27,20 @@ from fleet_train.collectives.paddle_check import backend_name, installed_version
 from fleet_train.errors import ClusterError, ScheduleMismatch
 
 
-def join(cluster: Cluster, timeout_seconds: float) -> Job:
+def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
     """Meet all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
 
     Raises JoinTimeout with the ranks and hosts that did not come, ScheduleMismatch when ranks disagree,
     ClusterError when this process was given an address that is not this machine's.
     """
+    cluster, host = complete(cluster, timeout_seconds)
     place = choose_place(cluster)
     if cluster.world_size == 1:
         return Job(cluster, place)
     _refuse_foreign_address(cluster)
     if backend_name() == "gloo":
         keep_freed_memory()
-    job = _meet(cluster, place, timeout_seconds)
+    job = _meet(cluster, place, host, timeout_seconds)
     try:
         _compare(job, timeout_seconds)
         _form_process_group(job, timeout_seconds)
@@ -92,11 +94,10 @@ def _refuse_foreign_address(cluster: Cluster) -> None:
         )
 
 
-def _meet(cluster: Cluster, place: Any, timeout_seconds: float) -> Job:
-    host = None
+def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds: float) -> Job:
     endpoint = endpoint_of(cluster)
-    if is_host(cluster):
-        host = StoreHost(cluster, timeout_seconds)
+    if host is None and is_host(cluster):
+        host = StoreHost.of(cluster, timeout_seconds)
     try:
         store, gates = (
             StoreClient.connect(

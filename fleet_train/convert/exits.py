@@ -83,6 +83,11 @@ def report(error: BaseException) -> None:
         job.report_failure(_root_of(error, job))
 
 
+def tell(error: BaseException) -> BaseException:
+    """Tell the other ranks of an exception that ends this one although somebody has caught it; returns its cause."""
+    return _note(error) or error
+
+
 def _root_of(error: BaseException, job: Job) -> BaseException:
     """The job's failure where the error is only what the script, or Paddle's executor, has made of it."""
     link: BaseException | None = error

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
+from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.cluster.environment import asked_strategy
 from fleet_train.collectives.paddle_check import require_paddle
 from fleet_train.convert import exits
@@ -39,6 +41,7 @@ from fleet_train.convert.fleet_names import unknown  # noqa: E402
 from fleet_train.convert.keywords import one_of  # noqa: E402
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.ranks import (  # noqa: E402
+    gone_workers,
     init_worker,
     is_coordinator,
     is_first_worker,
@@ -95,6 +98,7 @@ __all__ = [
     "distributed_optimizer",
     "first_not_finite",
     "gather",
+    "gone_workers",
     "init",
     "init_worker",
     "is_coordinator",
@@ -162,10 +166,20 @@ def init(
             "fleet.init(is_collective=True)"
         )
     job = session.begin(given, strategy).job
-    say(filter(None, [warning_of(_main_script())]), job.cluster.rank)
+    say(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         say([f"log_level: {log_level!r} is mapped: what fleet_train says is said once, on rank 0"], job.cluster.rank)
     return sys.modules[__name__]
+
+
+def _who_started(cluster: Cluster) -> str:
+    """One line about an engine that has started the ranks, or should have."""
+    if cluster.world_size == 1:
+        return alone_in_allocation(os.environ)
+    started = detect(os.environ)
+    if started is None or cluster.formed_by != started.engine:  # a nearer launcher has started the ranks
+        return ""
+    return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"
 
 
 def _main_script() -> str:
@@ -180,9 +194,10 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
-    name or path, or None: then that of ``init``, else the launcher's ``--strategy``, else ``multi_node`` on several
-    nodes and ``single_node`` on one. Optimizers that Paddle wraps around others (``paddle.static.amp.decorate``,
-    ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes settings of the profile.
+    name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
+    on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others
+    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes
+    settings of the profile.
 
     Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
     """
@@ -217,10 +232,13 @@ def minimize(
 
 def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
     """What to say where a strategy was given in more than one place."""
-    launchers = asked_strategy(os.environ)
+    launchers, offered = asked_strategy(os.environ), session.offered()
+    names_its_own = strategy is not None or now.strategy is not None
     notices = []
-    if launchers and (strategy is not None or now.strategy is not None):
+    if launchers and names_its_own:
         notices.append(f"the script names its own strategy; the launcher's --strategy is not used ({launchers})")
+    if offered is not None and names_its_own:
+        notices.append(f"the function names its own strategy; that of spawn is not used ({offered.name})")
     if strategy is not None and now.strategy is not None and strategy is not now.strategy:
         notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
     return notices
@@ -230,7 +248,9 @@ def _resolve(strategy: Any, job: Job) -> Profile:
     if (prescribed := session.prescribed()) is not None:
         return prescribed
     if strategy is None:
-        strategy = asked_strategy(os.environ) or ("multi_node" if job.cluster.node_num > 1 else "single_node")
+        strategy = session.offered() or asked_strategy(os.environ)
+    if strategy is None:
+        strategy = "multi_node" if job.cluster.node_num > 1 else "single_node"
     if isinstance(strategy, (str, Path)):
         return load_profile(str(strategy))
     if isinstance(strategy, Profile):

@@ -37,6 +37,7 @@ def measure_cluster(seconds: float) -> MeasuredCluster:
             "`python -m fleet_train launch --cluster_node_ips=A,B ... -m fleet_train plan --measure`"
         )
     job = join(cluster, join_timeout_seconds(os.environ))
+    cluster = job.cluster
     exits.watch(job)
 
     def say(text: str) -> None:

@@ -73,6 +73,14 @@ def worker_endpoints(to_string: bool = False) -> list[str] | str:
     return ",".join(endpoints) if to_string else endpoints
 
 
+def gone_workers() -> dict[int, str]:
+    """Ranks that have left the job (``left``) or are lost, and how, as the job's store knows it now. From any thread.
+
+    Raises WorkerFailed where the store does not answer. Empty in a job of one process.
+    """
+    return current().job.gone()
+
+
 def init_worker(scopes: Any = None) -> None:
     """Nothing is left to do: a worker without parameter servers is ready after ``init``."""
     del scopes  # Fleet's signature

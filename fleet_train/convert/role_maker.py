@@ -8,6 +8,7 @@ from typing import Any
 from fleet_train.cluster import Cluster, cluster_from_environ
 from fleet_train.cluster.cluster import from_endpoints
 from fleet_train.cluster.correction import launch_environment, parent_command
+from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 
 __all__ = ["PaddleCloudRoleMaker", "Role", "UserDefinedCollectiveRoleMaker", "UserDefinedRoleMaker", "cluster_of"]
@@ -42,8 +43,9 @@ class PaddleCloudRoleMaker:
                 f"PaddleCloudRoleMaker does not know {', '.join(sorted(options))}; it takes is_collective"
             )
 
-    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster:
-        """The cluster that the launch environment, or the launcher's own command line, describes."""
+    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster | PartialCluster:
+        """The cluster that the launch environment, or the launcher's own command line, describes; a partial one where
+        Slurm, MPI or the like has started the ranks."""
         return cluster_from_environ(launch_environment() if environ is None else environ, parent_command())
 
 
@@ -86,13 +88,14 @@ class UserDefinedRoleMaker:
                 f"{name}: current_id={current_id} is not in 0 .. {self._number - 1}, the ranks of this job"
             )
 
-    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster:
+    def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster | PartialCluster:
         """The cluster that was described, cross-checked with the launcher's."""
         launched = PaddleCloudRoleMaker(is_collective=True).cluster(environ)
         if launched.world_size == 1 and self._endpoints:
             return Cluster(from_endpoints(self._endpoints), self._current, formed_by="UserDefinedRoleMaker")
-        ours = (self._current, self._number, self._endpoints or launched.endpoints)
-        theirs = (launched.rank, launched.world_size, launched.endpoints)
+        told = launched.endpoints if isinstance(launched, Cluster) else self._endpoints
+        ours = (self._current, self._number, self._endpoints or told)
+        theirs = (launched.rank, launched.world_size, told)
         for what, one, other in zip(
             ("current_id", "the number of ranks", "worker_endpoints"), ours, theirs, strict=True
         ):
@@ -119,7 +122,7 @@ def _refuse_parameter_servers(name: str, is_collective: bool) -> None:
         )
 
 
-def cluster_of(role: Any) -> Cluster:
+def cluster_of(role: Any) -> Cluster | PartialCluster:
     """The cluster for what was handed to ``fleet.init``: our role makers, None, or Paddle's own role makers."""
     if role is None:
         return PaddleCloudRoleMaker(is_collective=True).cluster()

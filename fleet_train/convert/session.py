@@ -53,6 +53,7 @@ _session: Session | None = None
 _has_left_a_job = False
 _imagined_job: Callable[[], Job] | None = None
 _prescribed: Profile | None = None
+_offered: Profile | None = None
 
 
 def begin(role: Any, strategy: Any) -> Session:
@@ -83,6 +84,17 @@ def prescribe(profile: Profile | None) -> None:
 def prescribed() -> Profile | None:
     """What `prescribe` was given."""
     return _prescribed
+
+
+def offer(profile: Profile) -> None:
+    """For spawned ranks: the profile where a script names none, as the launcher's --strategy is."""
+    global _offered
+    _offered = profile
+
+
+def offered() -> Profile | None:
+    """What `offer` was given."""
+    return _offered
 
 
 def current() -> Session:

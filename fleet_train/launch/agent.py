@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 from fleet_train.launch.coordinator import Coordinator, JobEnded
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.prepare import Launch
@@ -20,8 +20,11 @@ from fleet_train.launch.worker_group import run_worker_group
 _EXIT_BARRIER_SECONDS = 12.0
 
 
-def run(launch: Launch, environ: Mapping[str, str]) -> int:
-    """Carry out the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank."""
+def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] = str) -> int:
+    """Carry out the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank.
+
+    ``diagnose`` is asked after a failure for a line about its likely cause on this node; empty: nothing is known.
+    """
     node = launch.node
     membership: Membership | None = None
     with stopping_signals() as stopping:
@@ -29,7 +32,11 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
             membership = Membership(
                 node, launch.faults, launch.join_timeout_seconds, launch.access, say, launch.direct_ranks
             )
-            return _run_attempts(launch, Coordinator(membership, launch.faults, launch.facts, say), environ, stopping)
+            coordinator = Coordinator(membership, launch.faults, launch.facts, say, launch.run)
+            return _run_attempts(launch, coordinator, environ, stopping, diagnose)
+        except (JoinTimeout, WorkerFailed):
+            _tell_cause(diagnose)
+            raise
         except StopRequested as stop:
             say(f"{_stop_message(launch, stop)}; no rank was running")
             return 128 + stop.number
@@ -40,7 +47,13 @@ def run(launch: Launch, environ: Mapping[str, str]) -> int:
             finish()
 
 
-def _run_attempts(launch: Launch, coordinator: Coordinator, environ: Mapping[str, str], stopping: Stopping) -> int:
+def _run_attempts(
+    launch: Launch,
+    coordinator: Coordinator,
+    environ: Mapping[str, str],
+    stopping: Stopping,
+    diagnose: Callable[[], str],
+) -> int:
     try:
         attempt = coordinator.first()
         while True:
@@ -48,7 +61,7 @@ def _run_attempts(launch: Launch, coordinator: Coordinator, environ: Mapping[str
             following = coordinator.next(attempt, result)
             if following is None:
                 coordinator.end(result)
-                return _tell(result)
+                return _tell(result, diagnose)
             attempt = following
     except JobEnded as end:
         say(f"the job has ended before this node could join: {end}")
@@ -77,6 +90,8 @@ def _run_one(
         )
         number = rendezvous.join(launch.facts, attempt.number, timeout, say, coordinator.launched)
         coordinator.launched = rendezvous.launched
+        membership.learn(attempt.nodes, rendezvous.addresses)
+        launch = launch.at(membership.place_of(attempt.nodes))
         must_meet = False
         attempt = replace(attempt, number=number)
         coordinator.begun(attempt)
@@ -100,7 +115,7 @@ def _run_one(
         membership.close_tree(round_name)
 
 
-def _tell(result: RunResult) -> int:
+def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
     """Say how the job has ended; returns the exit code."""
     if result.kind is Kind.DONE:
         return 0
@@ -113,4 +128,12 @@ def _tell(result: RunResult) -> int:
         tell(failure_report(result.ends, result.silent))
     for line in result.output:
         tell(f"  | {line}")
+    if result.kind is Kind.FAILED:
+        _tell_cause(diagnose)
     return result.exit_code
+
+
+def _tell_cause(diagnose: Callable[[], str]) -> None:
+    line = diagnose()
+    if line:
+        say(line)

@@ -36,14 +36,14 @@ class JobEnded(Exception):
 class Coordinator:
     """This launcher's part in deciding what comes next."""
 
-    def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, say: Say) -> None:
+    def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, say: Say, run: str = "") -> None:
         self.membership = membership
         self.policy = policy
         self._facts = facts
         self._say = say
         self._earlier: list[RunResult] = []
         self._restarts = 0
-        self.launched = secrets.token_hex(8)
+        self.launched = run or secrets.token_hex(8)
         """What tells this job from every other that was ever launched: the leader's at the first attempt."""
         self._last_word = ""
         self._takes_part = False

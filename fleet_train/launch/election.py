@@ -15,6 +15,7 @@ from typing import Any
 
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.greeting import Refused
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.launch.node import Node
 
@@ -55,6 +56,7 @@ class Unheard(Enum):
 
     DEAD = "nothing listens there: its launcher has ended, and its ranks with it"
     SILENT = "it may be alive behind a broken network, or frozen"
+    DEAF = "it is alive and does not know our address yet: our name had another one"
 
 
 Heard = Mapping[int, Status | Unheard]
@@ -92,7 +94,12 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int 
 
 
 def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
-    return {index for index in nodes if heard.get(index, Unheard.SILENT) is Unheard.SILENT}
+    return {index for index in nodes if heard.get(index, Unheard.SILENT) in (Unheard.SILENT, Unheard.DEAF)}
+
+
+def someone_is_deaf(heard: Heard) -> bool:
+    """Whether somebody is alive who will answer once it has looked our name up again."""
+    return Unheard.DEAF in heard.values()
 
 
 def may_go_on(here: set[int], silent: set[int]) -> bool:
@@ -120,7 +127,7 @@ class Neighbours:
 
     def _ask(self, index: int) -> Status | Unheard:
         self.refusals.pop(index, None)
-        endpoint = f"{self._node.addresses[index]}:{self._node.store_port}/{STATUS_ROUND}"
+        endpoint = f"{self._node.store_of(index)}/{STATUS_ROUND}"
         try:
             client = StoreClient.connect(
                 endpoint,
@@ -133,6 +140,8 @@ class Neighbours:
                 access=self._access,
             )
         except JoinTimeout as error:
+            if isinstance(error.__cause__, Refused) and error.__cause__.kind == "address":
+                return Unheard.DEAF
             is_dead = isinstance(error.__cause__, (ConnectionRefusedError, ConnectionResetError))
             return Unheard.DEAD if is_dead else Unheard.SILENT
         except ClusterError as refusal:

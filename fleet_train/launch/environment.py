@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet_train.cluster.advice import advice_for_rank
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.secret import SECRET_FILE
 from fleet_train.cluster.store.access import JOB_ID
@@ -27,6 +28,9 @@ PADDLE_LOCAL_SIZE PADDLE_GLOBAL_RANK PADDLE_LOCAL_RANK PADDLE_RANK_IN_NODE PADDL
 PADDLE_BACKUP_ENV_PATH PADDLE_TRAINERS PADDLE_PORT PADDLE_PSERVERS_IP_PORT_LIST PADDLE_TRAINING_ROLE
 DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_PORT_LIST POD_NAME
 FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
+PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
+FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 """
 # Prints environments, starts ranks under another program, or changes where the launcher takes its flags from.
@@ -109,15 +113,9 @@ def _advice(node: Node, machine: Machine) -> dict[str, str]:
     # Nodes that are emulated on this machine share its processors.
     nodes_here = sum(is_local(address, machine.addresses) for address in node.addresses)
     threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
-    advice = {"OMP_NUM_THREADS": str(threads)}
+    advice = advice_for_rank(threads, node.devices is None, machine.is_amd)
     if node.interface is not None:
         advice |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
-    if node.devices is None:
-        # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready.
-        advice |= {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
-        if machine.is_amd:
-            # Intel MKL, with which Paddle's wheel computes, chooses its slow path on AMD: 1.8 times slower.
-            advice["MKL_DEBUG_CPU_TYPE"] = "5"
     return advice
 
 

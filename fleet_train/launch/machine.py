@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from fleet_train import __version__
 from fleet_train.cluster import network
+from fleet_train.cluster.advice import is_amd_processor, usable_processors
 from fleet_train.cluster.hosts import is_number
 
 
@@ -71,15 +71,3 @@ def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
-
-
-def usable_processors() -> int:
-    """Processors that this process may run on: fewer than the machine has under taskset, Slurm or a cpuset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def is_amd_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    try:
-        return "AuthenticAMD" in cpuinfo.read_text(errors="replace")
-    except OSError:
-        return False

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
@@ -26,11 +27,13 @@ from fleet_train.launch.election import (
     Neighbours,
     State,
     Status,
+    Unheard,
     elected,
     is_at_work,
     leader_among,
     may_go_on,
     silent,
+    someone_is_deaf,
 )
 from fleet_train.launch.node import Node
 from fleet_train.launch.request import FaultPolicy
@@ -77,8 +80,8 @@ class Membership:
         self._client: StoreClient | None = None
         self._heart: threading.Thread | None = None
         most = node.processes + max(direct_ranks, FAN_IN) + len(node.addresses)
-        allowed = frozenset(node.addresses)
-        self._server = StoreServer(node.address, node.store_port, access, allowed, most, say).start()
+        callers = Callers(node.every_host)
+        self._server = StoreServer(node.address, node.store_port, access, callers, most, say).start()
         try:
             self._publish(State.FRESH)
             self._find_at_start(timeout_seconds)
@@ -103,10 +106,26 @@ class Membership:
         """Node 0 leads, unless the job is at work already under another leader."""
         if self.node.index == 0:
             can_be_at_work = self._policy.max_restarts > 0 and len(self._every) > 1
-            if not (can_be_at_work and is_at_work(self._neighbours.ask(self._every))):
+            if not (can_be_at_work and is_at_work(self._ask_at_start(timeout_seconds))):
                 self._lead(0)
                 return
         self.wait_for_leader(timeout_seconds)
+
+    def _ask_at_start(self, timeout_seconds: float) -> Heard:
+        """What the others say, once all who are alive know our address. Raises JoinTimeout."""
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+        while someone_is_deaf(heard := self._neighbours.ask(self._every)):
+            deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
+            if time.monotonic() > deadline:
+                raise JoinTimeout(
+                    f"{deaf} refuses connections from {self.node.address}: the name {self.node.host(self.node.index)} "
+                    f"still has another address there after {timeout_seconds:g} s (--join_timeout)"
+                )
+            if time.monotonic() > word_at:
+                self._say(f"waiting until {deaf} knows this node's new address, {self.node.address}")
+                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        return heard
 
     def wait_for_leader(self, timeout_seconds: float) -> None:
         """Follow whoever leads, without a part in choosing it: for launchers that take no part in the job yet.
@@ -209,7 +228,7 @@ class Membership:
         while True:
             try:
                 client = StoreClient.connect(
-                    f"{self.node.addresses[leader]}:{self.node.store_port}/{_round_of(term)}",
+                    f"{self.node.store_of(leader)}/{_round_of(term)}",
                     self.node.index,
                     group=_GROUP,
                     timeout_seconds=max(0.1, deadline - time.monotonic()),
@@ -260,6 +279,11 @@ class Membership:
         return self._client
 
     # where an attempt meets
+
+    def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
+        """Where these nodes are now."""
+        now = dict(zip(nodes, addresses, strict=True))
+        self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
 
     def place_of(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes, which meet at the leader's."""

@@ -26,12 +26,26 @@ class Node:
     interface: str | None
     leader: int = 0
     """Whose launcher leads: its position in ``addresses``. There the launchers meet."""
+    hosts: tuple[str, ...] = ()
+    """The names of the nodes, where these stay when an address becomes another one. Empty: the addresses stay."""
     numbers: tuple[int, ...] = ()
     """Where ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
 
     @property
     def address(self) -> str:
         return self.addresses[self.index]
+
+    def host(self, index: int) -> str:
+        """What stays of it: its name or its address."""
+        return self.hosts[index] if self.hosts else self.addresses[index]
+
+    @property
+    def every_host(self) -> tuple[str, ...]:
+        return self.hosts or self.addresses
+
+    def with_addresses(self, addresses: tuple[str, ...]) -> Node:
+        """The same nodes where they are now."""
+        return replace(self, addresses=addresses)
 
     @property
     def is_leader(self) -> bool:
@@ -47,7 +61,11 @@ class Node:
 
     @property
     def store_endpoint(self) -> str:
-        return f"{self.addresses[self.leader]}:{self.store_port}"
+        """Where the leader's store listens; by name where the node has one, so that it is found at a new address."""
+        return self.store_of(self.leader)
+
+    def store_of(self, index: int) -> str:
+        return f"{self.host(index)}:{self.store_port}"
 
     @property
     def ranks(self) -> range:
@@ -58,8 +76,11 @@ class Node:
         """This node in a job of these nodes only (positions in ``addresses``), which must contain it
         and the leader."""
         addresses = tuple(self.addresses[i] for i in nodes)
+        hosts = tuple(self.hosts[i] for i in nodes) if self.hosts else ()
         leader = nodes.index(self.leader)
-        return replace(self, addresses=addresses, index=nodes.index(self.index), leader=leader, numbers=nodes)
+        return replace(
+            self, addresses=addresses, hosts=hosts, index=nodes.index(self.index), leader=leader, numbers=nodes
+        )
 
     def led_by(self, leader: int) -> Node:
         return replace(self, leader=leader)
@@ -76,14 +97,15 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
     check_addresses(hosts, addresses)
     index = choose_node(hosts, addresses, request.node_host, machine.addresses)
     processes, devices = choose_processes(request.selected_gpus, request.processes_per_node, machine.gpus)
-    check_port_range(request.started_port, processes)
+    check_port_range(request.first_port, processes)
     if request.ports_per_node is not None and processes > request.ports_per_node:
         raise ClusterError(
             f"TRAINER_PORTS_NUM={request.ports_per_node} is too few for {processes} processes per node, each of which "
             "needs a port; ask for more ports or start fewer processes"
         )
     interface = choose_interface(addresses, index, machine, network.interface_towards)
-    return Node(addresses, index, request.started_port, processes, devices, interface)
+    names = hosts if request.by_name else ()
+    return Node(addresses, index, request.first_port, processes, devices, interface, hosts=names)
 
 
 def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:

@@ -24,10 +24,12 @@ from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.machine import Machine, look_around
 from fleet_train.launch.node import Node, check_ports, place
+from fleet_train.launch.nodes_of_engine import with_nodes_of_engine
 from fleet_train.launch.rendezvous import Facts, check_told
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.launch.stock import stock_command
+from fleet_train.launch.terminal import say
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
@@ -48,6 +50,11 @@ class Launch:
     access: Access
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     direct_ranks: int = FAN_IN
+    restarts: int = 0
+    """How often an engine has started this job before; attempts are counted on from there."""
+    run: str = ""
+    """The job's name over these restarts; empty: each launch is a job of its own."""
+    verbose: bool = False
 
     def at(self, node: Node) -> Launch:
         """The same launch with this place, among some nodes of the list: ranks are counted anew."""
@@ -56,7 +63,8 @@ class Launch:
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of one attempt's ranks: where they meet (``host:port/round``), and which attempt of which
         job it is."""
-        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": str(number), "FLEET_TRAIN_LAUNCHED": launched}
+        attempt = str(self.restarts + number)
+        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
         return self.environment.over(environ) | told
 
     def command(self, token: str, private: Path) -> list[str]:
@@ -93,6 +101,7 @@ class Launch:
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+    request = with_nodes_of_engine(request, environ, say)
     machine = look_around(environ)
     check_program(request)
     strategy, profile = load_strategy(request.strategy)
@@ -122,6 +131,9 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         access=access,
         faults=checked_faults(request.faults, node),
         direct_ranks=request.direct_ranks,
+        restarts=request.restarts,
+        run=request.run,
+        verbose=request.verbose,
     )
 
 
@@ -142,7 +154,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     """What must be equal on every node, under the names that the difference is reported with."""
     return check_told(
         {
-            "the node list": ",".join(node.addresses),
+            "the node list": ",".join(node.every_host),
             "the number of processes per node": node.processes,
             "--started_port": node.started_port,
             "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"

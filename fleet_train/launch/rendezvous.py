@@ -45,6 +45,8 @@ class Rendezvous:
         self._client = client
         self.launched = ""
         """What tells this job from every other that was ever launched; known once all have joined."""
+        self.addresses = node.addresses
+        """Where the nodes are in this attempt; known once all have joined."""
         self._host_left = False
 
     @classmethod
@@ -82,7 +84,7 @@ class Rendezvous:
             brought = self._compare(facts, deadline, timeout_seconds, say)
             refuse_variants(self.node, facts, brought)
             left = max(1.0, deadline - time.monotonic())
-            proposed = self._client.all_gather("attempt", attempt, count, left)
+            told = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
             self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
         except FleetTrainError as error:
             self.fail(str(error), type(error).exit_code)
@@ -90,7 +92,8 @@ class Rendezvous:
         self.start = time.monotonic()
         if self.node.is_leader:
             self._client.set(_ZERO, self._client.clock())
-        return int(max(proposed.values()))
+        self.addresses = tuple(str(told[index][1]) for index in range(count))
+        return int(max(number for number, _ in told.values()))
 
     def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
         """Who was started with which facts, once all have come; says now and then for whom it waits."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet_train.cluster.environment import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.hosts import is_number, refuse_repeated
 from fleet_train.cluster.store.tree import FAN_IN
 from fleet_train.errors import ClusterError
@@ -46,7 +46,9 @@ class LaunchRequest:
     is_module: bool = False
     hosts: tuple[str, ...] | None = None
     node_host: str | None = None
-    started_port: int = DEFAULT_STARTED_PORT
+    by_name: bool = False
+    """Whether ``hosts`` are names that stay when their addresses change."""
+    started_port: int | None = None
     ports_per_node: int | None = None  # that PaddleCloud has set aside
     selected_gpus: tuple[str, ...] | None = None
     processes_per_node: int | None = None
@@ -55,9 +57,21 @@ class LaunchRequest:
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     job_id: str | None = None
+    restarts: int = 0
+    """How often an engine has started this job before."""
+    run: str = ""
+    """What that engine calls this job in all its restarts; see `Started.run`."""
     secret_file: Path | None = None
+    engine: str | None = None
+    """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
     direct_ranks: int = FAN_IN
     """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+    verbose: bool = False
+    """Show Paddle's own start-up lines of rank 0 as well."""
+
+    @property
+    def first_port(self) -> int:
+        return DEFAULT_STARTED_PORT if self.started_port is None else self.started_port
 
 
 def read_job_id(text: str, name: str = "--job_id") -> str:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from fleet_train.files import read_regular
 from fleet_train.launch import processes, terminal, worker
+from fleet_train.launch.chatter import Chatter, Everything, without_chatter
 from fleet_train.launch.node import Node
 from fleet_train.launch.terminal import Outlet
 from fleet_train.launch.worker_result import WorkerResult, last_lines, result_from_record
@@ -24,17 +25,25 @@ Records = dict[int, dict[str, Any]]
 class RankFiles:
     """The logs and end records of this node's ranks, in ``log_dir``.
 
-    ``heard`` gives the records that could not be written there, by local rank.
+    ``heard`` gives the records that could not be written there, by local rank; ``verbose``: last lines are shown with
+    Paddle's own among them.
     """
 
     def __init__(
-        self, node: Node, log_dir: Path, token: str, attempt: int = 0, heard: Callable[[], Records] = dict
+        self,
+        node: Node,
+        log_dir: Path,
+        token: str,
+        attempt: int = 0,
+        heard: Callable[[], Records] = dict,
+        verbose: bool = False,
     ) -> None:
         self.node = node
         self.log_dir = log_dir
         self.token = token
         self.attempt = attempt
         self._heard = heard
+        self._verbose = verbose
 
     def prepare(self) -> None:
         """Make the folder; remove what an earlier job has left, keep the logs of this job's earlier attempts."""
@@ -95,7 +104,8 @@ class RankFiles:
         return WorkerResult(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
-        return last_lines(end_of(self.log_file(local_rank)))
+        end = end_of(self.log_file(local_rank))
+        return last_lines(end if self._verbose else without_chatter(end))
 
 
 def end_of(log: Path) -> str:
@@ -110,17 +120,23 @@ def end_of(log: Path) -> str:
 
 
 class Follower:
-    """Shows a growing file on the terminal, byte for byte, so that progress bars work.
+    """Shows a growing file on the terminal, byte for byte, so that progress bars work; but for what ``passing`` keeps
+    back.
 
     The file is all the memory that a slow reader needs: what there is no room for is read later.
     """
 
     def __init__(
-        self, path: Path, outlet: Outlet = terminal.out, show: Callable[[bytes], None] = terminal.show
+        self,
+        path: Path,
+        outlet: Outlet = terminal.out,
+        show: Callable[[bytes], None] = terminal.show,
+        passing: Chatter | Everything | None = None,
     ) -> None:
         self._path = path
         self._outlet = outlet
-        self._show = show
+        self._write = show
+        self._passing = passing or Everything()
         self._file: BinaryIO | None = None
         self._last = b"\n"
 
@@ -130,9 +146,17 @@ class Follower:
                 self._file = self._path.open("rb")
             except OSError:
                 return
+        came = False
         while self._outlet.has_room() and (chunk := self._file.read(1 << 16)):
-            self._show(chunk)
-            self._last = chunk
+            self._show(self._passing.feed(chunk))
+            came = True
+        if not came and self._outlet.has_room():
+            self._show(self._passing.rest())
+
+    def _show(self, text: bytes) -> None:
+        if text:
+            self._write(text)
+            self._last = text
 
     def close(self) -> None:
         """Show the rest and end the line, so that what comes after does not stick to a progress bar.
@@ -142,6 +166,7 @@ class Follower:
         self.pump()
         while not self._outlet.has_room() and self._outlet.drain():
             self.pump()
+        self._show(self._passing.rest())
         self._show(b"" if self._last.endswith(b"\n") else b"\n")
         if self._file is not None:
             self._outlet.leave_out(sum(chunk.count(b"\n") for chunk in iter(partial(self._file.read, 1 << 20), b"")))

@@ -16,6 +16,7 @@ from typing import Any
 
 from fleet_train.errors import ClusterError, Preempted, WorkerFailed
 from fleet_train.launch import processes
+from fleet_train.launch.chatter import Chatter, Everything
 from fleet_train.launch.graceful_stop import GracefulStop, WaitingNodes
 from fleet_train.launch.holding import take_log_dir
 from fleet_train.launch.inbox import Inbox
@@ -82,9 +83,10 @@ def run_worker_group(
     with _unwritable_logs_refused(launch, rendezvous, number, say):
         launch = _with_own_log_dir(launch, rendezvous, say)
         RankFiles(node, launch.log_dir, token, number).prepare()
-    files = RankFiles(node, launch.log_dir, token, number, inbox.look)
+    files = RankFiles(node, launch.log_dir, token, number, inbox.look, launch.verbose)
     private = PrivateFolder(node.ranks)
-    follower = Follower(files.log_file(0)) if node.index == 0 else NoFollower()
+    passing = Everything() if launch.verbose else Chatter()
+    follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
     stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import click
 
-from fleet_train.cluster.correction import launch_environment, parent_command
-from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.errors import ClusterError, ConversionError
 from fleet_train.files import publish_where_linked
 from fleet_train.recommend.options import Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Supervisor
+from fleet_train.selftest.peers import Peers
 from fleet_train.selftest.start import Where, is_rank, outcome_in, request_for, run_ranks
 
 
@@ -47,8 +46,10 @@ def command_of(options: Options, folder: Path, output: Path, outcome: Path | Non
 
 def supervise(options: Options, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
     """As one rank: everything; rank 0 prints, and writes the profile."""
-    cluster = cluster_from_environ(launch_environment(), parent_command())
+    peers = Peers.meet(options.join_timeout_seconds, "recommend")
+    cluster = peers.cluster
     if cluster.world_size == 1:
+        peers.close_host()
         raise ClusterError(
             "recommend found one rank, which communicates nothing: give --nproc, or --ips of all machines"
         )
@@ -57,7 +58,7 @@ def supervise(options: Options, folder: Path, output: Path, as_json: bool, outco
         if cluster.rank == 0:
             click.echo(text, err=as_json)
 
-    supervisor = Supervisor(cluster, options, folder, say)
+    supervisor = Supervisor(peers, options, folder, say)
     with supervisor.peers.meeting():
         results = supervisor.run()
         made = to_json(results, options, cluster)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.cluster import Cluster
 from fleet_train.errors import FleetTrainError, WorkerFailed
 from fleet_train.plan import Gradient
 from fleet_train.plan.choose import MOST_COMMUNICATORS
@@ -76,12 +75,12 @@ class TrialFailed(Exception):
 class Supervisor:
     """Carries out a recommendation for one rank; ``say`` is told of the progress, on rank 0."""
 
-    def __init__(self, cluster: Cluster, options: Options, folder: Path, say: Say) -> None:
-        self.cluster = cluster
+    def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
+        self.cluster = peers.cluster
         self._options = options
         self._folder = folder
         self._say = say
-        self.peers = Peers(cluster, options.join_timeout_seconds, "recommend")
+        self.peers = peers
         self._began = time.monotonic()
 
     def run(self) -> Results:

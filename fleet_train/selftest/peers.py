@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.correction import launch_environment, parent_command
+from fleet_train.cluster.environment import cluster_from_environ
+from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
@@ -19,13 +22,15 @@ _GROUP = "supervisor"
 class Peers:
     """This rank's supervisor among the others. Every wait is bounded and names who is missing."""
 
-    def __init__(self, cluster: Cluster, timeout_seconds: float, command: str = "selftest") -> None:
+    def __init__(
+        self, cluster: Cluster, timeout_seconds: float, command: str = "selftest", host: StoreHost | None = None
+    ) -> None:
         self.cluster = cluster
         self._command = command
         self._timeout_seconds = timeout_seconds
-        self._host: StoreHost | None = None
-        if is_host(cluster):
-            self._host = StoreHost(cluster, timeout_seconds)
+        self._host = host
+        if host is None and is_host(cluster):
+            self._host = StoreHost.of(cluster, timeout_seconds)
         endpoint = endpoint_of(cluster)
         self._address, _, scope = endpoint.partition("/")
         self._scope = f"{scope}.{command}"
@@ -41,6 +46,12 @@ class Peers:
         except BaseException:
             self.close_host()
             raise
+
+    @classmethod
+    def meet(cls, timeout_seconds: float, command: str = "selftest") -> Peers:
+        """As a rank that a launcher or an engine has started: with those of this process's environment."""
+        cluster, host = complete(cluster_from_environ(launch_environment(), parent_command()), timeout_seconds)
+        return cls(cluster, timeout_seconds, command, host)
 
     def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
         """Meet all supervisors: a barrier that exchanges a JSON value each."""

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import fleet_train
+from fleet_train.cluster.advice import usable_processors
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.files import write_new
-from fleet_train.launch.machine import installed_paddle, usable_processors
+from fleet_train.launch.hardware import processor
+from fleet_train.launch.installed import commit
+from fleet_train.launch.machine import installed_paddle
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.results import Result, exit_code, failed, verdict
 
@@ -32,16 +34,6 @@ def facts() -> dict[str, Any]:
         "kernel": platform.release().split("-")[0],
         "load_average_before": round(os.getloadavg()[0], 2),
     }
-
-
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; the architecture where the system does not tell it."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
 
 
 def backend_of(environ: Mapping[str, str]) -> str:
@@ -62,7 +54,7 @@ def make(
         "circumstances": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": command_of(options),
-            **_commit(),
+            **commit(),
             "versions": _versions(),
             "machines": list(machines),
         },
@@ -92,26 +84,6 @@ def _versions() -> dict[str, str]:
         "numpy": metadata.version("numpy"),
         "fleet_train": fleet_train.__version__,
     }
-
-
-def _commit() -> dict[str, Any]:
-    """Of the checkout that this package lies in; nothing where it is installed."""
-    root = Path(fleet_train.__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return {}
-    return {
-        "commit": git(root, "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git(root, "status", "--porcelain", "--", "fleet_train", "strategies")),
-    }
-
-
-def git(root: Path, *arguments: str) -> str:
-    """What git says in a checkout; empty where it says nothing."""
-    try:
-        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return found.stdout.strip()
 
 
 def _cleaned(value: Any, cluster: Cluster) -> Any:

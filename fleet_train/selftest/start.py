@@ -14,8 +14,6 @@ from typing import Any
 
 import click
 
-from fleet_train.cluster.correction import launch_environment, parent_command
-from fleet_train.cluster.environment import DEFAULT_STARTED_PORT, cluster_from_environ
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
 from fleet_train.launch.agent import run
@@ -25,6 +23,7 @@ from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.terminal import beside_stdout
 from fleet_train.selftest import record
 from fleet_train.selftest.options import GROUPS, Options
+from fleet_train.selftest.peers import Peers
 from fleet_train.selftest.results import Result, verdict
 from fleet_train.selftest.supervisor import Supervisor
 
@@ -111,7 +110,7 @@ def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout
         is_module=True,
         hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
         node_host=where.node_ip,
-        started_port=DEFAULT_STARTED_PORT if where.started_port is None else where.started_port,
+        started_port=where.started_port,
         processes_per_node=nproc,
         log_dir=folder / "log",
         join_timeout_seconds=join_timeout_seconds,
@@ -121,7 +120,8 @@ def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout
 def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | None) -> int:
     """As one rank: every check; rank 0 prints, and writes the record."""
     began = time.monotonic()
-    cluster = cluster_from_environ(launch_environment(), parent_command())
+    peers = Peers.meet(options.join_timeout_seconds)
+    cluster = peers.cluster
     is_first = cluster.rank == 0
 
     def say(text: str) -> None:
@@ -131,7 +131,7 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
     def found(result: Result) -> None:
         say(result.line)
 
-    supervisor = Supervisor(cluster, options, folder, found)
+    supervisor = Supervisor(peers, options, folder, found)
     with supervisor.peers.meeting():
         results, machines = supervisor.run()
         seconds = time.monotonic() - began

@@ -53,11 +53,11 @@ class End:
 class Supervisor:
     """Carries out a selftest for one rank. ``say`` is told of every result, on rank 0."""
 
-    def __init__(self, cluster: Cluster, options: Options, folder: Path, say: Say) -> None:
-        self.cluster = cluster
+    def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
+        self.cluster = peers.cluster
         self.options = options
         self.folder = folder
-        self.peers = Peers(cluster, options.join_timeout_seconds)
+        self.peers = peers
         self.results: list[Result] = []
         self._say = say
         self._shared = 0

@@ -94,6 +94,10 @@ class TrainConfig:
     """What a loss or gradient that is NaN or infinite does: stop, or skip the update on every rank."""
     deterministic: bool = False
     """Ask Paddle for kernels that give the same bits in every run; slower on GPUs."""
+    prometheus_port: int | None = None
+    """Rank 0 serves its newest record there, for Prometheus. None = no server."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that it listens on."""
     resume: bool = False
     overwrite: bool = False
     """Start anew in an output_dir that holds checkpoints, which are deleted."""
@@ -116,6 +120,8 @@ class TrainConfig:
         self.trainer_settings()  # checks what the loop is asked for
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
+        if self.prometheus_port is None and self.prometheus_host != TrainConfig.prometheus_host:
+            raise FleetTrainError("--prometheus_host says where --prometheus_port is served: give the port, too")
         if self.resume and self.overwrite:
             raise FleetTrainError("--resume goes on with a run and --overwrite deletes it: give one of them")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Any
 
 import paddle
@@ -15,10 +16,11 @@ from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluate import ProgramEvaluator
 from fleet_train.train.inputs import open_data, open_inputs
 from fleet_train.train.loop import Trainer
-from fleet_train.train.metrics import open_sinks
+from fleet_train.train.metrics import MetricSink, TeeSink, open_sinks
 from fleet_train.train.position import resumed
 from fleet_train.train.programs import Programs, build_programs
-from fleet_train.train.progress import make_progress
+from fleet_train.train.progress import Progress, make_progress
+from fleet_train.train.prometheus_sink import PrometheusSink, open_prometheus
 from fleet_train.train.seeds import seed_process, use_deterministic_kernels
 from fleet_train.train.starting import agree_on_flags, start_or_resume
 from fleet_train.train.summary import headline, publish_summary, say_results, summarize
@@ -31,6 +33,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     agree_on_flags(config)
     progress = make_progress(fleet.is_first_worker())
+    with closing(open_prometheus(config.prometheus_port, config.prometheus_host)) as prometheus:
+        if isinstance(prometheus, PrometheusSink):
+            progress.say(f"metrics for Prometheus: {prometheus.address}")
+        summary = _train(config, progress, prometheus, began)
+    fleet.shutdown()
+    return summary
+
+
+def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, began: float) -> dict[str, Any]:
     checkpoints = Checkpoints(
         config.output_path,
         config.keep_checkpoints,
@@ -48,7 +59,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     inputs = open_inputs(config)
     programs, exe = _make_programs(config, inputs.train.dataset, inputs.steps_per_epoch)
     first_step = 0 if found is None else resumed(found.state, inputs.steps_per_epoch).position.step
-    sinks = open_sinks(config.output_path, fleet.is_first_worker(), first_step)
+    sinks = TeeSink([open_sinks(config.output_path, fleet.is_first_worker(), first_step), prometheus])
     try:
         trainer = Trainer(
             exe,
@@ -78,7 +89,6 @@ def run(config: TrainConfig) -> dict[str, Any]:
     summary = summarize(config, outcome, corrupt_images, time.perf_counter() - began)
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
     say_results(progress, config, summary)
-    fleet.shutdown()
     return summary
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -21,8 +21,9 @@ from fleet_train.train.checkpoint import Checkpoints, Found
 from fleet_train.train.copies import STOP_SECONDS
 from fleet_train.train.evaluate import Evaluator
 from fleet_train.train.meter import StepMeter
-from fleet_train.train.metrics import MetricSink, NullSink
+from fleet_train.train.metrics import MetricSink
 from fleet_train.train.outcome import Outcome
+from fleet_train.train.own_sinks import OwnSink, closed_at_the_end, sinks_of
 from fleet_train.train.position import EpochLoss, Position, resumed
 from fleet_train.train.progress import Progress, SilentProgress
 from fleet_train.train.reporting import Reporter
@@ -47,7 +48,8 @@ class Trainer:
         checkpoints: where they go; None = nothing is saved.
         average: the weights' moving average, if the program has one: it is evaluated in their place.
         skipping: what skips updates that are not finite; None = a loss that is not finite ends the training.
-        sinks: where the numbers go (on the reporting rank).
+        sinks: where the numbers go. A list of objects with `write(step, scalars)` and `close()`: called on rank 0 alone
+            and closed when `fit` ends. Or what `open_sinks` gives, which the caller closes.
         progress: what a person sees (on the reporting rank).
         description: JSON values that a checkpoint keeps to tell runs apart, such as the model's name.
     """
@@ -64,7 +66,7 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         average: WeightAverage | None = None,
         skipping: finite.SkipNotFinite | None = None,
-        sinks: MetricSink | None = None,
+        sinks: MetricSink | OwnSink | Sequence[OwnSink] | None = None,
         progress: Progress | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -76,7 +78,8 @@ class Trainer:
         self._evaluator = evaluator
         self._average = average
         self._progress = progress or SilentProgress()
-        self._reporter = Reporter(sinks or NullSink(), self._progress, settings.straggler_factor)
+        self._sinks = sinks_of(sinks, fleet.is_first_worker())
+        self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
         self._description = dict(description or {})
         self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num())
         self._steps_per_epoch = agreed_steps(len(loader))
@@ -93,6 +96,11 @@ class Trainer:
 
         Raises Preempted after a checkpoint when a stop was asked for, NotFinite for a loss that is NaN or infinite.
         """
+        with closed_at_the_end(self._sinks):
+            self._fit()
+        return self.outcome
+
+    def _fit(self) -> None:
         last_epoch = self._last_epoch()
         self._say_how()
         self._reporter.describe(self.position.step, self._description, self._evaluator is not None)
@@ -112,7 +120,6 @@ class Trainer:
         self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
         self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
         self._reporter.saved(self.position, self._saver.scalars())
-        return self.outcome
 
     def _train_epoch(self) -> None:
         """The steps of one epoch, or what a checkpoint in the middle of it has left."""

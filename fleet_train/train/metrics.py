@@ -76,6 +76,13 @@ class TeeSink:
         for sink in self._sinks:
             sink.image(step, tag, pixels)
 
+    def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
+        """What each rank has told of its steps since the last record, for sinks that want to know; 0 = nothing."""
+        for sink in self._sinks:
+            told = getattr(sink, "ranks", None)
+            if told is not None:
+                told(step_ms, wait_ms)
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()

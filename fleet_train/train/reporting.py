@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 MOST_RANKS_WITH_CURVES = 16
 _COMPARED = ("test/accuracy", "test/loss")
 # Where a run is and how it was started says nothing about what it learns.
-_NO_SETTING = {"output_dir", "resume", "overwrite", "stop_after_epochs"}
+_NO_SETTING = {"output_dir", "resume", "overwrite", "stop_after_epochs", "prometheus_port", "prometheus_host"}
 
 
 class Communication(Protocol):
     """What `fleet.communication()` gives."""
 
+    @property
+    def steps(self) -> int: ...
     @property
     def exposed_ms(self) -> float: ...
     @property
@@ -52,6 +54,7 @@ class Reporter:
         self._sinks = sinks
         self._progress = progress
         self._stragglers = StragglerWatch(fleet.worker_endpoints(), straggler_factor)
+        self._sent_bytes = 0.0
 
     def describe(self, step: int, description: Mapping[str, Any], evaluates: bool) -> None:
         """What runs, once at the start: settings to compare runs by, the profile and the plan to read."""
@@ -70,20 +73,31 @@ class Reporter:
 
     def begin_stretch(self) -> None:
         """Training goes on after something else: what that has cost is no step's time."""
-        fleet.communication()
+        self._communication()
+
+    def _communication(self) -> Communication:
+        """Since the last reading; what was sent is counted whoever reads."""
+        read = fleet.communication()
+        self._sent_bytes += max(read.steps, 1) * read.bytes_sent
+        return read
 
     def interval(
         self, at: Position, loss: float, learning_rate: float | None, speed: Speed, more: Mapping[str, float]
     ) -> None:
         """Some steps are done; ``more`` is recorded beside. All ranks call it after the same step."""
-        communication = fleet.communication()
+        communication = self._communication()
         scalars = {"train/loss": loss, "train/epoch": float(at.epoch), **speed_scalars(speed, communication), **more}
+        if fleet.worker_num() > 1:
+            scalars["communication/sent_bytes"] = self._sent_bytes
         if learning_rate is not None:
             scalars["train/learning_rate"] = learning_rate
         scale = fleet.loss_scale()
         if scale is not None:
             scalars["train/loss_scale"] = scale
         self._sinks.write(at.step, scalars)
+        of_ranks = getattr(self._sinks, "ranks", None)
+        if of_ranks is not None:
+            of_ranks(communication.rank_step_ms, communication.rank_wait_ms)
         said = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
         if said is not None:
             self._progress.say(said)

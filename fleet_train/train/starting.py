@@ -16,7 +16,16 @@ from fleet_train.train.config import TrainConfig
 # Another value of these means another run: its tensors or its random streams would not fit.
 _FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
 # May be another on each machine, or is compared by somebody else (the strategy: by its knobs).
-_EACH_MACHINES_OWN = {"data_dir", "output_dir", "strategy", "loader", "workers", "prefetch_depth"}
+_EACH_MACHINES_OWN = {
+    "data_dir",
+    "output_dir",
+    "strategy",
+    "loader",
+    "workers",
+    "prefetch_depth",
+    "prometheus_port",
+    "prometheus_host",
+}
 
 
 def agree_on_flags(config: TrainConfig) -> None:

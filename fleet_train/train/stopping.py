@@ -1,18 +1,23 @@
 """A signal that asks this rank to stop becomes a request that all ranks answer at the same step.
 
 SIGTERM is what Kubernetes, Slurm and ``launch`` send before they kill; Slurm sends SIGUSR1 earlier where asked to
-(``sbatch --signal=USR1@120``). The first signal asks; a second one ends the process at once, as it would without us.
+(``sbatch --signal=USR1@120``). The first signal asks; a later one ends the process at once, as it would without us.
+Where Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: what
+comes within 2 seconds of the first is the same request.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST_SECONDS = 2.0
 
 
 @contextmanager
@@ -26,10 +31,15 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
+    asked_at: list[float] = []
+
     def on_signal(number: int, _: FrameType | None) -> None:
-        for each in STOPPING_SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        request_stop(signal.Signals(number).name)
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            request_stop(signal.Signals(number).name)
+        elif time.monotonic() - asked_at[0] > SAME_REQUEST_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     before = {each: signal.signal(each, on_signal) for each in STOPPING_SIGNALS}
     try:

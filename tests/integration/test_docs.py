@@ -12,15 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click import Context, Group
 from click.testing import CliRunner
 
-from fleet_train.cli import cli
+from fleet_train.cli import COMMANDS, cli
 from tests.support.pages import TABLES, commands_of, hidden_commands, pages, table_of
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, clean_environ
 
 # Profile that pages call ./mine.yaml.
 MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfuse_grad_size_in_MB: 4\n"
+# Commands that have commands of their own.
+GROUPS = {name for name in COMMANDS if isinstance(cli.get_command(Context(cli), name), Group)}
 ALL_PAGES = pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 
 
@@ -95,6 +98,8 @@ def unknown_flags(command: str) -> list[str]:
             help_text = help_of_tool(before, *([] if word.startswith("-") else [word]))
         elif before == "fleet_train" and not word.startswith("-"):
             help_text = CliRunner().invoke(cli, [word, "--help"]).output
+        elif before in GROUPS and help_text and not word.startswith("-"):
+            help_text = CliRunner().invoke(cli, [before, word, "--help"]).output
         elif word.endswith(".py") or word == "python":
             help_text = None  # a user's script
         if help_text and word.startswith("--") and word != "--":
@@ -112,5 +117,6 @@ def help_of_tool(path: str, *subcommand: str) -> str:
 def test_a_flag_that_does_not_exist_is_found() -> None:
     command = "python -m fleet_train launch --nproc_per_node=2 --nods 3 -m fleet_train train --model mlp --epoch 2"
     assert unknown_flags(command) == ["--nods", "--epoch"]
+    assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
     assert unknown_flags("python tools/lab.py up --nodes 2 --speed 3") == ["--speed"]
     assert unknown_flags("python tools/demo.py --fast") == ["--fast"]

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.hall import Hall
 from fleet_train.cluster.store.pace import Pace, PacedSelector
 from fleet_train.cluster.store.relay import Parent
@@ -48,7 +49,7 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
     ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
     listening = []  # a server that nobody holds is closed
     for node in range(asked["first"], asked["last"] + 1):
-        hall = Hall(Access("bench"), frozenset({HOST}), pace=pace)
+        hall = Hall(Access("bench"), Callers([HOST]), pace=pace)
         server = await listen(hall, HOST, 0)
         listening.append(server)
         if node == 0:

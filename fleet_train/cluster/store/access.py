@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_train.cluster.cluster import Cluster
@@ -32,14 +31,3 @@ def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Acc
     """Of one rank of a job: its launcher, ours or the stock one, has told it the job's id."""
     environ = os.environ if environ is None else environ
     return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
-
-
-def addresses_of(hosts: Iterable[str]) -> frozenset[str] | None:
-    """Every IPv4 address of these hosts: whom a server hears. None (everybody) where a name is not known yet."""
-    found: set[str] = set()
-    for host in dict.fromkeys(hosts):
-        try:
-            found |= {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)}
-        except (OSError, UnicodeError):
-            return None
-    return frozenset(found)

@@ -70,7 +70,8 @@ class Caller:
                 why = "it has as many connections as it can take"
             case other:
                 why = f"it answered {other!r}"
-        return Refused(why, kind=kind, is_temporary=kind in ("closed", "full"))
+        is_temporary = kind in ("closed", "full") or (kind == "address" and answer.get("later") is True)
+        return Refused(why, kind=kind, is_temporary=is_temporary)
 
 
 def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:

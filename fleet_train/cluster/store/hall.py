@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.members import MOST_MEMBERS
 from fleet_train.cluster.store.pace import Pace
 from fleet_train.cluster.store.relay import Parent, Relay
@@ -29,7 +30,7 @@ class Hall:
     def __init__(
         self,
         access: Access,
-        allowed: frozenset[str] | None,
+        callers: Callers | None,
         most_members: int = MOST_MEMBERS,
         say: Callable[[str], None] | None = None,
         begins_rounds: bool = True,
@@ -41,7 +42,7 @@ class Hall:
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         """What one connection has just sent."""
         self.rounds: dict[str, Round] = {}
-        self._allowed = allowed if access.secret is None else None
+        self._callers = callers if access.secret is None else None
         self._say = say
         self._pace = pace or Pace()
         self._begins_rounds = begins_rounds
@@ -54,13 +55,23 @@ class Hall:
 
     def admit(self, session: Session, address: str) -> bool:
         """Whether a connection from there may say who it is."""
-        if self._allowed is not None and address not in self._allowed:
-            self._say_refused(address)
+        if self._callers is not None and not self._callers.hears(address):
+            if not self._callers.may_change:
+                self._say_refused(address)
             return False
+        self.keep_stranger(session)
+        return True
+
+    def keep_stranger(self, session: Session) -> None:
+        """Count a connection that nobody knows, in place of the oldest such where there are many."""
         if len(self._strangers) >= _MOST_STRANGERS:
             self._strangers.popitem(last=False)[0].abort()
         self._strangers[session] = None
-        return True
+
+    @property
+    def may_admit_later(self) -> bool:
+        """Whether the addresses that are heard may become others."""
+        return self._callers is not None and self._callers.may_change
 
     def _say_refused(self, address: str) -> None:
         if address not in self._refused and len(self._refused) < _MOST_REFUSALS_SAID:

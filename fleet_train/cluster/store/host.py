@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.store.access import JOB_ID, Access, access_of, addresses_of
+from fleet_train.cluster.store.access import JOB_ID, Access, access_of
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.tree import FAN_IN, below, parent_of
 from fleet_train.errors import ClusterError
 
@@ -51,7 +52,8 @@ class Place:
 
     host: str
     port: int
-    hosts: list[str]
+    hosts: list[str] | None
+    """Whom it hears; None: whoever knows the job's id, or its secret."""
     members: int
     node: int = 0
     parent: str = ""
@@ -95,15 +97,14 @@ def is_host(cluster: Cluster) -> bool:
 class StoreHost:
     """The parent's handle. Raises ClusterError when the address cannot be bound, or a parent not be reached."""
 
-    def __init__(self, cluster: Cluster, timeout_seconds: float) -> None:
+    def __init__(self, place: Place, job_id: str) -> None:
         root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        place = Place.of(cluster, timeout_seconds)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(vars(place))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), JOB_ID: access_of(cluster).job},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), JOB_ID: job_id},
             start_new_session=True,  # Ctrl-C reaches the ranks first; the store must outlive them to name the culprit
         )
         _hosts.add(self)
@@ -113,6 +114,11 @@ class StoreHost:
         if answer != _READY:
             self._process.wait()
             raise ClusterError(answer or f"the rendezvous store on {place.host}:{place.port} did not start")
+
+    @classmethod
+    def of(cls, cluster: Cluster, timeout_seconds: float) -> StoreHost:
+        """For the node of this rank, in a cluster whose ranks are all known."""
+        return cls(Place.of(cluster, timeout_seconds), access_of(cluster).job)
 
     def release(self) -> None:
         """Let the process end once the members have left; does not wait for that."""
@@ -126,9 +132,9 @@ def _start(place: Place) -> StoreServer:
     from fleet_train.cluster.store.server import StoreServer
 
     access = Access.of(os.environ, place.host)
-    allowed = addresses_of(place.hosts)
+    callers = None if place.hosts is None else Callers(place.hosts)
     is_root = not place.parent
-    server = StoreServer(place.host, place.port, access, allowed, place.members, begins_rounds=is_root).start()
+    server = StoreServer(place.host, place.port, access, callers, place.members, begins_rounds=is_root).start()
     if is_root:
         server.open_root("")
         return server

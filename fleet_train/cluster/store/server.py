@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.greeting import Refused
 from fleet_train.cluster.store.hall import Hall
 from fleet_train.cluster.store.pace import Pace, PacedSelector
@@ -38,7 +39,7 @@ T = TypeVar("T")
 class StoreServer:
     """Host the store on ``host:port`` (0 picks a free port) from a thread of this process.
 
-    ``allowed``: the addresses that are heard; None for all. With a secret in ``access`` they do not matter.
+    ``callers``: whose addresses are heard; None for all. With a secret in ``access`` they do not matter.
     ``members``: how many connect here at most; the process's limit of open files is raised for them.
     ``say``: told of refused connections, from the server's thread.
     ``begins_rounds``: whether a member may begin a round that has not been opened.
@@ -50,7 +51,7 @@ class StoreServer:
         host: str,
         port: int,
         access: Access | None = None,
-        allowed: frozenset[str] | None = None,
+        callers: Callers | None = None,
         members: int = 0,
         say: Callable[[str], None] | None = None,
         begins_rounds: bool = True,
@@ -58,7 +59,7 @@ class StoreServer:
         self.host = host
         self.port = port
         self._access = access or Access()
-        self._allowed = allowed
+        self._callers = callers
         self._members = members
         self._say = say
         self._begins_rounds = begins_rounds
@@ -151,7 +152,7 @@ class StoreServer:
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
         self._hall = Hall(
-            self._access, self._allowed, say=self._say, begins_rounds=self._begins_rounds, pace=self._pace
+            self._access, self._callers, say=self._say, begins_rounds=self._begins_rounds, pace=self._pace
         )
         try:
             server = await listen(self._hall, self.host, self.port)

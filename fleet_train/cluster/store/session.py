@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fleet_train.cluster.store.hall import Hall
 
 STRANGERS_SECONDS = 5.0
+# How long a caller that is refused may take to read that.
+_REFUSAL_SECONDS = 1.0
 _PULL_SECONDS = 5.0
 _MOST_CALLS = 64
 _MOST_TIMES_BYTES = 8 << 20
@@ -58,6 +60,7 @@ class Session(asyncio.BufferedProtocol):
         self._pulls: dict[int, asyncio.Future[Told]] = {}
         self._pull_number = 0
         self._how_lost = "its connection broke"
+        self._is_refused = False
 
     @property
     def stands_for_members(self) -> bool:
@@ -70,11 +73,22 @@ class Session(asyncio.BufferedProtocol):
         self._transport = transport
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
         if not self._hall.admit(self, self._address):
-            self.send(encode({"error": "address", "address": self._address}))
-            self.close()
+            self._refuse_address(transport)
             return
         keep_alive(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(STRANGERS_SECONDS, self.close)
+
+    def _refuse_address(self, transport: asyncio.Transport) -> None:
+        later = self._hall.may_admit_later
+        self.send(encode({"error": "address", "address": self._address, "later": later}))
+        if not later:
+            self.close()
+            return
+        # Closed with its hello unread the connection would be reset, and the caller take us for dead.
+        self._is_refused = True
+        self._hall.keep_stranger(self)
+        transport.write_eof()
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self.close)
 
     def send(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -121,6 +135,8 @@ class Session(asyncio.BufferedProtocol):
 
     def buffer_updated(self, size: int) -> None:
         self._heard_at = self._hall.clock()
+        if self._is_refused:
+            return
         try:
             for head, body in self._decoder.feed(self._hall.buffer[:size]):
                 if self._transport is None or self._transport.is_closing():

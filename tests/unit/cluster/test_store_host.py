@@ -50,7 +50,7 @@ def test_many_ranks_meet_over_the_helpers_of_their_nodes(free_ports: Callable[..
             client.close()
 
     def host(rank: int) -> None:
-        hosts.append(StoreHost(cluster(rank, each, port), 60))
+        hosts.append(StoreHost.of(cluster(rank, each, port), 60))
 
     # The last node's helper starts first, and its ranks are there before it can reach its parent.
     helpers = [threading.Thread(target=host, args=(rank,)) for rank in (24, 12, 0)]

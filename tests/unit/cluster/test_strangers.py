@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fleet_train.cluster.secret import job_secret, proof
 from fleet_train.cluster.store import payloads, session
 from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
 from fleet_train.cluster.store.client import StepNote, StoreClient
 from fleet_train.cluster.store.server import StoreServer, raise_descriptor_limit
 from fleet_train.cluster.store.wire import LENGTHS, PREAMBLE, Decoder, encode, parse
@@ -72,7 +73,7 @@ def members_meet(server: StoreServer, turns: int = 3) -> None:
 
 def test_an_address_outside_the_node_list_is_refused_and_told_once() -> None:
     said: list[str] = []
-    server = started(allowed=frozenset({"127.0.0.2"}), say=said.append)
+    server = started(callers=Callers(["127.0.0.2"]), say=said.append)
     try:
         for _ in range(3):
             with pytest.raises(ClusterError, match=r"hears the addresses of the node list only, and this connection"):
@@ -112,7 +113,7 @@ def test_who_does_not_know_the_secret_is_refused(ours: bytes | None, theirs: byt
 
 
 def test_with_a_secret_addresses_may_differ_and_it_never_travels() -> None:
-    server = started(access=Access("job", SECRET), allowed=frozenset({"10.0.0.1"}))
+    server = started(access=Access("job", SECRET), callers=Callers(["10.0.0.1"]))
     seen = bytearray()
     proxy = socket.create_server(("127.0.0.1", 0))
 

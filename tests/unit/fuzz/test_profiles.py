@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_train.cli import profiles
+from fleet_train.cli import profile_tables
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.profile import KNOBS, load_profile
 from fleet_train.profile.catalogue import catalogue_folder
@@ -66,8 +66,8 @@ def load(path: Path, content: bytes) -> None:
         told = str(error)
         assert len(told) < 50_000
     else:
-        json.dumps([profiles._details(profile), comparable(profile)], allow_nan=False)
-        told = profiles._knob_table(profile, 100) + repr(profile) + json.dumps(profiles._details(profile))
+        json.dumps([profile_tables.details(profile), comparable(profile)], allow_nan=False)
+        told = profile_tables.knob_table(profile, 100) + repr(profile) + json.dumps(profile_tables.details(profile))
     assert UNPRINTABLE.search(told) is None
     assert CANARY not in told
 

@@ -58,7 +58,7 @@ def test_what_to_do_about_faults() -> None:
 
 def test_defaults() -> None:
     assert read("train.py") == LaunchRequest(command=("train.py",))
-    assert (LaunchRequest(("x",)).started_port, LaunchRequest(("x",)).join_timeout_seconds) == (6170, 300.0)
+    assert (LaunchRequest(("x",)).first_port, LaunchRequest(("x",)).join_timeout_seconds) == (6170, 300.0)
 
 
 @pytest.mark.parametrize(

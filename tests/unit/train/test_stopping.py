@@ -24,9 +24,18 @@ def test_the_handlers_of_before_come_back() -> None:
     assert [signal.getsignal(number) for number in STOPPING_SIGNALS] == before
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+    asked: list[str] = []
+    with listening(asked.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == ["SIGTERM"]
+
+
+def test_a_later_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal\nfrom fleet_train.train.stopping import listening\nwith listening(print):\n"
+        "import os, signal\nfrom fleet_train.train import stopping\nstopping.SAME_REQUEST_SECONDS = 0.0\n"
+        "with stopping.listening(print):\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n    print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    print('not reached')"
     )

@@ -1,0 +1,79 @@
+"""``python -m fleet_train doctor``: what is wrong with these machines, or with the network between them?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleet_train.cli.numbers import NumberRange, WholeNumber
+from fleet_train.doctor.options import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
+
+_WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
+_EPILOG = f"""\b
+What is examined, in this order:
+{_WHAT}
+
+\b
+Examples:
+  python -m fleet_train doctor
+  python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
+  python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2 --strategy multi_node --script train.py
+  python -m fleet_train doctor --skip group --json
+
+\b
+Below a launcher or an engine (Slurm, MPI, Kubernetes), whose nodes it takes:
+  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train doctor
+  srun --ntasks-per-node=1 python -m fleet_train doctor
+
+\b
+A line says: PASS, WARN (suspicious) or FAIL; the check; the host, or from which host to which; what was measured;
+the threshold; the command that mends it. docs/doctor.md explains each check.
+
+\b
+Exit codes:
+  0        no FAIL
+  1        a FAIL; the last line names the first ones
+  2, 5     flags, addresses: nothing was examined
+  6        a machine did not come; those that did were examined
+"""
+
+
+@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 1]"
+)
+@click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
+@click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
+@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
+@click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Examine this; may be repeated.")
+@click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave this out; may be repeated.")
+@click.option("--strategy", metavar="NAME|FILE", help="Profile of the job: is it the same everywhere?")
+@click.option("--script", metavar="FILE", help="Training script of the job: is it the same everywhere?")
+@click.option("--log_dir", type=Path, default=Path("log"), show_default=True, metavar="DIR", help="The job's logs.")
+@click.option("--output", type=Path, default=Path("runs"), show_default=True, metavar="DIR", help="What it writes.")
+@click.option(
+    "--join_timeout",
+    type=NumberRange(1, MOST_JOIN_SECONDS),
+    default=JOIN_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the other machines; the whole then ends within 40 s.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
+def command(
+    only: tuple[str, ...], skip: tuple[str, ...], strategy: str | None, script: str | None, log_dir: Path, output: Path,
+    join_timeout: float, as_json: bool, **where: Any,
+) -> None:  # fmt: skip
+    """Say what is wrong with this machine, or with several and the network between them, in less than a minute.
+
+    Nothing is started, changed or sent elsewhere. A folder is written to and cleaned, and the ports of a job are
+    listened on meanwhile, on this machine's own address and for the machines of the list alone.
+    """
+    from fleet_train.doctor.start import start
+    from fleet_train.selftest.start import Where
+
+    options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
+    sys.exit(start(options, Where(**where), as_json))

@@ -1,0 +1,251 @@
+"""``python -m fleet_train manifest``: the batch script or manifest that starts a training on an engine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleet_train.cli.manifest_flags import of_ending, of_pods, of_port, of_training
+from fleet_train.cli.numbers import WholeNumberRange
+from fleet_train.errors import ClusterError
+from fleet_train.files import publish_where_linked
+
+if TYPE_CHECKING:
+    from fleet_train.manifest import Pods, Training
+
+_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("-", "_"),
+    "max_content_width": 110,
+}
+_GROUP_EPILOG = """
+\b
+Examples
+  python -m fleet_train manifest slurm --nodes 4 --gpus 8 --time 24:00:00 --output train.sbatch train.py --epochs 90
+  python -m fleet_train manifest job --nodes 4 --gpus 8 --image registry.local/train:1 \\
+      --volume datasets:/data:ro --volume runs:/runs --output job.yaml train.py --data /data
+\b
+The text goes to the standard output without --output. Its comments say how to submit, watch and stop it.
+Everything behind the script belongs to the script. docs/engines.md has one page on all engines.
+"""
+_SLURM_EPILOG = """
+\b
+Examples
+  # four machines of eight GPUs; at the limit the state is saved, and the job is queued again
+  python -m fleet_train manifest slurm --nodes 4 --gpus 8 --cpus 64 --mem 500G --time 24:00:00 \\
+      --partition gpu --venv ~/venv --output train.sbatch train.py --epochs 90
+  sbatch train.sbatch
+\b
+  # the reference trainer on CPUs; --resume lets every run go on from the newest checkpoint
+  python -m fleet_train manifest slurm --nodes 2 --processes 2 --cpus 16 --setup 'module load python' \\
+      -m fleet_train train --resume --model mlp --data digits --output_dir runs/digits
+"""
+_PODS_EPILOG = """
+\b
+Example
+  python -m fleet_train manifest {kind} --nodes 2 --gpus 4 --cpu 32 --memory 256Gi --image registry.local/train:1 \\
+      --volume datasets:/data:ro --volume runs:/runs --env NCCL_DEBUG=WARN --output {kind}.yaml \\
+      train.py --data /data --output_dir /runs/first
+  kubectl apply -f {kind}.yaml
+\b
+Values of --env stand in the manifest in plain text: put nothing secret there. The checkpoints' volume must be
+one that several machines can mount at once (ReadWriteMany).
+"""
+
+
+@click.group(name="manifest", context_settings=_SETTINGS, epilog=_GROUP_EPILOG)
+def command() -> None:
+    """Write the batch script or manifest that starts a training on an engine.
+
+    What is written starts one launcher per node. Each learns its place from the engine's variables, so that the script
+    is the same as on one machine.
+    """
+
+
+@command.command(name="slurm", context_settings=_SETTINGS, epilog=_SLURM_EPILOG)
+@of_training("--max_requeues", "How often the job is queued again.", default=10)
+@of_ending
+@click.option("--cpus", type=WholeNumberRange(1), metavar="N", help="Processors of a node.")
+@click.option("--gpus", metavar="[KIND:]N", help="GPUs of a node: 8, a100:4.")
+@click.option("--mem", metavar="SIZE", help="Memory of a node: 64G; 0: all of it.")
+@click.option("--time", metavar="LIMIT", help="Time limit of a run: 12:00:00, 2-00:00:00.")
+@click.option("--partition", metavar="NAME")
+@click.option("--account", metavar="NAME")
+@click.option("--qos", metavar="NAME")
+@click.option("--sbatch", "options", multiple=True, metavar="OPTION", help="Another option of sbatch: --exclusive")
+@click.option("--venv", metavar="FOLDER", help="Virtual environment to activate.")
+@click.option("--setup", multiple=True, metavar="LINE", help="A line of shell before the start: 'module load cuda'")
+@click.option("--workdir", metavar="FOLDER", help="Where the script starts. [default: where sbatch is called]")
+@click.option("--log_dir", default="log", show_default=True, metavar="FOLDER", help="Receives JOB/runN/workerlog.N.")
+@click.option(
+    "--signal_seconds",
+    type=WholeNumberRange(0),
+    metavar="SECONDS",
+    help="So long before the limit the state is saved. [default: --grace_seconds + 60]",
+)
+def slurm(**given: Any) -> None:
+    """Write a batch script for sbatch.
+
+    One launcher per node, through srun. Some time before the limit all ranks save their state after the same step; then
+    the job queues itself again, and goes on from there.
+    """
+    from fleet_train.manifest import Batch, batch_script
+    from fleet_train.manifest.slurm import gpus_per_node
+
+    training = _read_training(given, gpus_per_node(given["gpus"]), 60)
+    signal_seconds = given["signal_seconds"]
+    batch = Batch(
+        name=given["name"] or training.default_name(),
+        cpus=given["cpus"],
+        gpus=given["gpus"],
+        memory=given["mem"],
+        time=given["time"],
+        partition=given["partition"],
+        account=given["account"],
+        qos=given["qos"],
+        options=given["options"],
+        venv=None if given["venv"] is None else os.path.expanduser(given["venv"]),
+        setup=given["setup"],
+        working_folder=given["workdir"],
+        log_dir=given["log_dir"],
+        signal_seconds=training.grace_seconds + 60 if signal_seconds is None else signal_seconds,
+        max_requeues=given["max_requeues"],
+    )
+    _write(batch_script(training, batch), given, "sbatch")
+
+
+@command.command(name="job", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="job"))
+@of_training("--max_retries", "How often Kubernetes starts a pod again that has failed.", default=6)
+@of_ending
+@of_pods
+@of_port
+def job(**given: Any) -> None:
+    """Write an indexed Job of Kubernetes and its headless service. No operator is needed (Kubernetes 1.29 or later)."""
+    from fleet_train.manifest import indexed_job
+
+    training = _read_training(given, given["gpus"], 30)
+    _write(indexed_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
+
+
+@command.command(name="paddlejob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="paddlejob"))
+@of_training("--max_retries", "How often all pods are started again after a failure.", default=6)
+@of_ending
+@of_pods
+@of_port
+def paddlejob(**given: Any) -> None:
+    """Write a PaddleJob for Kubeflow's training operator (v1)."""
+    from fleet_train.manifest import paddle_job
+
+    training = _read_training(given, given["gpus"], 30)
+    _write(paddle_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
+
+
+@command.command(name="trainjob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="trainjob"))
+@of_training(None)
+@of_ending
+@of_pods
+@click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="One for PyTorch.")
+@click.option(
+    "--runtime_kind",
+    type=click.Choice(["ClusterTrainingRuntime", "TrainingRuntime"]),
+    default="ClusterTrainingRuntime",
+    show_default=True,
+    help="TrainingRuntime: one of the namespace.",
+)
+@click.option(
+    "--trainer_version", type=click.Choice(["2.3", "2.2"]), default="2.3", show_default=True, help="Kubeflow Trainer's."
+)
+def trainjob(**given: Any) -> None:
+    """Write a TrainJob for Kubeflow Trainer (v2), on its runtime for PyTorch, which tells pods their place."""
+    from fleet_train.manifest import train_job
+
+    version = given["trainer_version"]
+    training = _read_training(given, given["gpus"], 10 if version == "2.2" else 30)
+    text = train_job(training, _read_pods(given, training), given["runtime"], given["runtime_kind"], version)
+    _write(text, given, "kubectl apply -f")
+
+
+def _read_training(given: dict[str, Any], gpus: int, grace_seconds: int) -> Training:
+    """Raises ClusterError, and click's errors for flags that launch does not know."""
+    from fleet_train.manifest import Training
+
+    asked = given["grace_seconds"]
+    training = Training(
+        program=given["program"],
+        nodes=given["nodes"],
+        processes=given["processes"] or gpus or 1,
+        is_module=given["is_module"],
+        python=given["python"],
+        strategy=given["strategy"],
+        max_restarts=given["max_restarts"],
+        grace_seconds=grace_seconds if asked is None else asked,
+        join_timeout_seconds=given["join_timeout"],
+        launch_flags=_launch_flags(given["launch_flags"]),
+    )
+    _check_launch(training)
+    return training
+
+
+def _launch_flags(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise click.BadParameter(f"{text[:80]!r}: {error}", param_hint="--launch_flags") from None
+
+
+def _check_launch(training: Training) -> None:
+    """That launch takes this command line is seen now, not when the job has waited for its machines."""
+    from fleet_train.cli.launch import command as launch
+
+    context = launch.make_context("launch", training.launch()[4:])
+    told = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
+    if of_engine := sorted(name for name in told if context.params[name]):
+        raise click.UsageError(
+            f"--launch_flags: --{of_engine[0]} has no place here: the engine tells every launcher its nodes; remove it"
+        )
+    if context.params["program"] != training.program:
+        raise click.UsageError("--launch_flags takes flags only; the script and its arguments stand at the end")
+
+
+def _read_pods(given: dict[str, Any], training: Training) -> Pods:
+    """Raises ClusterError."""
+    from fleet_train.manifest import Pods, Volume
+
+    return Pods(
+        name=given["name"] or training.default_name(),
+        image=given["image"],
+        namespace=given["namespace"],
+        cpu=given["cpu"],
+        memory=given["memory"],
+        gpus=given["gpus"],
+        gpu_resource=given["gpu_resource"],
+        shared_memory=None if given["shm"] == "0" else given["shm"],
+        volumes=tuple(Volume.read(text) for text in given["volumes"]),
+        environment=given["environment"],
+        working_folder=given["workdir"],
+        port=given.get("port", 0),
+    )
+
+
+def _write(text: str, given: dict[str, Any], submit: str) -> None:
+    """Raises ClusterError where the file cannot be written."""
+    path: Path | None = given["output"]
+    if path is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        if given["force"]:
+            publish_where_linked(path, text.encode())
+        else:
+            with path.open("xb") as file:
+                file.write(text.encode())
+    except FileExistsError:
+        raise click.UsageError(f"--output {path} exists; --force overwrites it, or choose another name") from None
+    except OSError as error:
+        raise ClusterError(f"--output {path} cannot be written: {error.strerror}; choose another place") from None
+    click.echo(f"wrote {path}; start it with: {submit} {shlex.quote(str(path))}", err=True)

@@ -1,0 +1,141 @@
+"""Kubernetes: what operators and controllers say to a job's pods.
+
+Hosts are names, of pods that have a service: a pod that is put elsewhere keeps its name and gets a new address.
+Sources: kubeflow/training-operator ``pkg/controller.v1/paddlepaddle/envvar.go`` (PaddleJob v1), PaddleFlow/
+paddle-operator ``controllers/paddlejob_helper.go``, kubeflow/trainer ``pkg/runtime/framework/plugins/torch`` (TrainJob
+v2), kubernetes.io "Indexed Job".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fleet_train.cluster.engines.started import Started, Variables, checked, endpoint
+from fleet_train.cluster.paddlecloud import read_paddlecloud
+from fleet_train.errors import ClusterError
+
+MASTER, NNODES, NODE_RANK = "FLEET_TRAIN_MASTER", "FLEET_TRAIN_NNODES", "FLEET_TRAIN_NODE_RANK"
+
+
+def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
+    """Kubeflow's PaddleJob v1: PADDLE_MASTER, PADDLE_NNODES, PADDLE_JOB_ID, and no rank.
+
+    A worker's number is that of its pod's name, ``<job>-worker-<number>``; each has a service of that name.
+    """
+    if not {"PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_JOB_ID"} <= environ.keys():
+        return None
+    of = Variables(environ, "PaddleJob")
+    count, job = of.needed("PADDLE_NNODES"), of.text("PADDLE_JOB_ID")
+    _, port = endpoint(of.text("PADDLE_MASTER"), "PADDLE_MASTER")
+    pod = of.text("POD_NAME", "HOSTNAME")
+    found = re.fullmatch(re.escape(job) + r"-worker-(\d{1,6})", pod.partition(".")[0])
+    if found is None:
+        raise ClusterError(
+            f"a PaddleJob's operator tells its pods no rank; it is read from the pod's name, {job}-worker-<number>, "
+            f"and this one's is {pod or 'unknown'}. Have workers only (a Master asks for parameter servers) and give "
+            "the container POD_NAME from metadata.name (with hostNetwork the pod's host name is the machine's), or "
+            "--engine none with --cluster_node_ips"
+        )
+    hosts = tuple(f"{job}-worker-{number}" for number in range(count))
+    started = Started(
+        engine=f"PaddleJob {job}",
+        index=int(found[1]),
+        count=count,
+        hosts=hosts,
+        master=hosts[0] if hosts else "",
+        port=port,
+        job=f"paddlejob-{job}",
+    )
+    return checked(started, "the number of the pod's name", "PADDLE_NNODES")
+
+
+def read_paddle_operator(environ: Mapping[str, str]) -> Started | None:
+    """paddle-operator's pods, and PaddleCloud's: PADDLE_TRAINERS, POD_IP. Of an elastic job, whose nodes stand in an
+    etcd, the names of its pods (``intranet: Service``)."""
+    if "PADDLE_ELASTIC_JOB_ID" in environ and "PADDLE_TRAINERS" not in environ:
+        return _elastic(environ)
+    if not {"PADDLE_TRAINERS", "POD_IP", "PADDLE_PORT"} <= environ.keys():
+        return None
+    pod = read_paddlecloud(environ)
+    started = Started(
+        engine="paddle-operator",
+        index=pod.hosts.index(pod.node_host),
+        count=len(pod.hosts),
+        hosts=pod.hosts,
+        master=pod.hosts[0],
+        port=pod.started_port,
+        job=Variables(environ, "paddle-operator").text("PADDLE_JOB_ID") or "paddle-operator",
+    )
+    return checked(started, "POD_IP", "PADDLE_TRAINERS")
+
+
+def _elastic(environ: Mapping[str, str]) -> Started:
+    of = Variables(environ, "paddle-operator (elastic)")
+    pod = of.text("POD_IP")
+    found = re.fullmatch(r"(.+-worker-)(\d{1,6})", pod)
+    if found is None:
+        raise ClusterError(
+            "an elastic job of paddle-operator keeps its nodes in an etcd, which is not asked; with intranet: Service "
+            "in its spec POD_IP is the pod's name, <job>-worker-<number>, and the others' follow from it"
+        )
+    count = of.needed("PADDLE_ELASTIC_NP")
+    hosts = tuple(f"{found[1]}{number}" for number in range(count))
+    started = Started(
+        engine="paddle-operator (elastic)",
+        index=int(found[2]),
+        count=count,
+        hosts=hosts,
+        master=hosts[0] if hosts else "",
+        port=of.port("PADDLE_PORT"),
+        job=of.text("PADDLE_ELASTIC_JOB_ID"),
+    )
+    return checked(started, "the number of POD_IP", "PADDLE_ELASTIC_NP")
+
+
+def read_train_job(environ: Mapping[str, str]) -> Started | None:
+    """TrainJob v2 with its torch runtime: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR ``<job>-node-0-0.<job>``."""
+    if not {"PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"} <= environ.keys():
+        return None
+    of = Variables(environ, "TrainJob")
+    master = of.text("PET_MASTER_ADDR")
+    started = Started(
+        engine=f"TrainJob {master.partition('.')[2].partition('.')[0] or master}",
+        index=of.needed("PET_NODE_RANK"),
+        count=of.needed("PET_NNODES"),
+        master=master,
+        port=of.port("PET_MASTER_PORT"),
+        job=f"trainjob-{master}",
+        processes=None if of.text("PET_NPROC_PER_NODE") in ("auto", "cpu", "gpu") else of.number("PET_NPROC_PER_NODE"),
+    )
+    return _with_names(checked(started, "PET_NODE_RANK", "PET_NNODES"))
+
+
+def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
+    """A Job with ``completionMode: Indexed`` and a headless service, or anything else that says who is first, how many
+    nodes there are, and which one this is: FLEET_TRAIN_MASTER, FLEET_TRAIN_NNODES, FLEET_TRAIN_NODE_RANK or
+    JOB_COMPLETION_INDEX. A Job's index alone says nothing: its pods may have nothing to do with each other."""
+    if not {MASTER, NNODES} <= environ.keys():
+        return None
+    of = Variables(environ, f"{MASTER} and {NNODES}")
+    master, port = endpoint(of.text(MASTER), MASTER)
+    in_job = NODE_RANK not in environ and "JOB_COMPLETION_INDEX" in environ
+    started = Started(
+        engine="a Kubernetes Job" if in_job else MASTER,
+        index=of.needed(NODE_RANK, "JOB_COMPLETION_INDEX"),
+        count=of.needed(NNODES),
+        master=master,
+        port=port,
+        job=f"job-{master}",
+    )
+    return _with_names(checked(started, NODE_RANK, NNODES))
+
+
+def _with_names(started: Started) -> Started:
+    """``train-0.train`` is pod 0 of a set with ``train-1.train``, ...: of an indexed Job or a StatefulSet."""
+    first, dot, domain = started.master.partition(".")
+    found = re.fullmatch(r"(.*[a-z].*-)0", first)
+    if found is None:
+        return started
+    hosts = tuple(f"{found[1]}{number}{dot}{domain}" for number in range(started.count))
+    return Started(**{**vars(started), "hosts": hosts})

@@ -1,0 +1,131 @@
+"""Where the processes of a job meet, when their engine says so only in names, or not by variables at all."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fleet_train.cluster import network
+from fleet_train.cluster.engines import pmi, pmix
+from fleet_train.cluster.engines.started import Started, endpoint
+from fleet_train.errors import ClusterError
+
+MASTER = "FLEET_TRAIN_MASTER"
+DEFAULT_PORT = 6170
+OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
+"""What Debian's /etc/hosts gives a machine's own name: nobody else finds it there."""
+_SCONTROL_SECONDS = 20.0
+# Nothing is sent there: it is where a packet would leave this machine for.
+_ANYWHERE = "192.0.2.1"
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Addresses. ``hosts``: of all nodes in the engine's order, where it tells them."""
+
+    master: str
+    port: int
+    hosts: tuple[str, ...] = ()
+    secret: str = ""
+    """What the processes have been told in private, to know each other by; where the engine has a way to do that."""
+    is_alias: bool = False
+    """Whether ``master`` is what a machine's own name means on that machine alone (Debian's 127.0.1.1)."""
+
+
+def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
+    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] goes before what the engine says.
+
+    Raises ClusterError where nobody says it, or a name is unknown.
+    """
+    given = environ.get(MASTER, "").strip()
+    if given:
+        host, port = endpoint(given, MASTER)
+        return _named(host, port or started.port or DEFAULT_PORT, started)
+    if started.hosts:
+        hosts = resolve_hosts(started.hosts, by_slurm=started.engine.startswith("Slurm"))
+        return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
+    if started.master:
+        return _named(started.master, started.port or DEFAULT_PORT, started)
+    own = _own_endpoint(started, environ) if started.index == 0 else None
+    if "PMI_FD" in environ or "PMI_PORT" in environ:
+        told = pmi.exchange(started, own, environ)
+    else:
+        told = pmix.exchange(own, environ) or _where_mpirun_is(started, environ)
+    place, _, secret = told.partition("/")
+    host, port = endpoint(place, started.engine)
+    assert port is not None
+    return MeetingPoint(host, port, secret=secret)
+
+
+def _named(host: str, port: int, started: Started) -> MeetingPoint:
+    address = network.resolve(host)
+    alone = started.local_count == started.count
+    return MeetingPoint(address, port, is_alias=host != address and address in OWN_ALIASES and not alone)
+
+
+def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
+    """An address for each name. Slurm's names need not be known to anybody else: ``scontrol`` is asked then."""
+    try:
+        return tuple(_look_up(host) for host in hosts)
+    except OSError as error:
+        if not by_slurm:
+            raise ClusterError(f"the names of the nodes cannot be resolved here: {error}") from None
+    addresses = _addresses_of_slurm(hosts)
+    return tuple(network.resolve(addresses.get(host, host)) for host in hosts)
+
+
+def _look_up(host: str) -> str:
+    return socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
+
+
+def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
+    """Node -> NodeAddr. Empty where scontrol is not there: the error is then that of the name."""
+    command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())
+    return {found[1]: found[2] for found in pairs if found is not None}
+
+
+def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
+    """An address of this machine that the others may reach, a port that is free now, and a secret of this job."""
+    host = "127.0.0.1" if started.local_count == started.count else _own_address(environ)
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}/{secrets.token_hex(16)}"
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
+    """The one that this machine's name has, then that of the default route, then the first that is not loopback."""
+    outside = [address for address in network.local_addresses() if not network.is_loopback(address)]
+    names = (environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""), socket.gethostname())  # Hydra's name for this host
+    for name in filter(None, names):
+        try:
+            address = socket.gethostbyname(name)
+        except (OSError, UnicodeError):
+            continue
+        if address in outside:
+            return address
+    default = network.address_towards(_ANYWHERE)
+    if default is not None and not network.is_loopback(default):
+        return default
+    return outside[0] if outside else "127.0.0.1"
+
+
+def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
+    """Without libpmix: Open MPI tells where its mpirun runs, which is where it puts rank 0 unless told otherwise."""
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.search(r"tcp://([0-9.,]+):", uri)
+    for address in found[1].split(",") if found else ():
+        if network.is_local(address, network.local_addresses()) or network.address_towards(address):
+            return f"{address}:{started.port or DEFAULT_PORT}"
+    raise ClusterError(
+        "this process was started by mpirun, whose variables do not say where rank 0 is, and its library "
+        "(libpmix.so.2) is not there to be asked; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."
+    )

@@ -1,0 +1,77 @@
+"""The wire protocol of PMI 1, as Hydra speaks it (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket.
+
+Rank 0 publishes where it will listen, the others read it. No MPI library is needed and MPI is not begun; Hydra lets a
+process do this once, so that MPI cannot be begun in it afterwards. Source of the protocol: Flux RFC 13, "Simple Process
+Manager Interface v1".
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from fleet_train.cluster.engines.started import Started
+from fleet_train.cluster.hosts import is_number
+from fleet_train.errors import ClusterError
+
+_KEY = "fleet_train_rank_0"
+_ANSWER_SECONDS = 300.0
+_MOST_BYTES = 65_536
+
+
+def exchange(started: Started, own: str | None, environ: Mapping[str, str]) -> str:
+    """What rank 0 has published, on every rank; ``own``: what this process publishes, as rank 0.
+
+    Raises ClusterError where Hydra does not answer.
+    """
+    descriptor = environ.get("PMI_FD", "")
+    if not is_number(descriptor):
+        raise ClusterError(
+            f"{started.engine} has given this process no PMI_FD, over which its ranks could learn where rank 0 is; "
+            "name rank 0's node: mpirun -genv FLEET_TRAIN_MASTER host:6170 ..."
+        )
+    try:
+        with socket.socket(fileno=os.dup(int(descriptor))) as sock:
+            sock.settimeout(_ANSWER_SECONDS)
+            return _exchange(_Pmi(sock), own)
+    except (OSError, ValueError, KeyError) as error:
+        raise ClusterError(
+            f"{started.engine} did not tell where rank 0 is over PMI_FD ({error}); name rank 0's node: "
+            "mpirun -genv FLEET_TRAIN_MASTER host:6170 ..."
+        ) from None
+
+
+def _exchange(pmi: _Pmi, own: str | None) -> str:
+    pmi.ask("init", "response_to_init", pmi_version="1", pmi_subversion="1")
+    space = pmi.ask("get_my_kvsname", "my_kvsname")["kvsname"]
+    if own is not None:
+        pmi.ask("put", "put_result", kvsname=space, key=_KEY, value=own)
+    pmi.ask("barrier_in", "barrier_out")
+    told = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
+    pmi.ask("finalize", "finalize_ack")
+    return told
+
+
+class _Pmi:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._rest = b""
+
+    def ask(self, command: str, answer: str, **words: str) -> dict[str, str]:
+        """Raises OSError, and ValueError for an answer that is another one or an error."""
+        line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in words.items())])
+        self._sock.sendall(f"{line}\n".encode())
+        told = dict(word.split("=", 1) for word in self._line().split() if "=" in word)
+        if told.get("cmd") != answer or told.get("rc", "0") != "0":
+            raise ValueError(f"{command} was answered with {told.get('cmd')}, rc {told.get('rc')}")
+        return told
+
+    def _line(self) -> str:
+        while b"\n" not in self._rest:
+            data = self._sock.recv(4096)
+            if not data or len(self._rest) > _MOST_BYTES:
+                raise OSError("the connection was closed")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode(errors="replace")

@@ -1,0 +1,90 @@
+"""Slurm: a task of a job step (``srun``). A batch script and the shells of ``salloc`` and ``srun --pty`` are no tasks.
+
+Variables: slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Those of the step are read, not those of the
+allocation, which say how many tasks there could be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
+from fleet_train.cluster.engines.started import Started, Variables, checked
+from fleet_train.errors import ClusterError
+
+# The batch script, an interactive step and the like have numbers from here on (SLURM_MAX_NORMAL_STEP_ID).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Ports below the kernel's own choices (32768 and up), 64 of them for each job: one per rank of a node, and one more.
+_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
+
+
+def read(environ: Mapping[str, str]) -> Started | None:
+    if not is_task(environ):
+        return None
+    job, step = environ["SLURM_JOB_ID"].strip(), environ["SLURM_STEP_ID"].strip()
+    engine = f"Slurm (job {job}, step {step})"
+    of = Variables(environ, engine)
+    if (of.number("SLURM_HET_SIZE") or 1) > 1:
+        raise ClusterError(
+            f"{engine}: a heterogeneous job counts its tasks per component; give one component to the training, or "
+            "name the nodes yourself (--engine none --cluster_node_ips=...)"
+        )
+    hosts = expand_hostlist(of.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    node = of.needed("SLURM_NODEID")
+    if node >= len(hosts):
+        raise ClusterError(f"SLURM_NODEID={node}, but SLURM_STEP_NODELIST names {len(hosts)} nodes; they must agree")
+    per_node = of.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = expand_counts(per_node) if per_node else ()
+    started = Started(
+        engine=engine,
+        index=of.needed("SLURM_PROCID"),
+        count=of.needed("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        local_index=of.needed("SLURM_LOCALID"),
+        local_count=counts[node] if node < len(counts) else None,
+        node=node,
+        hosts=hosts,
+        master=hosts[0],
+        port=port_of(environ),
+        job=f"slurm-{job}.{step}",
+        restarts=of.number("SLURM_RESTART_COUNT") or 0,
+        run=f"slurm-{of.text('SLURM_CLUSTER_NAME') or 'cluster'}-{job}",
+    )
+    if counts and (sum(counts) != started.count or len(counts) != len(hosts)):
+        raise ClusterError(
+            f"SLURM_STEP_TASKS_PER_NODE={per_node} makes {sum(counts)} tasks on {len(counts)} nodes, but "
+            f"SLURM_STEP_NUM_TASKS={started.count} and SLURM_STEP_NODELIST names {len(hosts)}; they must agree"
+        )
+    return checked(started, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    return (
+        bool(environ.get("SLURM_JOB_ID"))
+        and "SLURM_PROCID" in environ
+        and step.isdigit()
+        and int(step) < _FIRST_SPECIAL_STEP
+        and not ("SLURM_PTY_PORT" in environ and _has_terminal())
+    )
+
+
+def _has_terminal() -> bool:
+    """Whether this process was typed into the shell of ``srun --pty``, whose variables its own job steps inherit."""
+    return any(os.isatty(descriptor) for descriptor in (0, 1, 2))
+
+
+def allocated_nodes(environ: Mapping[str, str]) -> int:
+    """How many nodes the allocation has in which this process runs without being a task; 0 elsewhere."""
+    if is_task(environ) or not environ.get("SLURM_JOB_ID"):
+        return 0
+    return Variables(environ, "Slurm").number("SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 0
+
+
+def port_of(environ: Mapping[str, str]) -> int:
+    """The first port that Slurm has reserved for the step, else one by the job's number."""
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0].strip()
+    if reserved.isdigit():
+        return int(reserved)
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID") or 0)
+    return _FIRST_PORT + _PORTS_PER_JOB * ((job + 97 * step) % _PLACES)

@@ -1,0 +1,183 @@
+"""One node's examination from start to end: its own facts, the meeting, the network, the exchange of what was found."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fleet_train.doctor.facts import Examination, Folder, GroupResult, NodeFacts, NodeReport, from_json, to_json
+from fleet_train.doctor.measure import folders, gpus, machine, network, software
+from fleet_train.doctor.options import GROUP_NEEDS_SECONDS, GROUP_SECONDS, Options
+from fleet_train.doctor.party import Party
+from fleet_train.doctor.peers.board import Board
+from fleet_train.doctor.peers.circle import Circle
+from fleet_train.doctor.peers.responder import Responder
+from fleet_train.selftest.child import free_port
+
+Say = Callable[[str], None]
+_PAIRS_SECONDS = 14.0
+_RESERVE_SECONDS = 14.0
+"""Left for a pair that stands still, and for the exchange."""
+_EXCHANGE_SECONDS, _PART_SECONDS = 12.0, 4.0
+_DEFAULT_MTU = 1500
+
+
+class Examiner:
+    """``say`` is told of what takes time. Every part has a bound, and all together ``options.whole_seconds``."""
+
+    def __init__(self, party: Party, options: Options, say: Say) -> None:
+        self.party = party
+        self.options = options
+        self.mark = f"{folders.MARK}{secrets.token_hex(8)}"
+        self._say = say
+        self._deadline = time.monotonic() + options.whole_seconds
+        self._folders: tuple[Folder, ...] = ()
+
+    def run(self) -> Examination:
+        """Everything that the nodes have found; all that are present return the same, unless one is lost meanwhile."""
+        try:
+            return self._alone() if self.party.is_alone else self._among_others()
+        finally:
+            folders.clean(self._folders, self.mark)
+
+    def _left(self, most: float) -> float:
+        return max(0.5, min(most, self._deadline - time.monotonic()))
+
+    # this node
+
+    def _alone(self) -> Examination:
+        board = Board()
+        responder = Responder(self.party.address, self.party.ports[0], self.party.access, ["127.0.0.1"], board)
+        responder.close()
+        facts = self._facts(responder.held)
+        return Examination(self.party.addresses, {0: NodeReport(facts, (0,))}, {}, self.party.ports[0][0])
+
+    def _facts(self, held: dict[int, str]) -> NodeFacts:
+        asked, party = self.options.groups, self.party
+        facts = NodeFacts(party.index, party.processes)
+        if "machine" in asked:
+            self._folders = self._examine_folders()
+            facts = replace(
+                facts,
+                memory=machine.memory(),
+                processors=machine.processors(),
+                limits=machine.limits(),
+                folders=self._folders,
+            )
+        if "software" in asked:
+            facts = replace(facts, software=software.software(self.options.strategy, self.options.script))
+        if "network" in asked:
+            here = network.network(party.addresses, party.index, held, party.is_named, os.environ)
+            facts = replace(facts, network=here)
+        if "gpus" in asked:
+            facts = replace(facts, gpus=gpus.gpus())
+        return facts
+
+    def _examine_folders(self) -> tuple[Folder, ...]:
+        wanted = {"logs": self.options.log_dir, "output": self.options.output_dir}
+        if folders.nearest(self.options.log_dir) == folders.nearest(self.options.output_dir):
+            wanted = {"logs and output": self.options.log_dir}
+        with ThreadPoolExecutor(len(wanted), "doctor folders") as beside:
+            found = [beside.submit(folders.examine, purpose, path, self.mark) for purpose, path in wanted.items()]
+            return tuple(one.result() for one in found)
+
+    # among others
+
+    def _among_others(self) -> Examination:
+        board, party = Board(), self.party
+        responder = Responder(party.address, party.ports[party.index], party.access, party.addresses, board).start()
+        circle = Circle(party, board, responder)
+        try:
+            facts = self._facts(responder.held)
+            board.put(f"here/{party.index}", self._here(responder, facts))
+            present = circle.meet(self._left(self.options.join_timeout_seconds), self._say)
+            self._network(circle, facts, present)
+            missing = circle.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
+            if "group" in self.options.groups:
+                self._group(circle, [node for node in present if node not in missing])
+                circle.bring(["group"], set(present) - missing, self._left(GROUP_SECONDS))
+            circle.part(set(present) - missing, self._left(_PART_SECONDS))
+            return self._examination(board)
+        finally:
+            responder.close()
+
+    def _here(self, responder: Responder, facts: NodeFacts) -> dict[str, Any]:
+        return {
+            "open": responder.ports,
+            "extra": responder.extra_port,
+            "udp": responder.udp_port,
+            "subject": free_port(self.party.address),
+            "mark": self.mark,
+            "folders": [folder.purpose for folder in facts.folders],
+        }
+
+    def _network(self, circle: Circle, facts: NodeFacts, present: tuple[int, ...]) -> None:
+        report = NodeReport(self._with_shared_folders(circle.board, facts), present)
+        if "network" in self.options.groups and len(present) > 1:
+            assert facts.network is not None
+            mtus = {one.name: one.mtu for one in facts.network.interfaces}
+            towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
+            with ThreadPoolExecutor(1, "doctor sweep") as beside:
+                swept = beside.submit(circle.sweep, present, towards)
+                tries = circle.try_ports(present)
+                report = replace(report, tries=(*tries, *circle.refusals.values()), datagrams=swept.result())
+            seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
+            echoes, streams = circle.measure_pairs(present, seconds)
+            report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
+        circle.board.put(f"report/{self.party.index}", to_json(report))
+
+    def _with_shared_folders(self, board: Board, facts: NodeFacts) -> NodeFacts:
+        marks = {node: str((board.get(f"here/{node}") or {}).get("mark", "")) for node in board.nodes("here")}
+        others = {node: mark for node, mark in marks.items() if node != self.party.index and _is_mark(mark)}
+        shared = tuple(
+            replace(folder, shared_with=tuple(sorted(n for n, mark in others.items() if folders.seen(folder, mark))))
+            for folder in facts.folders
+        )
+        return replace(facts, folders=shared)
+
+    def _group(self, circle: Circle, present: list[int]) -> None:
+        circle.board.put(f"group/{self.party.index}", to_json(self._form(circle.board, sorted(present))))
+
+    def _form(self, board: Board, present: list[int]) -> GroupResult:
+        from fleet_train.doctor.peers.forming import form
+
+        agreed = all(_present(board, node) == present for node in present)
+        if len(present) < 2 or not agreed:
+            return GroupResult(True, "", skipped="the nodes do not agree on who is there")
+        if self._deadline - time.monotonic() < GROUP_NEEDS_SECONDS:
+            return GroupResult(True, "", skipped="no time was left for it; --only group has more")
+        if not all(isinstance((board.get(f"here/{node}") or {}).get("subject"), int) for node in present):
+            return GroupResult(True, "", skipped="a node has said no port for it")
+        ports = [int(board.get(f"here/{node}")["subject"]) for node in present]
+        log = self.options.log_dir / f"doctor.{self.party.index}.log"
+        addresses = [self.party.addresses[node] for node in present]
+        seconds = self._left(GROUP_SECONDS) - _PART_SECONDS
+        return form(addresses, ports, present.index(self.party.index), Path(log), seconds)
+
+    def _examination(self, board: Board) -> Examination:
+        reports, groups = {}, {}
+        for node in sorted(board.nodes("report")):
+            try:
+                reports[node] = from_json(NodeReport, board.get(f"report/{node}"))
+                told = board.get(f"group/{node}")
+                if told is not None:
+                    groups[node] = from_json(GroupResult, told)
+            except ValueError:
+                continue  # named as a node whose report did not come
+        return Examination(self.party.addresses, reports, groups, self.party.ports[self.party.index][0])
+
+
+def _present(board: Board, node: int) -> list[int]:
+    report = board.get(f"report/{node}")
+    return sorted(report.get("present", [])) if isinstance(report, dict) else []
+
+
+def _is_mark(text: str) -> bool:
+    """It becomes part of a path, and comes from another machine."""
+    return text.startswith(folders.MARK) and text.removeprefix(folders.MARK).isalnum()

@@ -1,0 +1,178 @@
+"""Findings of one machine alone: memory, processors, limits, folders; and which node is slower than the others."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Iterator
+
+from fleet_train.doctor.facts import UNLIMITED, Examination, Folder, Limits, Memory, Processors
+from fleet_train.doctor.judge.finding import FAIL, PASS, WARN, Finding, size
+
+MEMORY_FAIL, MEMORY_WARN = 512 << 20, 1 << 30
+"""Bytes available per process: Paddle imported and a small network take the first."""
+SHM_FAIL, SHM_WARN = 32 << 20, 256 << 20
+"""Free bytes of /dev/shm per process; a container has 64 MB in all unless told otherwise."""
+FILES_BASE, FILES_PER_RANK, FILES_WARN = 256, 4, 1024
+"""Open files: Paddle, logs and data take the first; four process groups connect each rank with every other one."""
+DISK_FAIL, DISK_WARN = 100 << 20, 2 << 30
+DISK_FILES_FAIL, DISK_FILES_WARN = 100, 10_000
+WRITING_FAIL, WRITING_WARN = 1e6, 10e6
+"""Bytes per second: a checkpoint of 100 MB would take 100 s, 10 s."""
+SPEED_FAIL, SPEED_WARN = 0.5, 0.8
+"""Of the median of all nodes: synchronous training goes at the pace of the slowest."""
+SHARE_WARN = 0.75
+"""Of a processor, what a busy thread gets. What takes the rest may end in a moment: never more than suspicious."""
+
+
+def findings(examined: Examination) -> Iterator[Finding]:
+    world = sum(report.facts.processes for report in examined.reports.values())
+    for index, report in examined.reports.items():
+        host, facts = examined.host(index), report.facts
+        if facts.memory is not None:
+            yield memory(host, facts.memory, facts.processes)
+            yield shared_memory(host, facts.memory, facts.processes)
+        if facts.limits is not None:
+            yield open_files(host, facts.limits, max(world, facts.processes))
+            yield locked_memory(host, facts.limits)
+        if facts.processors is not None:
+            yield quota(host, facts.processors, facts.processes)
+            yield share(host, facts.processors)
+        for folder in facts.folders:
+            yield disk(host, folder)
+            yield sharing(examined, index, folder)
+    yield from speeds(examined)
+
+
+def _level(value: float, fail_below: float, warn_below: float) -> str:
+    return FAIL if value < fail_below else WARN if value < warn_below else PASS
+
+
+def memory(host: str, found: Memory, processes: int) -> Finding:
+    each = found.available / processes
+    limit = f", limit of the control group {size(found.limit)}" if found.limit != UNLIMITED else ""
+    killed = f"; {found.oom_kills} processes were killed for want of memory" if found.oom_kills else ""
+    level = _level(each, MEMORY_FAIL, MEMORY_WARN)
+    return Finding(
+        "machine", "memory", WARN if killed and level == PASS else level, (host,),
+        f"{size(found.available)} available for {_processes(processes)}{limit}{killed}",
+        f"{size(MEMORY_WARN)} per process",
+        "ps aux --sort=-rss | head, and end what is not needed; in a container raise its limit: docker run --memory",
+    )  # fmt: skip
+
+
+def shared_memory(host: str, found: Memory, processes: int) -> Finding:
+    need = SHM_WARN * processes
+    return Finding(
+        "machine", "shm", _level(found.shm_free / processes, SHM_FAIL, SHM_WARN), (host,),
+        f"/dev/shm has {size(found.shm_free)} free of {size(found.shm_total)}", f"{size(SHM_WARN)} per process",
+        f"sudo mount -o remount,size={max(1, -(-need // (1 << 30)))}G /dev/shm; in a container: docker run --shm-size",
+    )  # fmt: skip
+
+
+def open_files(host: str, found: Limits, world: int) -> Finding:
+    need = FILES_BASE + FILES_PER_RANK * world
+    files = found.open_files
+    level = PASS if files == UNLIMITED else _level(files, need, max(need, FILES_WARN))
+    told = "no limit" if files == UNLIMITED else str(files)
+    want = max(2 * need, 65536)
+    return Finding(
+        "machine", "open_files", level, (host,), f"ulimit -n: {told}", f"{max(need, FILES_WARN)} for {world} ranks",
+        f"ulimit -n {want}",
+    )  # fmt: skip
+
+
+def locked_memory(host: str, found: Limits) -> Finding:
+    """It matters to InfiniBand alone, which registers the memory that it sends from."""
+    is_short = found.has_infiniband and found.locked_memory != UNLIMITED
+    told = "unlimited" if found.locked_memory == UNLIMITED else size(found.locked_memory)
+    why = "" if found.has_infiniband else "; no InfiniBand here, which alone would need it"
+    return Finding(
+        "machine", "locked_memory", FAIL if is_short else PASS, (host,), f"ulimit -l: {told}{why}",
+        "unlimited for InfiniBand", "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
+    )  # fmt: skip
+
+
+def quota(host: str, found: Processors, processes: int) -> Finding:
+    has_quota = found.quota != UNLIMITED
+    processors = min(float(found.usable), found.quota) if has_quota else float(found.usable)
+    limit = f", the control group allows {found.quota:.1f}" if has_quota else ""
+    return Finding(
+        "machine", "processors", _level(processors / processes, 0.5, 1.0), (host,),
+        f"{found.usable} processors{limit}, for {_processes(processes)}", "one per process",
+        f"start fewer processes: --nproc {max(1, int(processors))}; in a container: docker run --cpus",
+    )  # fmt: skip
+
+
+def share(host: str, found: Processors) -> Finding:
+    return Finding(
+        "machine", "busy", WARN if found.share < SHARE_WARN else PASS, (host,),
+        f"a busy thread gets {found.share:.0%} of a processor: {_others(found)}", f"{SHARE_WARN:.0%}",
+        "top -o %CPU, and end what is not of this job; on virtual machines look at %st: the host is overbooked",
+    )  # fmt: skip
+
+
+def _others(found: Processors) -> str:
+    return "nothing else takes it" if found.share >= SHARE_WARN else "other programs, a quota or the host take the rest"
+
+
+def disk(host: str, found: Folder) -> Finding:
+    where = f"{found.path} ({found.purpose})"
+    if found.error:
+        fix = f"ls -ld {shlex.quote(found.path)}; df -h {shlex.quote(found.path)}; or choose another folder"
+        return Finding("machine", "disk", FAIL, (host,), f"{where} {found.error}", "can be written to", fix)
+    levels = [_level(found.free, DISK_FAIL, DISK_WARN), _level(found.bytes_per_second, WRITING_FAIL, WRITING_WARN)]
+    if found.free_files != UNLIMITED:
+        levels.append(_level(found.free_files, DISK_FILES_FAIL, DISK_FILES_WARN))
+    files = f", {found.free_files} files free" if levels[-1] != PASS and len(levels) == 3 else ""
+    return Finding(
+        "machine", "disk", max(levels, key=(PASS, WARN, FAIL).index), (host,),
+        f"{where}: {size(found.free)} free{files}, writes {size(found.bytes_per_second)}/s",
+        f"{size(DISK_WARN)} free, {size(WRITING_WARN)}/s",
+        f"df -h {shlex.quote(found.path)}, and make room; or choose another folder",
+    )  # fmt: skip
+
+
+def space(host: str, found: Folder) -> Finding:
+    """Of a folder that nothing was written to for this."""
+    told = f"{found.path} ({found.purpose}): {size(found.free)} free"
+    fix = f"df -h {shlex.quote(found.path)}, and make room; or choose another folder"
+    return Finding("machine", "disk", _level(found.free, DISK_FAIL, DISK_WARN), (host,), told, size(DISK_FAIL), fix)
+
+
+def sharing(examined: Examination, index: int, folder: Folder) -> Finding:
+    """Which of the two it is matters for checkpoints; that some share it and some do not is hardly meant."""
+    others = set(examined.reports) - {index}
+    both = {other for other in folder.shared_with if other in others}
+    named = ", ".join(f"node {other}" for other in sorted(both))
+    told = "seen by this node alone" if not both else "seen by all nodes" if both == others else f"shared with {named}"
+    level = WARN if both and both != others else PASS
+    return Finding(
+        "machine", "shared_folder", level, (examined.host(index),), f"{folder.path} ({folder.purpose}) is {told}",
+        "by all or by none", "findmnt -T . on each node, and mount the same folder on all",
+    )  # fmt: skip
+
+
+def speeds(examined: Examination) -> Iterator[Finding]:
+    """Each node's processor beside the others'."""
+    found = {
+        index: report.facts.processors
+        for index, report in examined.reports.items()
+        if report.facts.processors is not None
+    }
+    known = [one.gflops for one in found.values() if one.gflops > 0]
+    median = statistics.median_high(known) if known else 0.0  # of two: the faster one
+    for index, one in found.items():
+        host = (examined.host(index),)
+        if not one.gflops:
+            yield Finding("machine", "speed", WARN, host, "numpy could not be timed", "ends within 8 s", "top -o %CPU")
+            continue
+        yield Finding(
+            "machine", "speed", _level(one.gflops / median, SPEED_FAIL, SPEED_WARN), host,
+            f"one processor does {one.gflops:.0f} Gflop/s ({one.name}), {one.gflops / median:.0%} of the median",
+            f"{SPEED_WARN:.0%}", "cpupower frequency-info; sudo cpupower frequency-set -g performance",
+        )  # fmt: skip
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

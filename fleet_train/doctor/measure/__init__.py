@@ -1,0 +1,1 @@
+"""Facts of one machine, each with a bound on how long it takes."""

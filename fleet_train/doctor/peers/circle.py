@@ -1,0 +1,200 @@
+"""This node among the others: finds them, measures what lies between, and learns what they know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fleet_train.cluster.store.greeting import Refused
+from fleet_train.cluster.store.wire import ProtocolError
+from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
+from fleet_train.doctor.party import Party
+from fleet_train.doctor.peers import datagrams, pair
+from fleet_train.doctor.peers.board import Board
+from fleet_train.doctor.peers.channel import dialled, outcome_of
+from fleet_train.doctor.peers.responder import Responder
+from fleet_train.doctor.peers.rounds import rounds, stream_seconds
+
+T = TypeVar("T")
+_PAUSE_SECONDS = 0.25
+_SETTLE_SECONDS = 1.0
+"""So long after a node has ended the meeting, the others may still say that they are there."""
+ERRORS = (OSError, ProtocolError, Refused)
+
+
+class Circle:
+    def __init__(self, party: Party, board: Board, responder: Responder) -> None:
+        self.party = party
+        self.board = board
+        self.responder = responder
+        self.refusals: dict[int, PortTry] = {}
+        """What nodes said that do not hear this one."""
+        self._doors: dict[int, int] = {}
+        self._complete: set[int] = set()
+
+    # meeting
+
+    def meet(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
+        """Until all nodes are there, or the time is over for one of those that are. Who is there, this one included."""
+        deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
+        everybody = set(range(len(self.party.addresses)))
+        while True:
+            self._sync_with(everybody - {self.party.index})
+            missing = everybody - self.board.nodes("here")
+            over = bool(self.board.nodes("over"))
+            if not missing or over or time.monotonic() > deadline:
+                break
+            if time.monotonic() > word_at:
+                named = ", ".join(f"node {i} ({self.party.addresses[i]})" for i in sorted(missing)[:5])
+                say(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
+                word_at = time.monotonic() + 5.0
+            self.board.wait(_PAUSE_SECONDS)
+        present = tuple(sorted(self.board.nodes("here")))
+        self.board.put(f"over/{self.party.index}", list(present))
+        self._sync_with(set(present) - {self.party.index})
+        return tuple(sorted(self.board.nodes("here")))
+
+    def bring(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
+        """Exchange until everybody who is present has said these; returns who has not within the time."""
+        wanted, deadline = set(present), time.monotonic() + seconds
+        while True:
+            missing = {node for node in wanted if any(node not in self.board.nodes(kind) for kind in kinds)}
+            if not missing or time.monotonic() > deadline:
+                return missing
+            self._sync_with(wanted - {self.party.index})
+            self.board.wait(_PAUSE_SECONDS)
+
+    def part(self, present: Iterable[int], seconds: float) -> None:
+        """Stay until all others know what this node knows, at most so long."""
+        deadline = time.monotonic() + seconds
+        self._complete.clear()  # of what was known before the last part
+        others = set(present) - {self.party.index}
+        while (waiting := others - self._complete) and time.monotonic() < deadline:
+            gone = self._sync_with(waiting)
+            if gone >= waiting:
+                return
+            if waiting - self._complete:
+                time.sleep(_PAUSE_SECONDS)
+
+    def _sync_with(self, nodes: Iterable[int]) -> set[int]:
+        """Returns those that cannot be reached from here."""
+        reached = self._each(sorted(nodes), self._sync)
+        return {node for node, was_reached in reached.items() if not was_reached}
+
+    def _sync(self, node: int) -> bool:
+        for port in self._candidates(node):
+            try:
+                with dialled(self.party.addresses[node], port, self.party.access, self.party.index) as channel:
+                    _, told = channel.ask({"do": "sync"}, self.board.keys())
+                    if not isinstance(told, dict):
+                        raise ProtocolError("nothing was told")
+                    self.board.take(dict(told["values"]))
+                    channel.ask({"do": "tell"}, self.board.beyond(map(str, told["keys"])))
+                    if set(told["keys"]) | set(told["values"]) >= set(self.board.keys()):
+                        self._complete.add(node)
+                    self._doors[node] = port
+                    return True
+            except Refused as refusal:
+                self.refusals[node] = PortTry(node, port, f"refused by the doctor ({refusal.kind})", str(refusal))
+            except (*ERRORS, KeyError, TypeError, ValueError):
+                self._doors.pop(node, None)
+        return False
+
+    def _candidates(self, node: int) -> list[int]:
+        """The port at which the node answered last; else all at which its doctor may listen."""
+        if node in self._doors:
+            return [self._doors[node]]
+        told = self.board.get(f"here/{node}") or {}
+        ports = told.get("open", self.party.ports[node])
+        return [*ports, *([told["extra"]] if "extra" in told else [])]
+
+    def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
+        """For all nodes at a time."""
+        if not nodes:
+            return {}
+        with ThreadPoolExecutor(len(nodes), "doctor dials") as pool:
+            return dict(zip(nodes, pool.map(task, nodes), strict=True))
+
+    # measuring
+
+    def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
+        """Every port of every other node at which a doctor listens."""
+        wanted = []
+        for node in sorted(set(present) - {self.party.index}):
+            told = self._told(node)
+            wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
+        if not wanted:
+            return ()
+        with ThreadPoolExecutor(min(64, len(wanted)), "doctor dials") as pool:
+            return tuple(pool.map(lambda pair: self._try(*pair), wanted))
+
+    def _try(self, node: int, port: int) -> PortTry:
+        try:
+            with dialled(self.party.addresses[node], port, self.party.access, self.party.index) as channel:
+                seen = str(channel.ask({"do": "who"})[0].get("seen_as", ""))[:60]
+        except Refused as refusal:
+            return PortTry(node, port, "another program" if refusal.kind == "job" else "open", str(refusal)[:300])
+        except ERRORS as error:
+            return PortTry(node, port, outcome_of(error))
+        self._doors[node] = port
+        return PortTry(node, port, "open", "" if seen == self.party.address else seen)
+
+    def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
+        """``mtus``: of this node's interface towards each other node."""
+
+        def one(node: int) -> Datagrams:
+            port, mtu = int(self._told(node)["udp"]), mtus.get(node) or 1500
+            address, source = self.party.addresses[node], self.party.access.source
+            return Datagrams(node, *datagrams.sweep(address, port, source, self.responder.nonce, mtu), mtu)
+
+        return tuple(self._each(sorted(set(present) - {self.party.index}), one).values())
+
+    def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
+        """Latency, clocks and bandwidth of the pairs that this node begins: with higher nodes that it can dial, and
+        with lower ones that could not dial it."""
+        began = time.monotonic()
+        flow = stream_seconds(len(present), seconds)
+        echoes: list[Echo] = []
+        found: list[Stream] = []
+        for pairs in rounds(present):
+            other = next((a + b - self.party.index for a, b in pairs if self.party.index in (a, b)), None)
+            if other is None or not self._begins(other) or time.monotonic() - began > seconds:
+                continue
+            echo, both = self._measure(other, flow)
+            echoes += [echo] if echo else []
+            found += both
+        return echoes, found
+
+    def _begins(self, other: int) -> bool:
+        if other not in self._doors:
+            return False
+        return other > self.party.index or other not in self.responder.callers
+
+    def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
+        own, address, port = self.party.index, self.party.addresses[other], self._doors[other]
+        echo: Echo | None = None
+        try:
+            with dialled(address, port, self.party.access, own) as channel:
+                echo = pair.echo(channel, other, self.responder.clock)
+        except ERRORS:
+            pass
+        both = []
+        for outgoing in (True, False):
+            source, target = (own, other) if outgoing else (other, own)
+            try:
+                with self.responder.my_turn() as alone, dialled(address, port, self.party.access, own) as channel:
+                    found = pair.stream(channel, source, target, outgoing, seconds)
+                    both.append(found if alone else replace(found, alone=False))
+            except TimeoutError:
+                both.append(Stream(source, target, 0.0, error="stalled"))
+            except ERRORS as error:
+                both.append(Stream(source, target, 0.0, error=str(error)[:120] or type(error).__name__))
+        return echo, both
+
+    def _told(self, node: int) -> dict[str, Any]:
+        told = self.board.get(f"here/{node}")
+        complete = isinstance(told, dict) and {"open", "extra", "udp"} <= told.keys()
+        return told if complete else {"open": [], "extra": 0, "udp": 0}

@@ -1,0 +1,201 @@
+"""This node's ear: listens on the ports of the job, answers other doctors, and does its part of what they measure."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
+
+from fleet_train.cluster.network import port_is_free
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.callers import Callers
+from fleet_train.cluster.store.greeting import Callee, Refused
+from fleet_train.cluster.store.wire import Header, ProtocolError
+from fleet_train.doctor.measure.network import holder
+from fleet_train.doctor.peers import datagrams, streams
+from fleet_train.doctor.peers.board import Board
+from fleet_train.doctor.peers.channel import Channel
+
+_MOST_CONNECTIONS = 128
+_TURN_SECONDS = 3.0
+"""How long a stream waits for the one that runs."""
+_MOST_STREAM_SECONDS = 5.0
+
+
+class Responder:
+    """``held``: ports that could not be opened, and who has them. ``callers``: nodes that have dialled this one."""
+
+    def __init__(
+        self, address: str, ports: Iterable[int], access: Access, hosts: Iterable[str], board: Board,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.board = board
+        self.held: dict[int, str] = {}
+        self.callers: set[int] = set()
+        self._turn = threading.Lock()
+        self.clock = clock
+        self.nonce = nonce_of(access)
+        self._access = access
+        self._callers = None if access.secret else Callers(hosts)
+        self._selector = selectors.DefaultSelector()
+        self._connections = 0
+        self._is_closing = False
+        self._listeners: dict[int, socket.socket] = {}
+        try:
+            for port in ports:
+                self._listen_or_note(address, port)
+            self.extra_port = self._listen(address, 0)
+            self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            self._udp.bind((address, 0))
+            self._udp.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+        self.udp_port = int(self._udp.getsockname()[1])
+        self._selector.register(self._udp, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="doctor responder", daemon=True)
+
+    @property
+    def ports(self) -> list[int]:
+        """Those of the job that are open here."""
+        return [port for port in self._listeners if port != self.extra_port]
+
+    def start(self) -> Responder:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._is_closing = True
+        if hasattr(self, "_thread") and self._thread.is_alive():
+            self._thread.join(1.0)
+        for sock in [*self._listeners.values(), *([self._udp] if hasattr(self, "_udp") else [])]:
+            sock.close()
+        self._selector.close()
+
+    def _listen_or_note(self, address: str, port: int) -> None:
+        try:
+            if not port_is_free(address, port):  # also one that only a second listener would be refused at
+                raise OSError
+            self._listen(address, port)
+        except OSError:
+            self.held[port] = holder(address, port)
+
+    def _listen(self, address: str, port: int) -> int:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address, port))
+            sock.listen(64)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        number = int(sock.getsockname()[1])
+        self._listeners[number] = sock
+        self._selector.register(sock, selectors.EVENT_READ)
+        return number
+
+    def _serve(self) -> None:
+        while not self._is_closing:
+            for key, _ in self._selector.select(0.2):
+                if key.fileobj is self._udp:
+                    datagrams.answer(self._udp, self.nonce)
+                else:
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, (address, _) = listener.accept()
+        except OSError:
+            return
+        if self._connections >= _MOST_CONNECTIONS:
+            sock.close()
+            return
+        self._connections += 1
+        threading.Thread(target=self._attend, args=(sock, address), name="doctor caller", daemon=True).start()
+
+    def _attend(self, sock: socket.socket, address: str) -> None:
+        channel = Channel(sock)
+        try:
+            node = self._greet(channel, address)
+            self.callers.add(node)
+            channel.trust()
+            while True:
+                self._answer(channel, *channel.hear(), address)
+        except (OSError, ProtocolError, Refused, ValueError):
+            pass  # the caller has gone, or is none of ours
+        finally:
+            channel.close()
+            self._connections -= 1
+
+    def _greet(self, channel: Channel, address: str) -> int:
+        callee = Callee(self._access)
+        hello: Header | None = None
+        while hello is None:
+            try:
+                answer, hello = callee.heard(channel.hear()[0])
+                if hello is not None and self._callers is not None and not self._callers.hears(address):
+                    raise Refused("another address", kind="address")
+            except Refused as refusal:
+                channel.say({"error": refusal.kind, "address": address, "job": self._access.job})
+                raise
+            channel.say(answer if answer is not None else {"ok": True})
+        return int(hello.get("member", -1))
+
+    def _answer(self, channel: Channel, header: Header, body: object, address: str) -> None:
+        match header.get("do"):
+            case "who":
+                channel.say({"seen_as": address})
+            case "ping":
+                channel.say({"clock": self.clock()})
+            case "sync":
+                self._sync(channel, body)
+            case "stream to you":
+                with self.my_turn() as alone:
+                    channel.say({"ready": alone})
+                    received = streams.receive(channel.sock, _seconds(header))
+                channel.say({"speed": received.mean, "best": received.best})
+            case "stream to me":
+                with self.my_turn() as alone:
+                    channel.ask({"ready": alone})  # what follows is no frame: the caller must be ready for it
+                    sent = streams.send(channel.sock, _seconds(header))
+                channel.say({"segments": sent.segments, "retransmits": sent.retransmits})
+            case other:
+                raise ProtocolError(f"{other!r} is not known")
+
+    def _sync(self, channel: Channel, body: object) -> None:
+        """Say what the caller does not know, and hear what we do not know."""
+        if not isinstance(body, list):
+            raise ProtocolError("no list of keys")
+        channel.say({"do": "told"}, {"keys": self.board.keys(), "values": self.board.beyond(map(str, body))})
+        _, told = channel.hear()
+        if not isinstance(told, dict):
+            raise ProtocolError("no values")
+        self.board.take(told)
+        channel.say({"ok": True})
+
+    @contextlib.contextmanager
+    def my_turn(self) -> Iterator[bool]:
+        """While bytes flow, so that one stream does not slow another down. False: the wait for it was too long."""
+        alone = self._turn.acquire(timeout=_TURN_SECONDS)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._turn.release()
+
+
+def _seconds(header: Header) -> float:
+    value = header.get("seconds")
+    if not isinstance(value, (int, float)) or not 0 < value <= _MOST_STREAM_SECONDS:
+        raise ProtocolError("no number of seconds")
+    return float(value)
+
+
+def nonce_of(access: Access) -> bytes:
+    """What this job's datagrams begin with."""
+    return sha256(access.job.encode()).digest()[:8]

@@ -1,0 +1,111 @@
+"""What this machine is and what it lets us use: system, processor, memory, limits of its control group, GPUs.
+
+From files of Linux alone. ``root`` stands for ``/``, so that tests can give another one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fleet_train.cluster.advice import usable_processors
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60
+"""Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
+_CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNORECASE)
+
+
+def system(root: Path = _ROOT) -> str:
+    """``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
+    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', _text(root / "etc/os-release"), re.MULTILINE)
+    libc = " ".join(part for part in platform.libc_ver() if part)
+    kernel = f"{platform.system()} {platform.release()}"
+    return ", ".join(part for part in (named[1] if named else "", kernel, platform.machine(), libc) if part)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; the architecture where the system does not tell it."""
+    lines = _text(cpuinfo).splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def cores() -> dict[str, int]:
+    """That this process may use (fewer under taskset, Slurm or a cpuset), and that there are."""
+    return {"usable": usable_processors(), "total": os.cpu_count() or 1}
+
+
+def memory(root: Path = _ROOT) -> dict[str, int]:
+    """Bytes of the machine, and those that are free for a new program now; empty where the system does not tell."""
+    found = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
+    names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
+    return {names[name]: 1024 * int(found[name]) for name in names if name in found}
+
+
+def limits(root: Path = _ROOT) -> dict[str, float]:
+    """What the control group of this process allows, where it is less than everything: ``cores``, ``memory_bytes``.
+
+    A group's limit is the least of its own and those above it.
+    """
+    found: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
+    for folder in _groups(root):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            found["cores"].append(int(quota) / int(period))
+        most = (_text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")).strip()
+        if most.isdigit() and int(most) < _UNLIMITED:
+            found["memory_bytes"].append(int(most))
+    return {name: min(values) for name, values in found.items() if values}
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups and of those above them, version 2's and version 1's."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        bases = [mounted / each for each in {controllers, *controllers.split(",")}] if controllers else [mounted]
+        for base in bases:
+            # In a container the path may be that of the machine, which is not there: then the base is the group.
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
+    """In which kind of container this process is; empty: in none that can be told."""
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return "Kubernetes"
+    if (root / "run/.containerenv").exists():
+        return "Podman"
+    if (root / ".dockerenv").exists():
+        return "Docker"
+    told = re.search(r"(?:^|\0)container=([\w-]+)", _text(root / "proc/1/environ"))
+    found = _CONTAINERS.search(_text(root / "proc/1/cgroup"))
+    return told[1] if told else found[0].lower() if found else ""
+
+
+def gpus(root: Path = _ROOT) -> dict[str, object]:
+    """Models and driver by NVIDIA's files in /proc; empty where there are none (WSL has none either)."""
+    folder = root / "proc/driver/nvidia"
+    models = [
+        model[1].strip()
+        for each in sorted(folder.glob("gpus/*/information"))
+        if (model := re.search(r"^Model:(.*)$", _text(each), re.MULTILINE))
+    ]
+    driver = re.search(r"Kernel Module.*?  (\d+[\d.]+)", _text(folder / "version"))
+    found: dict[str, object] = {"models": models} if models else {}
+    return found | ({"driver": driver[1]} if driver else {})
+
+
+def _text(path: Path) -> str:
+    """Empty where it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,14 @@
+"""Texts that start a training on an engine: a batch script for Slurm, manifests for Kubernetes. Arguments -> text.
+
+Nothing is looked up and nothing is started. What the engine then tells each pod or task is read by
+``fleet_train.cluster.engines``, so that the script and its launch need no flag of their own.
+"""
+
+from fleet_train.manifest.job import indexed_job
+from fleet_train.manifest.paddlejob import paddle_job
+from fleet_train.manifest.pods import Pods, Volume
+from fleet_train.manifest.slurm import Batch, batch_script
+from fleet_train.manifest.training import Training
+from fleet_train.manifest.trainjob import train_job
+
+__all__ = ["Batch", "Pods", "Training", "Volume", "batch_script", "indexed_job", "paddle_job", "train_job"]

@@ -1,0 +1,131 @@
+"""Names, sizes and times as Kubernetes and Slurm take them. Every error says what was given, the rule and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+
+from fleet_train.errors import ClusterError
+
+LONGEST_LABEL = 63
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+# kubernetes.io, "Quantity": binary, decimal and exponent suffixes.
+_QUANTITY = re.compile(_NUMBER + r"(?:(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE])|[eE]([+-]?\d{1,3}))?", re.ASCII)
+_FACTORS = {
+    **{suffix: Decimal(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)},
+    **{
+        suffix: Decimal(1000) ** power
+        for power, suffix in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
+    },
+}
+_LEAST_MEMORY_BYTES = 1 << 20
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def check_name(flag: str, name: str, longest_suffix: str = "") -> str:
+    """The name of a job whose pods get services and host names: an RFC 1035 label, which is an RFC 1123 label that
+    begins with a letter. ``longest_suffix``: what the engine appends to it for its last pod."""
+    check_label(flag, name, starts_with_letter=True)
+    if len(name) + len(longest_suffix) > LONGEST_LABEL:
+        raise ClusterError(
+            f"{flag}={name} has {len(name)} characters, and the last pod is called {name}{longest_suffix}: a host name "
+            f"has at most {LONGEST_LABEL} (RFC 1123); shorten it to {LONGEST_LABEL - len(longest_suffix)}"
+        )
+    return name
+
+
+def check_label(flag: str, name: str, *, starts_with_letter: bool = False) -> str:
+    """An RFC 1123 label. Raises ClusterError."""
+    begins = starts_with_letter and not re.match("[a-z]", name)
+    if not _LABEL.fullmatch(name) or len(name) > LONGEST_LABEL or begins:
+        letter = ", beginning with a letter (RFC 1035) as services are named after it" if starts_with_letter else ""
+        raise ClusterError(
+            f"{flag}={name[:80]!r}: Kubernetes wants 1 to {LONGEST_LABEL} of a to z, 0 to 9 and '-', with a letter or "
+            f"digit at both ends (RFC 1123){letter}; {_nearest(name, starts_with_letter)}"
+        )
+    return name
+
+
+def check_subdomain(flag: str, name: str) -> str:
+    """The name of an object such as a claim: RFC 1123 labels with dots between them. Raises ClusterError."""
+    if len(name) > 253 or not all(_LABEL.fullmatch(part) for part in name.split(".")):
+        raise ClusterError(
+            f"{flag}: {name[:80]!r} is no name of an object: up to 253 of a to z, 0 to 9, '-' and '.', with a letter "
+            f"or digit at both ends of each part (RFC 1123); {_nearest(name, False)}"
+        )
+    return name
+
+
+def _nearest(name: str, starts_with_letter: bool) -> str:
+    near = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:LONGEST_LABEL].strip("-")
+    near = near.lstrip("0123456789-") if starts_with_letter else near
+    return f"use for example {near}" if near else "use for example my-training"
+
+
+def quantity(flag: str, text: str) -> Decimal:
+    """The value of a quantity of Kubernetes, above 0. Raises ClusterError."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or len(text) > 40:
+        raise ClusterError(
+            f"{flag}={text[:60]!r} is no quantity of Kubernetes: a number with Ki, Mi, Gi, Ti (powers of 1024), k, M, "
+            f"G, T (of 1000), m (a thousandth) or nothing behind it, without a space; as in {flag}={_example(flag)}"
+        )
+    number, suffix, exponent = found.groups()
+    value = Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _FACTORS[suffix or ""])
+    if value <= 0:
+        raise ClusterError(f"{flag}={text}: give more than 0, or leave it out for no request")
+    return value
+
+
+def _example(flag: str) -> str:
+    return "8" if flag == "--cpu" else "32Gi"
+
+
+def check_cpu(text: str) -> str:
+    if (quantity("--cpu", text) * 1000) % 1:
+        raise ClusterError(
+            f"--cpu={text}: Kubernetes counts in thousandths of a processor; write for example 500m or 4"
+        )
+    return text
+
+
+def check_memory(flag: str, text: str) -> Decimal:
+    """Bytes. Raises ClusterError; also for the ``400m`` that is a fraction of a byte."""
+    value = quantity(flag, text)
+    if value % 1 or value < _LEAST_MEMORY_BYTES:
+        digits = re.match(_NUMBER, text)
+        raise ClusterError(
+            f"{flag}={text} is {value.normalize():f} bytes; memory is counted in bytes, and no process starts in less "
+            f"than 1Mi; did you mean {digits[0] if digits else 1}Gi?"
+        )
+    return value
+
+
+def check_environment(pairs: Iterable[str], reserved: Iterable[str] = ()) -> dict[str, str]:
+    """``NAME=VALUE`` texts. Raises ClusterError for what is none, is given twice, or is somebody else's to set."""
+    environment: dict[str, str] = {}
+    taken = frozenset(reserved)
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name):
+            raise ClusterError(
+                f"--env={name[:60]!r}{'=...' if equals else ''} is not NAME=VALUE; a name has letters, digits and "
+                "underscores and does not begin with a digit: --env OMP_NUM_THREADS=4"
+            )
+        if name in environment:
+            raise ClusterError(f"--env {name}=... is given twice; give one value")
+        if name in taken:
+            raise ClusterError(f"--env {name}=...: the engine's variables are set by this manifest; leave it out")
+        if "\0" in value:
+            raise ClusterError(f"--env {name}=... has a NUL in its value, which no variable can have; remove it")
+        environment[name] = value
+    return environment
+
+
+def check_path(flag: str, path: str) -> str:
+    """An absolute path inside a container."""
+    if not path.startswith("/") or ":" in path or "\0" in path or ".." in path.split("/"):
+        raise ClusterError(f"{flag}: {path[:80]!r} is no absolute path without ':' and '..'; write for example /data")
+    return path

@@ -1,0 +1,132 @@
+"""From the addresses of Ray's workers to the environment of each rank. No Ray, no Paddle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_train.cluster import network
+from fleet_train.cluster.cluster import Cluster, from_endpoints
+from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.secret import SECRET, SECRET_FILE
+from fleet_train.cluster.store.access import JOB_ID
+from fleet_train.launch.environment import Wanted, build_environment
+from fleet_train.launch.machine import Machine, look_around
+from fleet_train.launch.node import Node, choose_interface
+
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What all workers of one attempt are told alike."""
+
+    job: str
+    """What the connections of this attempt are known by."""
+    secret: str
+    launched: str
+    """The same in all attempts of one run: its checkpoints are known by it."""
+    number: int
+    """0, 1, 2, ...; above 0, a trainer resumes."""
+    join_timeout_seconds: float
+
+
+def endpoints_of(told: Sequence[tuple[str, int]]) -> list[str]:
+    """``host:port`` per worker from its address and a port that was free there; no two alike.
+
+    Rank 0 (above 32 ranks, each node's first one) listens at its own; the others' only tell them apart.
+    """
+    taken: set[tuple[str, int]] = set()
+    found = []
+    for address, port in told:
+        while (address, port) in taken:
+            port = port + 1 if port < _LAST_PORT else 1024
+        taken.add((address, port))
+        found.append(f"{address}:{port}")
+    return found
+
+
+def variables(
+    endpoints: Sequence[str],
+    rank: int,
+    attempt: Attempt,
+    profile_environment: Mapping[str, str],
+    machine: Machine,
+    environ: Mapping[str, str],
+) -> tuple[dict[str, str], frozenset[str]]:
+    """(what a rank's environment gets, what is taken out of it). A user's own variables win over advice."""
+    cluster = Cluster(from_endpoints(list(endpoints)), rank, formed_by="Ray Train")
+    node = _node(cluster, machine)
+    base = build_environment(
+        node, machine, Wanted(profile_environment, None, attempt.join_timeout_seconds, None), environ
+    )
+    told = base.ours | rank_variables(cluster)
+    told |= {
+        "PADDLE_NNODES": str(cluster.node_num),
+        "PADDLE_GLOBAL_SIZE": str(cluster.world_size),
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_LOCAL_SIZE": str(node.processes),
+        "PADDLE_LOCAL_RANK": str(cluster.local_rank),
+        "FLEET_TRAIN_ATTEMPT": str(attempt.number),
+        "FLEET_TRAIN_LAUNCHED": attempt.launched,
+        JOB_ID: attempt.job,
+        SECRET: attempt.secret,
+    }
+    del told["FLEET_TRAIN_STORE"]  # rank 0 hosts it beside itself
+    return told, base.removed | {SECRET_FILE, "FLEET_TRAIN_STORE"}
+
+
+def _node(cluster: Cluster, machine: Machine) -> Node:
+    hosts = tuple(cluster.ranks[cluster.ranks_on_node(node)[0]].host for node in range(cluster.node_num))
+    index = cluster.this.node_index
+    interface = choose_interface(hosts, index, machine, network.interface_towards)
+    local = len(cluster.ranks_on_node(index))
+    # Ray shows each worker its own GPU alone.
+    return Node(hosts, index, cluster.this.port, local, machine.gpus or None, interface)
+
+
+def settle_in(
+    endpoints: Sequence[str], rank: int, attempt: Attempt, profile_environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """In a worker's process, before its training function is loaded: become this rank. Returns what was set."""
+    told, removed = variables(endpoints, rank, attempt, profile_environment, look_around(os.environ), os.environ)
+    apply(os.environ, told, removed)
+    return tuple(sorted(told))
+
+
+def apply(environ: MutableMapping[str, str], told: Mapping[str, str], removed: frozenset[str]) -> None:
+    for name in removed:
+        environ.pop(name, None)
+    environ.update(told)
+
+
+class InWorker:
+    """Around a worker's training function: the profile is its default, and a failure is told to the other ranks.
+
+    Ray catches what the function raises, so no hook of the interpreter would hear of it.
+    """
+
+    def __init__(self, profile: Any) -> None:
+        self._profile = profile
+
+    def __enter__(self) -> None:
+        if self._profile is not None:
+            from fleet_train.convert import session
+
+            session.offer(self._profile)
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        import sys
+
+        if "fleet_train.convert.exits" not in sys.modules:
+            return
+        from fleet_train.convert import exits, session
+
+        if error is None:
+            session.end()
+            return
+        cause = exits.tell(error)
+        if cause is not error:  # the executor has made a SystemError of it
+            raise cause from error

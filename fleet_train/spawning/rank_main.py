@@ -1,0 +1,152 @@
+"""The process of one spawned rank: takes a function over a socket, calls it, sends back what it returns or raises.
+
+    python -m fleet_train.spawning.rank_main DESCRIPTOR PARENT_PID
+
+Nothing of the parent's script is imported or run here beyond what the function itself needs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from fleet_train.launch.worker import die_with_parent
+
+
+def main(descriptor: int, parent: int) -> int:
+    """The exit code of the process. Before anything else: it ends when its parent does, however that ends."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    os.set_inheritable(descriptor, False)  # what the function starts must not keep the parent waiting
+    from fleet_train.spawning.channel import RankEnd
+
+    channel = RankEnd(socket.socket(fileno=descriptor))
+    try:
+        header, body = channel.receive()
+    except EOFError:
+        return 1
+    return _Rank(channel, header).run(body)
+
+
+class _Rank:
+    """One call, and how it ended."""
+
+    def __init__(self, channel: Any, header: dict[str, Any]) -> None:
+        self._channel = channel
+        self._index = int(header["rank"])
+        self._train = str(header["train"])
+        self._header = header
+
+    def run(self, body: bytes) -> int:
+        from fleet_train.spawning import shipping
+
+        try:
+            train, args, profile = self._unpacked(body)
+            if profile is not None:
+                _offer(profile)
+            result = shipping.ship_result(train(*args), self._train)
+        except SystemExit as end:
+            return self._exited(end)
+        except BaseException as error:
+            return self._failed(error)
+        sys.stdout.flush()
+        self._channel.send({"kind": "result"}, result)
+        return 0
+
+    def _unpacked(self, body: bytes) -> Any:
+        from fleet_train.spawning import inside, shipping
+
+        sys.path[:] = self._header["path"]
+        sys.argv[:] = self._header["argv"]
+        shipping.take_sources(self._header["sources"])
+        inside.finding(self._train)
+        try:
+            return shipping.unship(body)
+        finally:
+            inside.finding("")
+
+    def _exited(self, end: SystemExit) -> int:
+        from fleet_train.cluster.failure_report import exit_status
+        from fleet_train.spawning import shipping
+
+        if exit_status(end.code) == 0:
+            self._channel.send({"kind": "result"}, shipping.ship_result(None, self._train))
+            return 0
+        from fleet_train.cluster.cluster import Rank
+        from fleet_train.cluster.failure_report import report_of_exit
+
+        report = report_of_exit(end.code, Rank(self._index, "", 0, 0, self._index), f"rank {self._index}")
+        assert report is not None
+        how = f"sys.exit({end.code!r})"
+        self._channel.send(
+            {"kind": "failed", "message": how, "reports": [report.to_json()], "traceback": _told(end, end)}
+        )
+        return report.exit_code
+
+    def _failed(self, error: BaseException) -> int:
+        from fleet_train.cluster.cluster import Rank
+        from fleet_train.cluster.failure_report import reports_of
+        from fleet_train.errors import FleetTrainError, Preempted
+        from fleet_train.spawning.inside import CalledWhileImported
+
+        cause = _cause_told_to_the_others(error)
+        code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
+        this = Rank(self._index, "", 0, 0, self._index)
+        is_preempted = isinstance(cause, Preempted)
+        reports = [] if is_preempted else reports_of(cause, this, f"rank {self._index}", "stopped with {kind}")
+        sys.stdout.flush()
+        is_unguarded = isinstance(cause, CalledWhileImported)
+        self._channel.send(
+            {
+                "kind": "unguarded" if is_unguarded else "preempted" if is_preempted else "failed",
+                "message": str(cause) if is_unguarded or is_preempted else f"{type(cause).__name__}: {cause}",
+                "reports": [report.to_json() for report in reports],
+                "traceback": _told(error, cause),
+            }
+        )
+        return code
+
+
+def _cause_told_to_the_others(error: BaseException) -> BaseException:
+    """What has really ended this rank; the others learn it now, not when the process ends."""
+    if "fleet_train.convert.exits" not in sys.modules:  # it has never joined a job
+        return error
+    from fleet_train.convert import exits
+
+    return exits.tell(error)
+
+
+def _offer(profile: Any) -> None:
+    """Make the parent's strategy this rank's default."""
+    from fleet_train.convert import session
+
+    session.offer(profile)
+
+
+def _told(error: BaseException, cause: BaseException) -> str:
+    """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line.
+
+    Empty where it would only show our own code.
+    """
+    from fleet_train.spawning.shipping import CannotTravel
+
+    if isinstance(error, CannotTravel):
+        return ""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    if cause is not error:
+        text += f"caused by {type(cause).__name__}: {cause}\n"
+    return text
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    if status:
+        sys.exit(status)

@@ -1,0 +1,62 @@
+"""The rendezvous store of one spawn: on this machine's loopback address, at a port of the kernel's choice, with a
+secret of its own, so that two spawns side by side cannot meet."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.server import StoreServer
+from fleet_train.errors import FleetTrainError
+
+HOST = "127.0.0.1"
+_ROUND = "0"
+_ANSWER_SECONDS = 5.0
+
+
+class SpawnStore:
+    """``job``: the id that connections are known by; ``secret``: what they must know as well."""
+
+    def __init__(self, ranks: int) -> None:
+        self.job = f"spawn-{secrets.token_hex(6)}"
+        self.secret = secrets.token_hex(24)
+        access = Access(self.job, self.secret.encode(), HOST)
+        self._server = StoreServer(HOST, 0, access, members=ranks).start()
+        try:
+            self._server.open_root(_ROUND)
+            self._client = StoreClient.connect(
+                self.endpoint, 0, group="spawn", timeout_seconds=_ANSWER_SECONDS, watched=False, access=access
+            )
+            self._zero = self._client.clock()
+        except BaseException:
+            self._server.stop()
+            raise
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._server.endpoint}/{_ROUND}"
+
+    def reports(self) -> list[FailureReport]:
+        """What ranks have reported so far, in seconds since the store was made; what is no report is left out."""
+        found = []
+        with contextlib.suppress(FleetTrainError):
+            for told, at in self._client.failures():
+                with contextlib.suppress(TypeError, KeyError):
+                    found.append(FailureReport.from_json(told).at(at - self._zero))
+        return found
+
+    def tell_ended(self, rank: int) -> None:
+        """Whoever waits for this rank need not: its call has returned."""
+        with contextlib.suppress(FleetTrainError):
+            self._client.ended("rank", rank)
+
+    def close(self) -> None:
+        self._client.close()
+        self._server.stop()

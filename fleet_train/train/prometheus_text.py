@@ -1,0 +1,145 @@
+"""A run's numbers in Prometheus' text format 0.0.4: names, units, meanings. docs/watching.md lists them.
+
+Names are by Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for counters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "fleet_train_"
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One family. A curve's value over `divisor` is in the base unit."""
+
+    name: str
+    meaning: str
+    kind: str = "gauge"
+    divisor: float = 1.0
+
+
+_MS = 1000.0
+# Curve -> metric; None: another metric says it.
+OF_CURVES: dict[str, Metric | None] = {
+    "train/loss": Metric("loss", "Loss of rank 0 at the newest record."),
+    "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
+    "train/epoch": Metric("epochs_total", "Epochs that are done.", "counter"),
+    "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),
+    "train/loss_scale": Metric("loss_scale", "What the loss is multiplied by in float16 mixed precision."),
+    "test/loss": Metric("test_loss", "Loss of the last evaluation."),
+    "test/accuracy": Metric("test_accuracy_ratio", "Accuracy of the last evaluation, 0 to 1."),
+    "test/top5_accuracy": Metric("test_top5_accuracy_ratio", "Top-5 accuracy of the last evaluation, 0 to 1."),
+    "speed/samples_per_second": Metric("samples_per_second", "Samples per second over all ranks."),
+    "speed/step_ms": Metric("step_seconds", "Mean time of a step on rank 0.", divisor=_MS),
+    "speed/data_ms": Metric("step_data_seconds", "Of it, waiting for the batch.", divisor=_MS),
+    "speed/compute_ms": Metric("step_compute_seconds", "Of it, computing.", divisor=_MS),
+    "speed/exposed_communication_ms": Metric(
+        "step_exposed_communication_seconds", "Of it, standing still for other ranks' gradients.", divisor=_MS
+    ),
+    "speed/data_wait_share": Metric("step_data_ratio", "Share of a step that waits for the batch, 0 to 1."),
+    "speed/compute_share": Metric("step_compute_ratio", "Share of a step that computes, 0 to 1."),
+    "speed/exposed_communication_share": Metric(
+        "step_exposed_communication_ratio", "Share of a step that stands still for other ranks' gradients, 0 to 1."
+    ),
+    "communication/sent_bytes": Metric("sent_bytes_total", "Payload that rank 0 has sent in steps.", "counter"),
+    "communication/bytes_per_second": None,
+    "communication/gate_wait_ms": Metric(
+        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to come to a step, per step.", divisor=_MS
+    ),
+    "communication/local_sgd_period": Metric("local_sgd_period_steps", "Steps between two averagings of LocalSGD."),
+    "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", divisor=_MS),
+    "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", divisor=_MS),
+    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have taken.", "counter"),
+    "checkpoint/copies_failed": Metric(
+        "checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed.", "counter"
+    ),
+}
+INFO = Metric("info", "Always 1; its labels say what runs.")
+STEPS = Metric("steps_total", "Steps that are done, those before a resume included.", "counter")
+RANKS = Metric("ranks", "Ranks of the job.")
+RECORDED = Metric("last_record_timestamp_seconds", "Unix time of the newest record.")
+RANK_UP = Metric("rank_up", "1: connected to the job's store; 0: has left or is lost.")
+RANK_AGE = Metric("rank_last_report_age_seconds", "Since rank 0 has read a report of this rank's step times.")
+RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step: what the others may wait for.", divisor=_MS)
+RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", divisor=_MS)
+OTHERS = (INFO, STEPS, RANKS, RECORDED, RANK_UP, RANK_AGE, RANK_STEP, RANK_WAIT)
+# Each rank's curves; `RANK_STEP` and `RANK_WAIT` say it for any number of ranks.
+_OF_ONE_RANK = re.compile(r"ranks/(step|wait)_ms/\d+")
+
+
+@dataclass
+class Snapshot:
+    """What a scrape shows. Sequences are by rank; times of ranks in milliseconds."""
+
+    step: int | None = None
+    recorded_at: float = 0.0
+    """Unix time."""
+    curves: dict[str, float] = field(default_factory=dict)
+    """The newest value of each."""
+    info: dict[str, str] = field(default_factory=dict)
+    rank_step_ms: dict[int, float] = field(default_factory=dict)
+    rank_wait_ms: dict[int, float] = field(default_factory=dict)
+    rank_age_seconds: dict[int, float] = field(default_factory=dict)
+    rank_up: dict[int, bool] = field(default_factory=dict)
+
+
+def text(shown: Snapshot) -> str:
+    """The page, one family after the other; metrics that have no value yet are not on it."""
+    lines = list(_family(INFO, [(shown.info, 1.0)]))
+    if shown.step is not None:
+        lines += _family(STEPS, [({}, shown.step)])
+        lines += _family(RECORDED, [({}, shown.recorded_at)])
+    for tag, value in shown.curves.items():
+        metric = metric_of(tag)
+        if metric is not None:
+            lines += _family(metric, [({}, value)])
+    if shown.rank_age_seconds:
+        lines += _family(RANKS, [({}, len(shown.rank_age_seconds))])
+    lines += _by_rank(RANK_UP, shown.rank_up)
+    lines += _by_rank(RANK_AGE, shown.rank_age_seconds)
+    lines += _by_rank(RANK_STEP, shown.rank_step_ms)
+    lines += _by_rank(RANK_WAIT, shown.rank_wait_ms)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def metric_of(tag: str) -> Metric | None:
+    """A curve of a loop of the user's own gets a name made from its tag: `my/curve` is `fleet_train_my_curve`."""
+    if tag in OF_CURVES:
+        return OF_CURVES[tag]
+    if _OF_ONE_RANK.fullmatch(tag):
+        return None
+    return Metric(re.sub(r"[^a-zA-Z0-9_]", "_", tag), f"Newest value of {tag}.")
+
+
+def _by_rank(metric: Metric, values: Mapping[int, float]) -> Iterator[str]:
+    return _family(metric, [({"rank": str(rank)}, value) for rank, value in sorted(values.items())])
+
+
+def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+    samples = list(samples)
+    if samples:
+        yield f"# HELP {PREFIX}{metric.name} {_escaped(metric.meaning)}"
+        yield f"# TYPE {PREFIX}{metric.name} {metric.kind}"
+    for labels, value in samples:
+        inside = ",".join(f'{name}="{_escaped(label, quotes=True)}"' for name, label in labels.items())
+        yield f"{PREFIX}{metric.name}{f'{{{inside}}}' if inside else ''} {_number(value / metric.divisor)}"
+
+
+def _escaped(words: str, quotes: bool = False) -> str:
+    words = words.replace("\\", r"\\").replace("\n", r"\n")
+    return words.replace('"', r"\"") if quotes else words
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(float(value))

@@ -1,0 +1,192 @@
+"""Pods acted out: two network namespaces, each with the variables that an operator sets and the names of its services.
+
+The variables are those of the operators' sources, which `fleet_train.cluster.engines.kubernetes` and ``torchrun`` name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, assert_equal_bits, places
+from tests.support.namespaces import Namespace, two_machines, why_no_namespaces
+from tests.support.processes import Job, Started, clean_environ
+
+pytestmark = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "")
+
+Variables = Callable[[int, "list[str]"], dict[str, str]]
+
+
+@dataclass
+class Pods:
+    """Two pods: what ``ip netns exec`` shows them as /etc/hosts is the cluster's names."""
+
+    machines: tuple[Namespace, Namespace]
+    names: list[str]
+    addresses: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.addresses = [machine.address for machine in self.machines]
+        for machine in self.machines:
+            (_etc(machine)).mkdir(parents=True)
+        self.publish()
+
+    def publish(self) -> None:
+        """What the cluster's DNS says from now on, in all pods."""
+        lines = [f"{address} {name}" for address, name in zip(self.addresses, self.names, strict=True)]
+        for machine in self.machines:
+            (_etc(machine) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def move(self, pod: int, address: str) -> None:
+        """The pod is put elsewhere: the same name behind another address."""
+        _ip(self.machines[pod], "addr", "flush", "dev", "eth0")
+        _ip(self.machines[pod], "addr", "add", f"{address}/24", "dev", "eth0")
+        self.addresses[pod] = address
+        self.publish()
+
+    def remove(self) -> None:
+        for machine in self.machines:
+            shutil.rmtree(_etc(machine), ignore_errors=True)
+
+
+def _etc(machine: Namespace) -> Path:
+    return Path("/etc/netns") / machine.name
+
+
+def _ip(machine: Namespace, *arguments: str) -> None:
+    subprocess.run(["ip", "-n", machine.name, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Namespace, Namespace]]:
+    with two_machines() as machines:
+        yield machines
+
+
+def paddle_job(pod: int, addresses: list[str]) -> dict[str, str]:
+    """Kubeflow's PaddleJob v1; worker 0 is told its own address as the master."""
+    master = f"{addresses[0]}:37777" if pod == 0 else "digits-worker-0:37777"
+    told = {"PADDLE_JOB_ID": "digits", "PADDLE_NNODES": "2", "PADDLE_MASTER": master, "PYTHONUNBUFFERED": "0"}
+    return told | {"HOSTNAME": f"digits-worker-{pod}"}
+
+
+def paddle_operator(pod: int, addresses: list[str]) -> dict[str, str]:
+    """paddle-operator with ``intranet: PodIP``."""
+    return {
+        "PADDLE_TRAINERS": ",".join(addresses),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(f"{address}:2379" for address in addresses),
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_PORT": "2379",
+        "TRAINER_PORTS_NUM": "20",
+        "POD_IP": addresses[pod],
+        "PADDLE_TRAINER_ID": str(pod),
+        "TRAINING_ROLE": "TRAINER",
+        "PADDLE_TRAINING_ROLE": "TRAINER",
+    }
+
+
+def elastic(pod: int, _: list[str]) -> dict[str, str]:
+    """paddle-operator, elastic, with ``intranet: Service``."""
+    told = {"PADDLE_ELASTIC_SERVER": "etcd:2379", "PADDLE_ELASTIC_JOB_ID": "default-digits", "PADDLE_ELASTIC_NP": "2"}
+    return told | {"PADDLE_ELASTIC_TIMEOUT": "60", "POD_IP": f"digits-worker-{pod}", "PADDLE_TRAINER_ID": str(pod)}
+
+
+def train_job(pod: int, _: list[str]) -> dict[str, str]:
+    """TrainJob v2 with the torch runtime."""
+    told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(pod)}
+    return told | {"PET_MASTER_ADDR": "digits-node-0-0.digits", "PET_MASTER_PORT": "29400"}
+
+
+def indexed_job(pod: int, _: list[str]) -> dict[str, str]:
+    """A Job with ``completionMode: Indexed`` and a headless service, as `manifest job` writes it."""
+    told = {"FLEET_TRAIN_MASTER": "digits-0.digits:6170", "FLEET_TRAIN_NNODES": "2"}
+    return told | {"JOB_COMPLETION_INDEX": str(pod), "HOSTNAME": f"digits-{pod}"}
+
+
+def volcano(pod: int, _: list[str]) -> dict[str, str]:
+    """Volcano's pytorch plugin; only the master has a name."""
+    told = {"MASTER_ADDR": "digits-master-0.digits", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
+    return told | {"RANK": str(pod)}
+
+
+NAMES: dict[Variables, list[str]] = {
+    paddle_job: ["digits-worker-0", "digits-worker-1"],
+    paddle_operator: ["nobody-0", "nobody-1"],
+    elastic: ["digits-worker-0", "digits-worker-1"],
+    train_job: ["digits-node-0-0.digits", "digits-node-0-1.digits"],
+    indexed_job: ["digits-0.digits", "digits-1.digits"],
+    volcano: ["digits-master-0.digits", "nobody-1"],
+}
+
+
+def start(job: Job, pods: Pods, pod: int, told: Variables, arguments: list[str], folder: Path, **more: str) -> Started:
+    name = f"pod{pod}-{len(job.started)}"
+    environ = clean_environ({**told(pod, pods.addresses), **more})
+    return job.start(name, [*pods.machines[pod].prefix, sys.executable, *arguments], environ, folder)
+
+
+@pytest.mark.parametrize("told", list(NAMES), ids=lambda told: told.__name__)
+def test_a_launcher_in_each_pod_finds_the_others(
+    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, told: Variables
+) -> None:
+    pods = Pods(machines, NAMES[told])
+    try:
+        both = [start(job, pods, pod, told, ["-m", "fleet_train", "launch", str(SCRIPT)], tmp_path) for pod in (1, 0)]
+        job.wait(120.0)
+        assert [one.process.returncode for one in both] == [0, 0], job.report()
+        assert places(both[1].output) == [(0, 2, 2, 0)], job.report()
+        assert (tmp_path / "checkpoints" / "40").is_dir()
+        assert job.orphans() == []
+    finally:
+        pods.remove()
+
+
+def test_ranks_in_pods_meet_without_a_launcher(job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path) -> None:
+    pods = Pods(machines, NAMES[volcano])
+    try:
+        both = [start(job, pods, pod, volcano, [str(SCRIPT)], tmp_path) for pod in (1, 0)]
+        job.wait(120.0)
+        assert [one.process.returncode for one in both] == [0, 0], job.report()
+        assert [places(one.output) for one in both] == [[(1, 2, 2, 0)], [(0, 2, 2, 0)]]
+    finally:
+        pods.remove()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_pod_that_is_put_elsewhere_takes_its_place_again(
+    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, lost: int
+) -> None:
+    pods = Pods(machines, NAMES[indexed_job])
+    flags = ["--max_restarts=2", "--lost_node_timeout=2", "--rejoin_timeout=60"]
+    launch = ["-m", "fleet_train", "launch", *flags, str(SCRIPT)]
+    kill = {"FLEET_TEST_KILL": str(KILLED_AFTER)}
+    try:
+        one = [start(job, pods, pod, indexed_job, launch, tmp_path / "one") for pod in (0, 1)]
+        job.wait(120.0)
+        assert [started.process.returncode for started in one] == [0, 0], job.report()
+        both = [start(job, pods, pod, indexed_job, launch, tmp_path / "other", **kill) for pod in (0, 1)]
+        job.wait_until(lambda: (tmp_path / "other" / "killed").exists(), 60.0, "the killed rank")
+        _kill_pod(pods.machines[lost])
+        pods.move(lost, "10.77.0.9")
+        again = start(job, pods, lost, indexed_job, launch, tmp_path / "other", **kill)
+        job.wait(180.0)
+        assert [both[1 - lost].process.returncode, again.process.returncode] == [0, 0], job.report()
+        assert_equal_bits(tmp_path / "one", tmp_path / "other")
+        assert job.orphans() == []
+    finally:
+        pods.remove()
+
+
+def _kill_pod(machine: Namespace) -> None:
+    """Everything in it at once, as when its machine is lost."""
+    found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
+    for pid in map(int, found.stdout.split()):
+        os.kill(pid, signal.SIGKILL)

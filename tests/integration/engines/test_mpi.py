@@ -1,0 +1,83 @@
+"""The same script below mpirun of Open MPI and of MPICH, on two emulated machines; rank 0 is not where mpirun is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
+from tests.support.namespaces import Namespace, two_machines, why_no_namespaces
+from tests.support.processes import Job, Started, clean_environ
+
+pytestmark = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "")
+
+Machines = tuple[Namespace, Namespace]
+# mpirun starts its daemons elsewhere by a remote shell: AGENT [-options] HOST COMMAND...
+_AGENT = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case $1 in
+    {one.address}) name={one.name} ;;
+    {two.address}) name={two.name} ;;
+    *) echo "no machine $1" >&2; exit 1 ;;
+esac
+shift
+exec ip netns exec $name sh -c "$*"
+"""
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    with two_machines() as machines:
+        yield machines
+
+
+@pytest.fixture
+def agent(machines: Machines, tmp_path: Path) -> Path:
+    path = tmp_path / "agent"
+    path.write_text(_AGENT.format(one=machines[0], two=machines[1]))
+    path.chmod(0o755)
+    return path
+
+
+def open_mpi(machines: Machines, agent: Path) -> list[str]:
+    hosts = ",".join(f"{machine.address}:2" for machine in machines)
+    options = ["--mca", "plm_rsh_agent", str(agent), "--host", hosts, "-x", "FLEET_TEST_KILL"]
+    return [*machines[0].prefix, "mpirun.openmpi", *options, "-np", "4"]
+
+
+def mpich(machines: Machines, agent: Path) -> list[str]:
+    hosts = ",".join(f"{machine.address}:2" for machine in reversed(machines))
+    options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", hosts, "-genvlist", "FLEET_TEST_KILL"]
+    return [*machines[0].prefix, "mpirun.mpich", *options, "-np", "4"]
+
+
+@pytest.mark.parametrize("mpirun", [open_mpi, mpich])
+def test_ranks_of_mpirun_resume_to_the_same_bits(
+    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[[Machines, Path], list[str]]
+) -> None:
+    command = [*mpirun(machines, agent), sys.executable, str(SCRIPT)]
+    if shutil.which(command[len(machines[0].prefix)]) is None:
+        pytest.skip("apt-get install openmpi-bin mpich")
+
+    def train(name: str, folder: str, **variables: str) -> Started:
+        environ = clean_environ({**_AS_ROOT, "FLEET_TEST_KILL": "never", **variables})
+        started = job.start(name, command, environ, tmp_path / folder)
+        started.process.wait(timeout=180)
+        return started
+
+    undisturbed = train("undisturbed", "one")
+    assert undisturbed.process.returncode == 0, undisturbed.output
+    assert places(undisturbed.output) == [(rank, 4, 2, 0) for rank in range(4)]
+    assert undisturbed.output.count(": 4 ranks on 2 nodes") == 1, undisturbed.output
+    killed = train("killed", "other", FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert killed.process.returncode != 0, killed.output
+    again = train("again", "other", FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert again.process.returncode == 0, again.output
+    assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
+    assert_equal_bits(tmp_path / "one", tmp_path / "other")
+    assert job.orphans() == []

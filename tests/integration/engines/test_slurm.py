@@ -1,0 +1,125 @@
+"""The same script below a real Slurm of two nodes: ranks of srun, launchers of srun, batch scripts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
+from tests.support.processes import Job, Started, clean_environ
+from tests.support.slurm import Slurm, start_slurm, why_no_slurm
+
+pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())
+
+RANKS = ["--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, str(SCRIPT)]
+LAUNCHERS = ["--ntasks-per-node=1", sys.executable, "-m", "fleet_train", "launch", "--nproc_per_node=2", str(SCRIPT)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with Job(folder / "daemons") as daemons:
+        yield start_slurm(daemons, folder / "slurm")
+
+
+def srun(job: Job, slurm: Slurm, name: str, folder: Path, arguments: list[str], **variables: str) -> Started:
+    started = job.start(name, ["srun", "-N2", *arguments], {**slurm.environ, **variables}, folder)
+    started.process.wait(timeout=180)
+    return started
+
+
+def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path) -> None:
+    undisturbed = srun(job, slurm, "undisturbed", tmp_path / "one", RANKS)
+    assert undisturbed.process.returncode == 0, undisturbed.output
+    assert undisturbed.output.count("started by Slurm (job 1, step 0): 4 ranks on 2 nodes") == 1
+    assert places(undisturbed.output) == [(rank, 4, 2, 0) for rank in range(4)]
+    killed = srun(job, slurm, "killed", tmp_path / "other", RANKS, FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert killed.process.returncode != 0, killed.output
+    again = srun(job, slurm, "again", tmp_path / "other", RANKS, FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert again.process.returncode == 0, again.output
+    assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
+    assert_equal_bits(tmp_path / "one", tmp_path / "other")
+
+
+def test_launchers_of_srun_restart_a_killed_rank_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path) -> None:
+    one = srun(job, slurm, "undisturbed", tmp_path / "one", LAUNCHERS)
+    assert one.process.returncode == 0, one.output
+    assert "started by Slurm (job" in one.output
+    assert places(one.output) == [(0, 4, 2, 0)]
+    restarting = [*LAUNCHERS[:-1], "--max_restarts=1", LAUNCHERS[-1]]
+    other = srun(job, slurm, "killed", tmp_path / "other", restarting, FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert other.process.returncode == 0, other.output
+    assert "restart 1 of 1" in other.output
+    assert_equal_bits(tmp_path / "one", tmp_path / "other")
+
+
+def test_a_batch_script_saves_when_asked_to_is_queued_again_and_ends_with_the_same_bits(
+    job: Job, slurm: Slurm, tmp_path: Path
+) -> None:
+    one = srun(job, slurm, "undisturbed", tmp_path / "one", LAUNCHERS)
+    assert one.process.returncode == 0, one.output
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write = [sys.executable, "-m", "fleet_train", "manifest", "slurm", "--nodes=2", "--processes=2", "--name=train"]
+    write += [f"--python={sys.executable}", "--output=train.sbatch", str(SCRIPT)]
+    slurm.ask("env", "-C", str(folder), *write)
+    submit = ["sbatch", "--parsable", f"--chdir={folder}", "--export=ALL,FLEET_TEST_STEP_SECONDS=0.5"]
+    number = slurm.ask(*submit, str(folder / "train.sbatch")).strip()
+    slurm.job.wait_until((folder / "checkpoints" / "10").exists, 120.0, "a checkpoint")
+    slurm.ask("scancel", "--signal=TERM", number)
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    slurm.job.wait_until(lambda: slurm.state_of(number) in ended, 150.0, "the end of the job")
+    output = (folder / f"train-{number}.out").read_text()
+    assert slurm.state_of(number) == "COMPLETED", output
+    assert "the state of run 0 is saved; the job queues itself again" in output
+    (_, _, _, first), (_, _, _, second) = places(output)
+    assert first == 0
+    assert 10 <= second < 40
+    assert_equal_bits(tmp_path / "one", folder)
+
+
+def test_two_launchers_on_a_node_are_refused_with_the_fix(job: Job, slurm: Slurm, tmp_path: Path) -> None:
+    both = srun(job, slurm, "both", tmp_path, ["--ntasks-per-node=2", *LAUNCHERS[1:]])
+    assert both.process.returncode == 5
+    assert "has started 2 launchers on this node" in both.output
+    assert "srun --ntasks-per-node=1" in both.output
+
+
+def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slurm, tmp_path: Path) -> None:
+    batch = tmp_path / "batch.sh"
+    batch.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=2\n{sys.executable} {SCRIPT}\n")
+    number = slurm.ask("sbatch", "--parsable", f"--chdir={tmp_path}", "--output=out", str(batch)).strip()
+    slurm.job.wait_until(
+        lambda: slurm.state_of(number) not in ("PENDING", "RUNNING", "COMPLETING"), 120, "the job's end"
+    )
+    output = (tmp_path / "out").read_text()
+    assert slurm.state_of(number) == "COMPLETED", output
+    assert places(output) == [(0, 1, 1, 0)]
+    assert "trains alone: Slurm has allocated 2 nodes to the job, but srun has not started" in output
+
+
+def test_a_job_that_is_queued_again_resumes_the_reference_trainer(tmp_path: Path) -> None:
+    """Slurm's variables alone decide it, so Slurm itself need not be there."""
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    task |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_CLUSTER_NAME": "tests"}
+    train = [sys.executable, "-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--output_dir=out"]
+
+    def run(job: str, restarts: int, epochs: int) -> subprocess.CompletedProcess[str]:
+        environ = clean_environ({**task, "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts)})
+        command = [*train, "--epochs=2", f"--stop_after_epochs={epochs}"]
+        return subprocess.run(
+            command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    first = run("17", restarts=0, epochs=1)
+    assert first.returncode == 0, first.stderr
+    another = run("18", restarts=1, epochs=1)
+    assert another.returncode != 0
+    assert "holds checkpoints of an earlier run" in another.stderr
+    again = run("17", restarts=1, epochs=1)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from" in again.stdout

@@ -1,0 +1,145 @@
+"""Real trainings of two ranks, scraped while they run and compared with what they have recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.train.prometheus_text import PREFIX, metric_of
+from tests.support.processes import Job, clean_environ, python
+from tests.support.ranks import run_ranks, stock_environs
+
+COMMAND = ["-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--epochs=2000", "--log_every=2"]
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+
+
+def scrape(port: int) -> dict[str, float] | None:
+    """Sample with its labels -> value; None while nobody answers. Every line is looked at."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            page = answer.read().decode()
+    except (urllib.error.URLError, ConnectionError):
+        return None
+    found: dict[str, float] = {}
+    family = ""
+    for line in page.splitlines():
+        if line.startswith("# HELP "):
+            family = line.split()[2]
+        elif line.startswith("# TYPE "):
+            assert line.split()[2:] in ([family, "gauge"], [family, "counter"])
+        else:
+            sample = _SAMPLE.fullmatch(line)
+            assert sample is not None, line
+            assert sample[1] == family
+            found[line.rpartition(" ")[0]] = float(sample[3])
+    return found
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "kind" not in line]
+
+
+def test_a_training_is_scraped_while_it_runs(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+    port, output = free_ports(1), tmp_path / "run"
+    pages: list[dict[str, float]] = []
+
+    def has_come_far() -> bool:
+        page = scrape(port)
+        if page is not None:
+            pages.append(page)
+        return bool(pages) and pages[-1].get("fleet_train_steps_total", 0) > 100
+
+    command = python(*COMMAND, f"--output_dir={output}", f"--prometheus_port={port}")
+    with Job(tmp_path / "job") as job:
+        for rank, environ in enumerate(stock_environs([1, 1])):
+            job.start(f"rank{rank}", command, clean_environ(environ))
+        job.wait_until(has_come_far, 90, "a hundred steps are recorded")
+        job.started[1].process.send_signal(signal.SIGTERM)
+        ended = job.wait(timeout_seconds=60)
+        assert job.orphans() == []
+    assert [one.exit_code for one in ended] == [12, 12], job.report()
+    assert f"metrics for Prometheus: http://127.0.0.1:{port}/metrics" in ended[0].output
+    assert "Prometheus" not in ended[1].output
+    assert scrape(port) is None
+
+    page, recorded = pages[-1], records(output)
+    step = page["fleet_train_steps_total"]
+    newest: dict[str, float] = {}
+    for record in recorded:
+        if record["step"] <= step:
+            newest |= {tag: value for tag, value in record.items() if "/" in tag}
+    compared = 0
+    for tag, value in newest.items():
+        metric = metric_of(tag)
+        if metric is not None:
+            assert page[f"{PREFIX}{metric.name}"] == pytest.approx(value / metric.divisor), tag
+            compared += 1
+    assert compared > 15
+    for wanted in (
+        "loss",
+        "step_seconds",
+        "samples_per_second",
+        "step_exposed_communication_ratio",
+        "sent_bytes_total",
+    ):
+        assert f"{PREFIX}{wanted}" in page
+    assert page["fleet_train_ranks"] == 2
+    for rank in (0, 1):
+        assert page[f'fleet_train_rank_up{{rank="{rank}"}}'] == 1
+        assert 0 <= page[f'fleet_train_rank_last_report_age_seconds{{rank="{rank}"}}'] < 30
+        told = newest[f"ranks/step_ms/{rank}"] / 1000
+        assert page[f'fleet_train_rank_step_seconds{{rank="{rank}"}}'] == pytest.approx(told)
+    sent = [record["communication/sent_bytes"] for record in recorded if "communication/sent_bytes" in record]
+    assert sent == sorted(sent)
+    assert sent[-1] > sent[0] > 0
+
+
+def test_a_port_in_use_ends_every_rank_before_anything_is_trained(
+    tmp_path: Path, free_ports: Callable[..., int]
+) -> None:
+    with socket.create_server(("127.0.0.1", free_ports(1))) as holder:
+        port = holder.getsockname()[1]
+        command = python(*COMMAND, f"--output_dir={tmp_path}/run", f"--prometheus_port={port}")
+        with Job(tmp_path / "job") as job:
+            for rank, environ in enumerate(stock_environs([1, 1])):
+                job.start(f"rank{rank}", command, clean_environ(environ))
+            ended = job.wait(timeout_seconds=90)
+    assert [one.exit_code for one in ended] == [5, 5], job.report()
+    for one in ended:
+        assert f"--prometheus_port {port} on 127.0.0.1: the port is in use by process" in one.output
+        assert "epoch" not in one.output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+LEAVING = """
+import time
+import paddle
+from fleet_train import fleet, role_maker
+paddle.enable_static()
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+print("at first", fleet.gone_workers())
+fleet.barrier_worker()
+if fleet.worker_index() == 0:
+    deadline = time.monotonic() + 30
+    while not fleet.gone_workers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print("then", fleet.gone_workers())
+fleet.shutdown()
+"""
+
+
+def test_a_rank_that_has_left_is_known(tmp_path: Path) -> None:
+    zero, one = (rank.output for rank in run_ranks(LEAVING, 2, folder=tmp_path).ranks)
+    assert "at first {}" in zero
+    assert "at first {}" in one
+    assert "then {1: 'left'}" in zero

@@ -1,0 +1,173 @@
+"""`python -m fleet_train version`: facts of machines that are not this one, and of this one; no value of a variable."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fleet_train
+from fleet_train.cli.version import facts_of
+from fleet_train.launch import hardware, installed
+from tests.support.processes import ROOT, clean_environ, python
+
+SECRET = "abc123-must-not-be-seen"
+
+
+def run(*arguments: str, **variables: str) -> str:
+    done = subprocess.run(
+        python("-m", "fleet_train", *arguments),
+        env=clean_environ(variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def put(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_json_has_what_a_bug_report_needs() -> None:
+    found = json.loads(run("version", "--json"))
+    assert found["fleet_train"]["version"] == fleet_train.__version__
+    assert found["paddle"]["version"] == metadata.version("paddlepaddle")
+    assert found["paddle"]["build"] == "CPU"
+    assert re.fullmatch(r"[0-9a-f]{40}", found["paddle"]["commit"])
+    assert found["packages"]["numpy"] == metadata.version("numpy")
+    assert found["packages"]["visualdl"] == metadata.version("visualdl")
+    assert "numba" in found["packages"]
+    assert 1 <= found["cores"]["usable"] <= found["cores"]["total"]
+    assert found["memory"]["total_bytes"] > found["memory"]["available_bytes"] > 0
+    assert found["engine"] == "none"
+
+
+def test_text_has_one_line_for_each_fact() -> None:
+    lines = run("version").splitlines()
+    names = [line.split()[0] for line in lines]
+    for name in ("fleet_train", "python", "paddle", "numpy", "visualdl", "numba", "system", "processor", "memory"):
+        assert names.count(name) == 1, lines
+    assert {"cgroup", "container", "gpus", "engine", "variables"} <= set(names)
+
+
+def test_commit_of_a_checkout_is_told_and_its_changes() -> None:
+    told = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    own = installed.own_version()
+    if told.returncode != 0:
+        assert "commit" not in own
+    else:
+        assert own["commit"] == told.stdout.strip()
+        assert isinstance(own["uncommitted_changes"], bool)
+
+
+def test_one_line() -> None:
+    line = run("--version").strip()
+    assert line.startswith(f"fleet_train {fleet_train.__version__}")
+    assert line.endswith(f"paddlepaddle {metadata.version('paddlepaddle')}")
+    assert "\n" not in line
+
+
+def test_names_of_variables_are_shown_and_no_value() -> None:
+    variables = {"FLEET_TRAIN_JOB_SECRET": SECRET, "FLAGS_call_stack_level": SECRET, "PADDLE_JOB_ID": SECRET, "MY": "x"}
+    for arguments in (["version"], ["version", "--json"]):
+        out = run(*arguments, **variables)
+        assert SECRET not in out
+        assert all(name in out for name in ("FLEET_TRAIN_JOB_SECRET", "FLAGS_call_stack_level", "PADDLE_JOB_ID"))
+        assert '"MY"' not in out
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, "none"),
+        ({"SLURM_JOB_ID": "17"}, "none"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            "mpi: process 1 of 4",
+        ),
+        (
+            {"FLEET_TRAIN_ENGINE": "slurm"},
+            "its variables contradict each other or are incomplete: launch --dry-run says how",
+        ),
+    ],
+)
+def test_engine_is_told_by_the_name_that_launch_takes(environ: dict[str, str], told: str) -> None:
+    assert facts_of(environ)["engine"] == told
+
+
+def test_limits_of_a_control_group_are_the_least_of_it_and_those_above(tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/container\n",
+            "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/pod/memory.max": "max\n",
+            "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/container/memory.max": "1073741824\n",
+        },
+    )
+    assert hardware.limits(root) == {"cores": 1.5, "memory_bytes": 1 << 30}
+
+
+def test_limits_in_a_container_whose_path_is_the_machines(tmp_path: Path) -> None:
+    root = put(tmp_path, {"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"})
+    assert hardware.limits(root) == {"cores": 0.5}
+
+
+def test_limits_of_version_1_of_control_groups(tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "2147483648\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert hardware.limits(root) == {"memory_bytes": 2 << 30}
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "kind"),
+    [
+        ({}, {}, ""),
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
+        ({".dockerenv": ""}, {}, "Docker"),
+        ({"run/.containerenv": ""}, {}, "Podman"),
+        ({"proc/1/environ": "TERM=linux\0container=systemd-nspawn\0"}, {}, "systemd-nspawn"),
+        ({"proc/1/cgroup": "4:memory:/kubepods/burstable/pod1\n"}, {}, "kubepods"),
+        ({"proc/1/cgroup": "0::/init.scope\n"}, {}, ""),
+    ],
+)
+def test_container(tmp_path: Path, files: dict[str, str], environ: dict[str, str], kind: str) -> None:
+    assert hardware.container(environ, put(tmp_path, files)) == kind
+
+
+def test_gpus_and_driver_by_the_files_of_the_driver(tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        {
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
+            "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA A100-SXM4-40GB\nIRQ:   1\n",
+            "proc/driver/nvidia/gpus/0000:02:00.0/information": "Model: \t\t NVIDIA A100-SXM4-40GB\n",
+        },
+    )
+    assert hardware.gpus(root) == {"models": ["NVIDIA A100-SXM4-40GB"] * 2, "driver": "535.104.05"}
+    assert hardware.gpus(tmp_path / "nothing") == {}
+
+
+def test_a_machine_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
+    assert hardware.memory(tmp_path) == {}
+    assert hardware.limits(tmp_path) == {}
+    assert "Linux" in hardware.system(tmp_path)
+    assert hardware.processor(tmp_path / "cpuinfo")

@@ -1,0 +1,264 @@
+"""Who has started this process: what each engine's variables say, and which of them are not believed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.engines import detect
+from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
+from fleet_train.cluster.engines.slurm import allocated_nodes, port_of
+from fleet_train.cluster.environment import cluster_from_environ
+from fleet_train.errors import ClusterError
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_JOB_NODELIST": "n[1-8]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "2154561537",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+VOLCANO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0.job", "MASTER_PORT": "23456"}
+PADDLE_JOB = {
+    "PADDLE_JOB_ID": "digits",
+    "PADDLE_NNODES": "2",
+    "PADDLE_MASTER": "digits-worker-0:37777",
+    "HOSTNAME": "digits-worker-1",
+}
+PADDLE_OPERATOR = {
+    "PADDLE_TRAINERS": "10.0.0.1,10.0.0.2",
+    "POD_IP": "10.0.0.2",
+    "PADDLE_PORT": "2379",
+    "TRAINER_PORTS_NUM": "20",
+    "PADDLE_TRAINER_ID": "1",
+    "PADDLE_TRAINERS_NUM": "2",
+}
+ELASTIC = {"PADDLE_ELASTIC_JOB_ID": "ns-digits", "PADDLE_ELASTIC_NP": "3", "POD_IP": "digits-worker-2"}
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "digits-node-0-0.digits",
+    "PET_MASTER_PORT": "29400",
+}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "FLEET_TRAIN_NNODES": "3", "FLEET_TRAIN_MASTER": "digits-0.digits:7000"}
+
+
+def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
+    found = detect(environ, asked)
+    assert found is not None
+    return found.index, found.count, found.local_index, found.local_count, found.node, found.hosts, found.port
+
+
+def test_a_task_of_slurm_is_placed_by_its_steps_variables() -> None:
+    assert place(SLURM) == (3, 4, 1, 2, 1, ("n1", "n2"), port_of(SLURM))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {"SLURM_STEP_ID": ""},  # a shell inside an allocation
+    ],
+)
+def test_what_is_no_task_of_several_is_a_job_of_its_own(change: dict[str, str]) -> None:
+    assert detect({**SLURM, **change}) is None
+
+
+def test_the_shell_of_srun_is_no_task_and_what_srun_starts_from_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited = {**SLURM, "SLURM_PTY_PORT": "34567"}
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert detect(inherited) is None
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    assert place(inherited) == place(SLURM)
+
+
+def test_one_task_in_a_larger_allocation_is_a_job_of_one_process() -> None:
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    one |= {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert place({**SLURM, **one})[:2] == (0, 1)
+    assert isinstance(cluster_from_environ({**SLURM, **one}), Cluster)
+
+
+def test_a_shell_of_an_allocation_is_told_of_its_nodes() -> None:
+    shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+    assert (detect(shell), allocated_nodes(shell), allocated_nodes(SLURM)) == (None, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_NODEID": "5"}, "SLURM_NODEID=5, but SLURM_STEP_NODELIST names 2 nodes"),
+        ({"SLURM_PROCID": "4"}, r"SLURM_PROCID=4 is not in 0 \.\. 3"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "makes 3 tasks on 2 nodes, but SLURM_STEP_NUM_TASKS=4"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
+        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, as .* would set it, is no whole number"),
+        ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4"),
+    ],
+)
+def test_contradictions_of_slurm_are_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        detect({**SLURM, **change})
+
+
+def test_scripts_that_export_slurms_own_numbers_contradict_nothing() -> None:
+    assert place({**SLURM, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"})[:2] == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ("node1",)),
+        ("node[1-3]", ("node1", "node2", "node3")),
+        ("node[08-11,20]", ("node08", "node09", "node10", "node11", "node20")),
+        ("a1,b[2-3],c", ("a1", "b2", "b3", "c")),
+        ("rack[1-2]node[0-1]-ib", ("rack1node0-ib", "rack1node1-ib", "rack2node0-ib", "rack2node1-ib")),
+        ("127.0.0.[2-3]", ("127.0.0.2", "127.0.0.3")),
+    ],
+)
+def test_slurms_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["node[1-", "node]1[", "node[3-1]", "node[a-b]", "a,,b", "node[1-999999999]", "n[[1]]"]
+)
+def test_what_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(ClusterError, match="is not a list of hosts"):
+        expand_hostlist(text)
+
+
+def test_too_many_hosts_are_no_list() -> None:
+    with pytest.raises(ClusterError, match="stands for 1000000 hosts"):
+        expand_hostlist("a[0-999]b[0-999]")
+
+
+def test_tasks_per_node() -> None:
+    assert expand_counts("2(x3),1") == (2, 2, 2, 1)
+    with pytest.raises(ClusterError, match="not a list of tasks per node"):
+        expand_counts("2x3")
+
+
+def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
+    ports = {
+        port_of({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in range(20) for step in (0, 1)
+    }
+    assert len(ports) == 40
+    assert all(10_240 <= port < 32_768 - 64 for port in ports)
+    assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
+        (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
+        ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
+        (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
+        (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
+        (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
+        (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
+        (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
+        (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
+        (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
+    ],
+)
+def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[object, ...]) -> None:
+    found = detect(environ)
+    assert found is not None
+    assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "port"),
+    [
+        (PADDLE_JOB, ("digits-worker-0", "digits-worker-1"), 37777),
+        ({**PADDLE_JOB, "PADDLE_MASTER": "10.1.2.3:37777"}, ("digits-worker-0", "digits-worker-1"), 37777),
+        (PADDLE_OPERATOR, ("10.0.0.1", "10.0.0.2"), 2379),
+        (ELASTIC, ("digits-worker-0", "digits-worker-1", "digits-worker-2"), None),
+        (TRAIN_JOB, ("digits-node-0-0.digits", "digits-node-0-1.digits"), 29400),
+        (INDEXED_JOB, ("digits-0.digits", "digits-1.digits", "digits-2.digits"), 7000),
+        ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "10.0.0.1"}, (), None),
+        (VOLCANO, (), 23456),
+    ],
+)
+def test_pods_are_known_by_names_that_outlive_their_addresses(
+    environ: dict[str, str], hosts: tuple[str, ...], port: int | None
+) -> None:
+    found = detect(environ)
+    assert found is not None
+    assert (found.hosts, found.port) == (hosts, port)
+
+
+def test_the_nearest_engine_counts() -> None:
+    mpi_in_slurm = detect({**SLURM, **OPEN_MPI})
+    assert mpi_in_slurm is not None
+    assert mpi_in_slurm.engine == "Open MPI"
+    torchrun_in_slurm = detect({**SLURM, "SLURM_PROCID": "0", **TORCHRUN})
+    assert torchrun_in_slurm is not None
+    assert torchrun_in_slurm.engine == "torchrun"
+    mpi_of_slurm = detect({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
+    assert mpi_of_slurm is not None
+    assert mpi_of_slurm.engine.startswith("Slurm")
+
+
+def test_an_engine_can_be_named_or_left_out() -> None:
+    assert detect(SLURM, "none") is None
+    assert detect({**SLURM, "FLEET_TRAIN_ENGINE": "none"}) is None
+    assert place({**SLURM, **OPEN_MPI}, "slurm")[:2] == (3, 4)
+    with pytest.raises(ClusterError, match=r"--engine mpi .* none of its variables is set"):
+        detect(SLURM, "mpi")
+    with pytest.raises(ClusterError, match="FLEET_TRAIN_ENGINE=lsf is not one of auto, none, mpi, slurm"):
+        detect({"FLEET_TRAIN_ENGINE": "lsf"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**PADDLE_JOB, "HOSTNAME": "worker7"}, "no rank; it is read from the pod's name, digits-worker-<number>"),
+        ({**PADDLE_JOB, "HOSTNAME": "digits-worker-2"}, r"is not in 0 \.\. 1"),
+        ({**ELASTIC, "POD_IP": "10.0.0.3"}, "keeps its nodes in an etcd"),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4, as TrainJob would set it"),
+        ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "digits-0.digits:port"}, "FLEET_TRAIN_MASTER=.* is not of the form"),
+        ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK=2 is not in 0 \.\. 1"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_the_fix(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        detect(environ)
+
+
+def test_an_index_of_a_job_alone_is_no_rank() -> None:
+    assert detect({"JOB_COMPLETION_INDEX": "3"}) is None
+
+
+def test_torchruns_own_store_keeps_its_port() -> None:
+    found = detect({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert found is not None
+    assert found.port == 29501

@@ -1,0 +1,253 @@
+"""From facts to findings: tables of facts, and the level and host that each must give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet_train.doctor.facts import (
+    UNLIMITED,
+    Datagrams,
+    Echo,
+    Examination,
+    Folder,
+    GroupResult,
+    Interface,
+    Limits,
+    Memory,
+    Network,
+    NodeFacts,
+    NodeReport,
+    PortTry,
+    Processors,
+    Route,
+    Software,
+    Stream,
+    from_json,
+    to_json,
+)
+from fleet_train.doctor.judge.everything import judge
+from fleet_train.doctor.judge.finding import FAIL, PASS, WARN, Finding, exit_code, rate, size, verdict
+from fleet_train.doctor.options import GROUPS
+from fleet_train.doctor.report import lines, matrix
+
+GIB = 1 << 30
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+def network(index: int) -> Network:
+    own = ADDRESSES[index]
+    interfaces = (Interface("eth0", (own,), 1500, 1000), Interface("lo", ("127.0.0.1",), 65536))
+    routes = {i: Route("eth0", own) for i in range(3) if i != index}
+    return Network(f"node{index}", own, False, interfaces, routes, {})
+
+
+def node(index: int) -> NodeReport:
+    facts = NodeFacts(
+        index,
+        2,
+        software=Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc"),
+        memory=Memory(64 * GIB, 32 * GIB, shm_total=32 * GIB, shm_free=32 * GIB),
+        processors=Processors("a processor", 8, gflops=100.0, share=0.98),
+        limits=Limits(65536, 8 << 20),
+        folders=(Folder("logs", "/here/log", 100 * GIB, 10**6, 5e8),),
+        network=network(index),
+    )
+    others = [i for i in range(3) if i != index]
+    return NodeReport(
+        facts,
+        (0, 1, 2),
+        tries=tuple(PortTry(i, port, "open") for i in others for port in (6170, 6171, 6172, 40000)),
+        echoes=tuple(Echo(i, 2e-4, 0.001, 1e-4) for i in others if i > index),
+        datagrams=tuple(Datagrams(i, 1500, 1500, 1500) for i in others),
+        streams=tuple(
+            Stream(a, b, 1.17e8, 1.18e8, 50_000, 3) for i in others if i > index for a, b in ((index, i), (i, index))
+        ),
+    )
+
+
+HEALTHY = Examination(ADDRESSES, {i: node(i) for i in range(3)}, {i: GroupResult(True, "ok", 5) for i in range(3)})
+
+
+def with_facts(index: int, **changed: Any) -> Examination:
+    report = HEALTHY.reports[index]
+    return replace(HEALTHY, reports=HEALTHY.reports | {index: replace(report, facts=replace(report.facts, **changed))})
+
+
+def with_network(index: int, **changed: Any) -> Examination:
+    return with_facts(index, network=replace(network(index), **changed))
+
+
+def with_report(index: int, **changed: Any) -> Examination:
+    return replace(HEALTHY, reports=HEALTHY.reports | {index: replace(HEALTHY.reports[index], **changed)})
+
+
+def alarms(examined: Examination) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(one.level, one.id, one.hosts) for one in judge(examined, tuple(GROUPS)) if one.level != PASS]
+
+
+def host(index: int) -> str:
+    return f"node {index} ({ADDRESSES[index]})"
+
+
+def test_healthy_nodes_give_no_alarm() -> None:
+    assert alarms(HEALTHY) == []
+    assert {one.id for one in judge(HEALTHY, tuple(GROUPS))} >= {"memory", "python", "port", "clock", "group"}
+
+
+SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
+OWN = {
+    "little memory": ({"memory": Memory(GIB, GIB - 9, shm_total=GIB, shm_free=GIB)}, FAIL, "memory"),
+    "some memory": ({"memory": Memory(2 * GIB, 2 * GIB - 9, shm_total=GIB, shm_free=GIB)}, WARN, "memory"),
+    "killed before": ({"memory": Memory(64 * GIB, 32 * GIB, GIB * 40, 1, GIB, GIB)}, WARN, "memory"),
+    "a container's shm": ({"memory": Memory(64 * GIB, 32 * GIB, shm_total=64 << 20, shm_free=64 << 20)}, WARN, "shm"),
+    "full shm": ({"memory": Memory(64 * GIB, 32 * GIB, shm_total=64 << 20, shm_free=9 << 20)}, FAIL, "shm"),
+    "few files": ({"limits": Limits(256, UNLIMITED)}, FAIL, "open_files"),
+    "some files": ({"limits": Limits(1000, UNLIMITED)}, WARN, "open_files"),
+    "locked memory": ({"limits": Limits(65536, 65536, has_infiniband=True)}, FAIL, "locked_memory"),
+    "few processors": ({"processors": Processors("", 1, gflops=100.0)}, WARN, "processors"),
+    "a small quota": ({"processors": Processors("", 8, 0.5, 100.0)}, FAIL, "processors"),
+    "busy": ({"processors": Processors("", 8, gflops=100.0, share=0.3)}, WARN, "busy"),
+    "slow": ({"processors": Processors("", 8, gflops=75.0)}, WARN, "speed"),
+    "very slow": ({"processors": Processors("", 8, gflops=45.0)}, FAIL, "speed"),
+    "not timed": ({"processors": Processors("", 8)}, WARN, "speed"),
+    "full disk": ({"folders": (Folder("logs", "/l", 9, 9999999, 1e9),)}, FAIL, "disk"),
+    "slow disk": ({"folders": (Folder("logs", "/l", 9 * GIB, 9999999, 5e6),)}, WARN, "disk"),
+    "no inodes": ({"folders": (Folder("logs", "/l", 9 * GIB, 5, 1e9),)}, FAIL, "disk"),
+    "hanging disk": ({"folders": (Folder("logs", "/l", error="has not answered"),)}, FAIL, "disk"),
+    "shared with one": ({"folders": (Folder("logs", "/l", 9 * GIB, -1, 1e9, "", (0,)),)}, WARN, "shared_folder"),
+    "other Python": ({"software": replace(SOFTWARE, python="3.12.1")}, FAIL, "python"),
+    "other Paddle": ({"software": replace(SOFTWARE, paddle="3.2.2 (paddlepaddle)")}, FAIL, "paddle"),
+    "no Paddle": ({"software": replace(SOFTWARE, paddle="")}, FAIL, "paddle"),
+    "other numpy": ({"software": replace(SOFTWARE, numpy="1.26")}, WARN, "numpy"),
+    "other files": ({"software": replace(SOFTWARE, package_digest="abd")}, FAIL, "package"),
+    "no profile": ({"software": replace(SOFTWARE, errors=("--strategy: none",))}, FAIL, "profile_or_script"),
+}
+
+
+@pytest.mark.parametrize(("changed", "level", "id"), OWN.values(), ids=OWN.keys())
+def test_fault_of_one_node_is_named_with_it(changed: dict[str, Any], level: str, id: str) -> None:
+    assert alarms(with_facts(1, **changed)) == [(level, id, (host(1),))]
+
+
+NETWORK = {
+    "name means 127": ({"resolved": "127.0.1.1"}, WARN, "own_name"),
+    "listed by that name": ({"resolved": "127.0.1.1", "is_named": True}, FAIL, "own_name"),
+    "name of another": ({"resolved": "10.0.0.77"}, WARN, "own_name"),
+    "unknown name": ({"resolved": ""}, WARN, "own_name"),
+    "held": ({"held": {6170: "process 5 (python)"}}, FAIL, "ports_held"),
+    "proxy": ({"proxies": ("http_proxy",)}, WARN, "proxy"),
+    "variable": ({"wrong_interface_variables": ("GLOO_SOCKET_IFNAME",)}, FAIL, "interface_variables"),
+    "port range": ({"outgoing_ports": (1024, 65000)}, WARN, "ports_range"),
+    "slow card": ({"interfaces": (Interface("eth0", ("10.0.0.2",), 1500, 100),)}, WARN, "card"),
+}
+
+
+@pytest.mark.parametrize(("changed", "level", "id"), NETWORK.values(), ids=NETWORK.keys())
+def test_fault_of_a_nodes_network_is_named_with_it(changed: dict[str, Any], level: str, id: str) -> None:
+    assert alarms(with_network(1, **changed)) == [(level, id, (host(1),))]
+
+
+def test_routes_that_are_missing_or_leave_elsewhere() -> None:
+    none, other = Route("", ""), Route("eth1", "10.9.9.9")
+    assert alarms(with_network(1, routes={0: none, 2: Route("eth0", "10.0.0.2")})) == [
+        (FAIL, "route", (host(1), host(0)))
+    ]
+    assert alarms(with_network(1, routes={0: other, 2: Route("eth0", "10.0.0.2")})) == [
+        (WARN, "route", (host(1), host(0))),
+        (WARN, "route", (host(1),)),
+    ]
+
+
+OPEN = PortTry(2, 6170, "open")
+PAIRS = {
+    "closed": ({"tries": (OPEN, PortTry(2, 6171, "timed out"))}, FAIL, "port"),
+    "translated": ({"tries": (replace(OPEN, seen_as="10.9.9.9"),)}, FAIL, "address"),
+    "vanish": ({"datagrams": (Datagrams(2, 1400, 1500, 1500),)}, FAIL, "mtu"),
+    "a router says so": ({"datagrams": (Datagrams(2, 1400, 1400, 1500),)}, WARN, "mtu"),
+    "no datagram": ({"datagrams": (Datagrams(2, 0, 1500, 1500),)}, WARN, "mtu"),
+    "differ": ({"datagrams": (Datagrams(2, 1500, 9000, 9000),)}, WARN, "mtu"),
+    "clock": ({"echoes": (Echo(2, 2e-4, -3.0, 1e-4),)}, WARN, "clock"),
+    "wrong day": ({"echoes": (Echo(2, 2e-4, 86400.0, 1e-4),)}, FAIL, "clock"),
+    "far": ({"echoes": (Echo(2, 8e-3, 0.0, 4e-3),)}, WARN, "latency"),
+    "very far": ({"echoes": (Echo(2, 8e-2, 0.0, 4e-2),)}, FAIL, "latency"),
+    "slow": ({"streams": (Stream(1, 2, 1.1e7, 1.2e7, 9999, 0),)}, WARN, "bandwidth"),
+    "stands still": ({"streams": (Stream(1, 2, 0.0, error="stalled"),)}, FAIL, "bandwidth"),
+    "loses some": ({"streams": (Stream(1, 2, 1.1e8, 1.2e8, 9999, 200),)}, WARN, "retransmits"),
+    "loses many": ({"streams": (Stream(1, 2, 1.1e8, 1.2e8, 9999, 900),)}, FAIL, "retransmits"),
+}
+
+
+@pytest.mark.parametrize(("changed", "level", "id"), PAIRS.values(), ids=PAIRS.keys())
+def test_fault_between_two_nodes_is_named_with_its_direction(changed: dict[str, Any], level: str, id: str) -> None:
+    assert alarms(with_report(1, **changed)) == [(level, id, (host(1), host(2)))]
+
+
+def test_a_clock_that_is_not_known_well_is_no_alarm() -> None:
+    assert "clock" not in {id for _, id, _ in alarms(with_report(1, echoes=(Echo(2, 4e-3, 1.5, 0.6),)))}
+
+
+def test_pairs_beyond_what_one_process_can_fill_are_not_compared() -> None:
+    fast = tuple(Stream(1, 2, 4e8, 4e8, 9999, 0) for _ in range(1))
+    others = tuple(Stream(0, i, 3e9, 3e9, 9999, 0) for i in (1, 2) for _ in range(3))
+    examined = with_report(1, streams=fast)
+    examined = replace(examined, reports=examined.reports | {0: replace(examined.reports[0], streams=others)})
+    assert alarms(examined) == []
+
+
+def test_a_group_that_was_not_formed() -> None:
+    broken = {0: GroupResult(True, "ok"), 1: GroupResult(False, "has not come to its end within 20 s", 20.0)}
+    assert alarms(replace(HEALTHY, groups=broken)) == [(FAIL, "group", (host(1),))]
+
+
+def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
+    without = replace(HEALTHY, reports={i: HEALTHY.reports[i] for i in (0, 2)})
+    without = replace(without, reports={i: replace(one, present=(0, 2)) for i, one in without.reports.items()})
+    found = judge(without, ("network",))
+    (absent,) = [one for one in found if one.level == FAIL]
+    assert (absent.hosts, absent.measured) == ((host(1),), "did not come")
+    assert exit_code(found) == 6
+
+
+def test_exit_codes_and_verdicts() -> None:
+    good, odd, bad = (Finding("machine", "memory", level, ("a",), "m") for level in (PASS, WARN, FAIL))
+    assert [exit_code(found) for found in ([good], [good, odd], [odd, bad])] == [0, 0, 1]
+    assert verdict([good, good], 3.2) == "FIT (2 PASS, in 3 s)"
+    assert verdict([good, odd], 3.2) == "FIT, with warnings (1 WARN, 1 PASS, in 3 s)"
+    assert verdict([bad, odd], 3.2) == "SICK: memory on a (1 FAIL, 1 WARN, in 3 s)"
+
+
+def test_every_finding_but_a_pass_has_a_threshold_and_a_fix() -> None:
+    for examined in [with_facts(1, **one[0]) for one in OWN.values()] + [
+        with_report(1, **o[0]) for o in PAIRS.values()
+    ]:
+        for one in judge(examined, tuple(GROUPS)):
+            assert one.level == PASS or (one.threshold and one.fix), one
+
+
+def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
+    told = list(lines(judge(HEALTHY, tuple(GROUPS))))
+    assert len(told) == len({line.split("  ")[1] for line in told})
+    table = matrix(HEALTHY)
+    assert table[1].split()[:4] == ["node", "0", "-", "936"]
+    assert "not measured" not in "".join(table)
+
+
+def test_facts_survive_json_and_nonsense_is_refused() -> None:
+    report = HEALTHY.reports[1]
+    assert from_json(NodeReport, to_json(report)) == report
+    for nonsense in ({}, {"facts": 1, "present": []}, to_json(report) | {"present": ["x"]}, []):
+        with pytest.raises(ValueError, match="validation error"):
+            from_json(NodeReport, nonsense)
+
+
+@pytest.mark.parametrize(("number", "text"), [(999, "999 B"), (1.5e9, "1.5 GB"), (2e13, "20 TB")])
+def test_sizes(number: float, text: str) -> None:
+    assert size(number) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(1.25e8, "1000 Mb/s"), (2.5e9, "20.0 Gb/s"), (1e5, "0.80 Mb/s")])
+def test_rates(number: float, text: str) -> None:
+    assert rate(number) == text

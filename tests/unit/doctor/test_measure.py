@@ -1,0 +1,163 @@
+"""What is read from files and outputs, with recorded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu
+from fleet_train.doctor.judge.gpus import _of_node
+from fleet_train.doctor.measure import folders, gpus, quota
+from fleet_train.doctor.measure.network import outgoing_ports, proxies_in_the_way, wrong_interfaces
+from fleet_train.doctor.measure.software import package_digest
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_limits_of_version_2_the_tightest_of_all_levels(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path / "cgroup",
+        {
+            "job/memory.max": "1000000\n",
+            "job/memory.current": "400000\n",
+            "job/memory.stat": "anon 1\ninactive_file 100000\n",
+            "job/step/memory.max": "max\n",
+            "job/step/memory.current": "400000\n",
+            "job/step/memory.events": "oom 3\noom_kill 2\n",
+            "job/step/cpu.max": "150000 100000\n",
+            "job/cpu.max": "max 100000\n",
+        },
+    )
+    cgroups = tmp_path / "self"
+    cgroups.write_text("0::/job/step\n")
+    assert quota.memory(root, cgroups) == (1000000, 700000, 2)
+    assert quota.processors(root, cgroups) == 1.5
+
+
+def test_limits_of_version_1(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path / "cgroup",
+        {
+            "memory/job/memory.limit_in_bytes": "1000000\n",
+            "memory/job/memory.usage_in_bytes": "400000\n",
+            "memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+        },
+    )
+    cgroups = tmp_path / "self"
+    cgroups.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/job\n")
+    assert quota.memory(root, cgroups) == (1000000, 600000, 0)
+    assert quota.processors(root, cgroups) == 0.5
+
+
+def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+    assert quota.memory(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
+    assert quota.processors(tmp_path, tmp_path / "none") == UNLIMITED
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({}, ()),
+        ({"http_proxy": ""}, ()),
+        ({"http_proxy": "http://p"}, ("http_proxy",)),
+        ({"HTTPS_PROXY": "http://p", "no_proxy": "10.0.0.2"}, ("HTTPS_PROXY",)),
+        ({"HTTPS_PROXY": "http://p", "no_proxy": "10.0.0.2, 10.0.0.3"}, ()),
+        ({"all_proxy": "http://p", "NO_PROXY": "10.0.0.0/24"}, ()),
+        ({"all_proxy": "http://p", "NO_PROXY": "*"}, ()),
+    ],
+)
+def test_proxies_that_stand_between_nodes(environ: dict[str, str], named: tuple[str, ...]) -> None:
+    assert proxies_in_the_way(environ, ["10.0.0.2", "10.0.0.3"]) == named
+
+
+@pytest.mark.parametrize(
+    ("environ", "wrong"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, ()),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, ("GLOO_SOCKET_IFNAME",)),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, ("GLOO_SOCKET_IFNAME",)),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, ()),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, ("NCCL_SOCKET_IFNAME",)),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, ()),
+    ],
+)
+def test_variables_that_name_an_interface(environ: dict[str, str], wrong: tuple[str, ...]) -> None:
+    interfaces = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}
+    assert wrong_interfaces(environ, interfaces, "10.0.0.1") == wrong
+
+
+def test_ports_of_outgoing_connections(tmp_path: Path) -> None:
+    (tmp_path / "range").write_text("1024\t65000\n")
+    assert outgoing_ports(tmp_path / "range") == (1024, 65000)
+    assert outgoing_ports(tmp_path / "none") == (32768, 60999)
+
+
+def test_a_package_is_known_by_its_files(tmp_path: Path) -> None:
+    one, two = (
+        tree(tmp_path / "one", {"a.py": "1", "b/c.py": "2"}),
+        tree(tmp_path / "two", {"a.py": "1", "b/d.py": "2"}),
+    )
+    assert package_digest(one) == package_digest(tree(tmp_path / "three", {"a.py": "1", "b/c.py": "2", "x.pyc": ""}))
+    assert package_digest(one) != package_digest(two)
+
+
+def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> None:
+    found = Folder("logs", **folders.write_into(tmp_path / "not" / "there", f"{folders.MARK}ab"))  # type: ignore[arg-type]
+    assert (found.path, found.error) == (str(tmp_path), "")
+    assert found.bytes_per_second > 0
+    assert folders.seen(found, f"{folders.MARK}ab")
+    folders.clean((found,), f"{folders.MARK}ab")
+    assert list(tmp_path.iterdir()) == []
+
+
+# As the manual of nvidia-smi shows them; no GPU was asked.
+TABLE = """\
+0, NVIDIA A100-SXM4-40GB, 535.161.08, 0, 4
+1, NVIDIA A100-SXM4-40GB, 535.161.08, 2, 2231
+2, NVIDIA GeForce RTX 3090, 535.161.08, [N/A], 11
+"""
+LINKS = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-b8ea0e6b-9b3e-0a4b-0000-000000000000)
+\t Link 0: 25 GB/s
+\t Link 1: 25 GB/s
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-b8ea0e6b-9b3e-0a4b-0000-000000000001)
+\t Link 0: 25 GB/s
+\t Link 1: <inactive>
+GPU 2: NVIDIA GeForce RTX 3090 (UUID: GPU-b8ea0e6b-9b3e-0a4b-0000-000000000002)
+\t Link 0: <inactive>
+"""
+
+
+def test_recorded_output_of_nvidia_smi() -> None:
+    down = gpus.parse_links(LINKS)
+    assert down == {1: 1}
+    assert gpus.parse_table(TABLE, down) == (
+        Gpu(0, "NVIDIA A100-SXM4-40GB", "535.161.08", 0, 4 << 20, 0),
+        Gpu(1, "NVIDIA A100-SXM4-40GB", "535.161.08", 2, 2231 << 20, 1),
+        Gpu(2, "NVIDIA GeForce RTX 3090", "535.161.08", 0, 11 << 20, 0),
+    )
+    assert gpus.parse_table("No devices were found\n", {}) == ()
+
+
+def test_findings_of_gpus() -> None:
+    from fleet_train.doctor.facts import Gpus
+
+    found = Gpus(gpus.parse_table(TABLE, gpus.parse_links(LINKS)), "2.21.5")
+    levels = {(one.id, one.level, one.hosts) for one in _of_node("node 0", found) if one.level != "PASS"}
+    second = ("node 0 GPU 1",)
+    assert levels == {("ecc", "FAIL", second), ("nvlink", "WARN", second), ("gpu_memory", "WARN", second)}
+    (silent,) = _of_node("node 0", Gpus(error="nvidia-smi has not answered within 10 s"))
+    assert silent.level == "FAIL"
+
+
+def test_no_gpu_is_nothing_to_say(tmp_path: Path) -> None:
+    assert gpus.gpus(tmp_path) is None

@@ -1,0 +1,157 @@
+"""Doctors of one process on loopback addresses: meeting, clocks, streams, packets, who is refused."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.greeting import Refused
+from fleet_train.doctor.party import Party, without_loopback_name
+from fleet_train.doctor.peers import datagrams, streams
+from fleet_train.doctor.peers.board import Board
+from fleet_train.doctor.peers.channel import dialled
+from fleet_train.doctor.peers.circle import Circle
+from fleet_train.doctor.peers.responder import Responder
+from fleet_train.doctor.peers.rounds import rounds, stream_seconds
+from tests.support.ports import free_ports
+
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+@contextmanager
+def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: str = "job") -> Iterator[Circle]:
+    access = Access(job, source=HOSTS[index])
+    party = Party(HOSTS, index, ((port, port + 1),) * 3, 1, access)
+    board = Board()
+    responder = Responder(HOSTS[index], party.ports[index], access, HOSTS, board, clock).start()
+    told = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
+    board.put(f"here/{index}", told)
+    try:
+        yield Circle(party, board, responder)
+    finally:
+        responder.close()
+
+
+def meeting(circles: list[Circle], seconds: float) -> list[tuple[int, ...]]:
+    met: dict[int, tuple[int, ...]] = {}
+
+    def meet(circle: Circle) -> None:
+        met[circle.party.index] = circle.meet(seconds, lambda _: None)
+
+    threads = [threading.Thread(target=meet, args=(circle,)) for circle in circles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds + 10)
+    return [met[circle.party.index] for circle in circles]
+
+
+def test_all_meet_and_learn_what_each_knows() -> None:
+    port = free_ports(2, HOSTS)
+    with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
+        assert meeting([one, two, three], 10.0) == [(0, 1, 2)] * 3
+        two.board.put("report/1", {"of": "node 1"})
+        assert one.bring(["report"], [1], 5.0) == set()
+        assert one.board.get("report/1") == {"of": "node 1"}
+        one.part([0, 1], 5.0)
+
+
+def test_who_does_not_come_ends_the_meeting_for_all_in_time() -> None:
+    port = free_ports(2, HOSTS)
+    with doctor(0, port) as one, doctor(1, port) as two:
+        began = time.monotonic()
+        assert meeting([one, two], 1.5) == [(0, 1)] * 2
+        assert time.monotonic() - began < 6.0
+
+
+def test_a_clock_that_goes_wrong_is_measured() -> None:
+    port = free_ports(2, HOSTS)
+    with doctor(0, port) as one, doctor(1, port, clock=lambda: time.time() - 7.5) as two:
+        assert meeting([one, two], 1.0) == [(0, 1)] * 2
+        (echo,), found = one.measure_pairs((0, 1), 2.0)
+        assert echo.ahead == pytest.approx(7.5, abs=0.2)
+        assert echo.uncertainty < 0.2
+        assert [(stream.source, stream.target, stream.error) for stream in found] == [(0, 1, ""), (1, 0, "")]
+        assert all(stream.best >= stream.bytes_per_second > 0 for stream in found)
+        assert two.measure_pairs((0, 1), 2.0) == ([], [])  # the lower one has begun it
+
+
+def test_a_port_that_another_program_has_is_held_and_named() -> None:
+    port = free_ports(2, HOSTS)
+    with socket.create_server((HOSTS[1], port)), doctor(0, port) as one, doctor(1, port) as two:
+        assert list(two.responder.held) == [port]
+        assert str(two.responder.held[port]).startswith("process ")
+        assert meeting([one, two], 1.0) == [(0, 1)] * 2
+        assert {one.outcome for one in one.try_ports((0, 1))} == {"open"}
+
+
+def test_doctors_of_other_jobs_and_strangers_are_refused() -> None:
+    port = free_ports(2, HOSTS)
+    with doctor(1, port):
+        with pytest.raises(Refused, match="another job"), dialled(HOSTS[1], port, Access("other"), 0):
+            pass
+        with (
+            pytest.raises(Refused, match="comes from 127"),
+            dialled(HOSTS[1], port, Access("job", source="127.0.0.9"), 0),
+        ):
+            pass
+        with socket.create_connection((HOSTS[1], port), timeout=5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert stranger.recv(100) == b""
+
+
+def test_packets_of_every_size_are_answered_on_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        done = threading.Event()
+
+        def serve() -> None:
+            sock.settimeout(0.2)
+            while not done.is_set():
+                datagrams.answer(sock, b"12345678")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        largest, known = datagrams.sweep("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"12345678", 9000)
+        silent, _ = datagrams.sweep("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"87654321", 600)
+        done.set()
+        thread.join()
+    assert (largest, known >= 9000, silent) == (9000, True, 0)
+
+
+def test_a_stream_is_measured_and_leaves_the_connection_usable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        with sender, receiver:
+            thread = threading.Thread(target=streams.send, args=(sender, 0.4))
+            thread.start()
+            received = streams.receive(receiver, 0.4)
+            thread.join()
+            sender.sendall(b"more")
+            assert receiver.recv(10) == b"more"
+    assert received.best >= received.mean > 1e6
+
+
+def test_each_pair_once_and_each_node_once_a_round() -> None:
+    for number in range(2, 17):
+        made = rounds(range(number))
+        pairs = [pair for each in made for pair in each]
+        assert sorted(pairs) == [(a, b) for a in range(number) for b in range(a + 1, number)]
+        assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in made)
+    assert len(rounds(range(16))) == 15
+    assert 15 * 2 * (stream_seconds(16, 14.0) + 0.1) < 15.0
+
+
+@pytest.mark.parametrize(
+    ("addresses", "named"),
+    [(("10.0.0.1", "10.0.0.2"), None), (("127.0.0.1",), None), (("127.0.0.2", "127.0.0.3"), None)],
+)
+def test_lists_without_a_loopback_name_stay_as_they_are(addresses: tuple[str, ...], named: int | None) -> None:
+    assert without_loopback_name(addresses, addresses, None) == (addresses, named)

@@ -1,0 +1,179 @@
+"""Mistakes in a call of spawn, told before a process starts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.errors import ClusterError
+from fleet_train.launch.machine import Machine
+from fleet_train.spawning import inside, shipping
+from fleet_train.spawning.checks import check_call, check_ranks, check_seconds
+from fleet_train.spawning.shipping import CannotTravel, name_of, ship, ship_result, unship
+from fleet_train.spawning.strategies import profile_of
+
+LOCK = threading.Lock()
+
+
+def machine(gpus: tuple[str, ...] | None) -> Machine:
+    return Machine({}, 4, False, gpus, {})
+
+
+def two(a: int, b: int = 0) -> int:
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("train", "args", "said"),
+    [
+        (None, (), r"given None, which is no function; give the function itself, as in spawn\(train\)"),
+        (two, (), r"two\(a: 'int', b: 'int' = 0\) -> 'int' cannot be called with args=\(\): missing .* 'a'"),
+        (two, (1, 2, 3), r"args=\(int, int, int\): too many positional arguments"),
+        (two, "ab", r"args='ab' is no tuple; one argument is written as args=\(value,\)"),
+        (lambda rank: rank, (), r"the lambda\(rank\) .* gives a function its args and no rank: fleet.worker_index"),
+    ],
+)
+def test_a_call_that_cannot_be_made(train: Any, args: Any, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        check_call(train, args)
+
+
+def test_async_functions_and_generators_are_refused() -> None:
+    async def later() -> None: ...
+
+    def many() -> Any:
+        yield 1
+
+    for train in (later, many):
+        with pytest.raises(ClusterError, match="is an async function or a generator"):
+            check_call(train, ())
+
+
+def test_a_good_call_gives_its_arguments_as_a_tuple() -> None:
+    assert check_call(two, [1]) == (1,)
+    assert check_call(functools.partial(two, 1), ()) == ()
+    assert check_call(max, (3, 4)) == (3, 4)
+
+
+@pytest.mark.parametrize("nprocs", [0, -1, "2", 2.0, True, 5000])
+def test_a_number_of_ranks_that_cannot_be(nprocs: Any) -> None:
+    with pytest.raises(ClusterError, match=f"nprocs={nprocs!r}"):
+        check_ranks(nprocs, machine(None))
+
+
+def test_ranks_and_gpus() -> None:
+    assert check_ranks(8, machine(None)) is None
+    assert check_ranks(8, machine(())) is None, "a GPU build on a machine without GPUs computes on its processors"
+    assert check_ranks(2, machine(("0", "1", "3"))) == ("0", "1")
+    with pytest.raises(ClusterError, match=r"nprocs=3, but the visible GPUs are 0,1 \(2\)"):
+        check_ranks(3, machine(("0", "1")))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "5", True, float("nan"), float("inf")])
+def test_a_bound_is_a_positive_number(value: Any) -> None:
+    with pytest.raises(ClusterError, match="join_timeout_seconds="):
+        check_seconds("join_timeout_seconds", value)
+
+
+def test_the_strategy_is_a_profile_in_any_form(tmp_path: Path) -> None:
+    from fleet_train.convert.strategy import DistributedStrategy
+
+    strategy = DistributedStrategy()
+    strategy.nccl_comm_num = 2
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("nccl_comm_num: 2\n")
+    assert profile_of(None) is None
+    assert profile_of("unfused").name == "unfused"
+    for given in (strategy, strategy.to_profile(), mine, str(mine)):
+        assert profile_of(given).nccl_comm_num == 2
+    with pytest.raises(ClusterError, match="strategy=a value of type dict: it takes a profile's name"):
+        profile_of({})
+
+
+def test_a_profile_is_the_same_after_its_journey() -> None:
+    profile = profile_of("hierarchical").with_notes(["a note"])
+    _, _, arrived = unship(ship(two, (1,), profile))
+    assert arrived == profile
+    assert (arrived.digest(), arrived.explicit, arrived.notes) == (profile.digest(), profile.explicit, profile.notes)
+    assert arrived.origin("use_hierarchical_allreduce") == profile.origin("use_hierarchical_allreduce")
+
+
+def test_what_a_closure_captures_and_cannot_travel_is_named() -> None:
+    held = threading.Lock()
+
+    def helper() -> Any:
+        return held
+
+    def train() -> Any:
+        return helper()
+
+    with pytest.raises(CannotTravel, match=r"'held', which helper captures, cannot be sent .* type _thread\.lock"):
+        ship(train, ())
+    with pytest.raises(CannotTravel, match="'held', which the lambda captures"):
+        ship(lambda: held, ())
+    with pytest.raises(
+        CannotTravel, match=r"args\[1\] cannot be sent to the ranks: it is a value of type _thread\.lock"
+    ):
+        ship(two, (1, LOCK))
+    with pytest.raises(CannotTravel, match=r"argument 0 of the functools\.partial"):
+        ship(functools.partial(two, LOCK), ())
+
+
+def test_a_global_of_the_script_that_cannot_travel_is_named() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__", "lock": LOCK}
+    exec("def train():\n    return lock", namespace)
+    with pytest.raises(CannotTravel, match="'lock', which train uses as a global"):
+        ship(namespace["train"], ())
+
+
+def test_the_part_of_a_result_that_cannot_travel_is_named() -> None:
+    with pytest.raises(
+        CannotTravel, match=r"train returned a value of type list, .*: item 1 is a value of type _thread"
+    ):
+        ship_result([1, LOCK], "train")
+
+
+def test_functions_are_called_what_their_author_calls_them() -> None:
+    def inner() -> None: ...
+
+    assert [name_of(one) for one in (two, inner, functools.partial(two, 1), lambda: 1)] == [
+        "two",
+        "inner",
+        "two",
+        "the lambda",
+    ]
+
+
+def test_a_rank_is_told_by_its_environment() -> None:
+    inside.refuse_within_a_rank({})
+    inside.refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
+    for environ in ({"FLEET_TRAIN_STORE": "a:1/0"}, {"PADDLE_TRAINERS_NUM": "4"}):
+        with pytest.raises(ClusterError, match="inside of rank 3 of a job"):
+            inside.refuse_within_a_rank({"PADDLE_TRAINER_ID": "3", **environ})
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(ClusterError, match="process 1 of 2 that whoever set RANK and WORLD_SIZE has started"):
+        inside.refuse_within_a_rank(torchrun)
+
+
+def test_a_call_while_the_rank_imports_names_the_module() -> None:
+    inside.finding("train")
+    try:
+        with pytest.raises(inside.CalledWhileImported, match=rf"at the top level of {__name__} \(.*test_checks.py:"):
+            inside.refuse_within_a_rank({})
+    finally:
+        inside.finding("")
+
+
+def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import linecache
+
+    cache = {"<cell 1>": (2, None, ["a\n"], "<cell 1>"), sys.executable: (2, 1.0, ["b\n"], sys.executable)}
+    monkeypatch.setattr(linecache, "cache", cache)
+    assert shipping.sources() == {"<cell 1>": ["a\n"]}
+    shipping.take_sources({"<cell 2>": ["c\n"]})
+    assert linecache.getline("<cell 2>", 1) == "c\n"

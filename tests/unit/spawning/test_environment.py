@@ -1,0 +1,73 @@
+"""What spawned ranks are told, and the messages between them and their parent."""
+
+from __future__ import annotations
+
+import socket
+
+from fleet_train.cluster import Cluster
+from fleet_train.cluster.environment import cluster_from_environ
+from fleet_train.launch.environment import Wanted, build_environment
+from fleet_train.launch.machine import Machine
+from fleet_train.launch.node import Node
+from fleet_train.spawning.channel import ParentEnd, RankEnd, packed
+from fleet_train.spawning.environment import environs
+from fleet_train.spawning.store import HOST, SpawnStore
+
+MACHINE = Machine({"lo": ("127.0.0.1",)}, 8, False, None, {})
+
+
+def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[SpawnStore, list[dict[str, str]]]:
+    store = SpawnStore(2)
+    try:
+        node = Node((HOST,), 0, store.port - 2, 2, devices, "lo")
+        base = build_environment(node, MACHINE, Wanted({}, None, 60.0, None), users)
+        return store, environs(base, node, store, users)
+    finally:
+        store.close()
+
+
+def test_each_rank_finds_the_cluster_and_its_place() -> None:
+    store, both = told(None, {"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
+    for rank, environ in enumerate(both):
+        cluster = cluster_from_environ(environ)
+        assert isinstance(cluster, Cluster)
+        assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (rank, 2, 1, rank)
+        assert cluster.store_endpoint == f"127.0.0.1:{store.port}/0"
+        assert environ["OMP_NUM_THREADS"] == "4"
+        assert environ["HOME"] == "/home/me"
+        assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLAGS_selected_gpus"} & environ.keys()
+    assert both[0]["FLEET_TRAIN_JOB_SECRET"] == both[1]["FLEET_TRAIN_JOB_SECRET"]
+
+
+def test_two_spawns_share_neither_port_nor_id_nor_secret() -> None:
+    (_, one), (_, other) = told(None, {}), told(None, {})
+    for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET", "FLEET_TRAIN_LAUNCHED"):
+        assert one[0][name] != other[0][name]
+
+
+def test_ranks_on_gpus_are_told_theirs_by_its_position_among_the_visible_ones() -> None:
+    _, both = told(("2", "3"), {"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert [environ["FLAGS_selected_gpus"] for environ in both] == ["0", "1"]
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in both] == ["2,3", "2,3"]
+
+
+def test_messages_arrive_whole_however_they_are_cut() -> None:
+    ours, theirs = socket.socketpair()
+    rank = RankEnd(theirs)
+    parent = ParentEnd(ours, packed({"greets": True}, b"body"))
+    try:
+        while parent.has_more_to_send:
+            parent.send_some()
+        assert rank.receive() == ({"greets": True}, b"body")
+        whole = packed({"kind": "result"}, b"x" * 100) + packed({"kind": "failed"})
+        found = []
+        for start in range(0, len(whole), 7):
+            theirs.sendall(whole[start : start + 7])
+            assert parent.receive_some()
+            found += list(parent.messages())
+        assert found == [({"kind": "result"}, b"x" * 100), ({"kind": "failed"}, b"")]
+        theirs.close()
+        assert not parent.receive_some()
+    finally:
+        ours.close()
+        theirs.close()

@@ -1,0 +1,102 @@
+"""Which rank is named, and what an error says of it: from ends and reports alone."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from dataclasses import replace
+
+import pytest
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.errors import ClusterError, Preempted, RankFailed
+from fleet_train.launch.node import Node
+from fleet_train.spawning.outcome import RankOutcome, results
+
+NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
+WELL = RankOutcome(0, 0, 3.0, False, b"result", "", "", "", (), "")
+
+
+def well(rank: int) -> RankOutcome:
+    return replace(WELL, rank=rank, result=b"%d" % rank)
+
+
+def raised(rank: int, seconds: float, what: str = "ValueError: no") -> RankOutcome:
+    report = FailureReport(rank, rank, "raised", what.partition(":")[0], what, 1, (), seconds)
+    return RankOutcome(rank, 1, seconds + 1, False, None, "failed", what, f"Traceback\n{what}\n", (report,), "")
+
+
+def followed(rank: int, seconds: float) -> RankOutcome:
+    return RankOutcome(rank, 11, seconds, False, None, "failed", "WorkerFailed: rank 1 was lost", "Traceback\n", (), "")
+
+
+def stopped(rank: int, seconds: float) -> RankOutcome:
+    return RankOutcome(rank, -signal.SIGTERM, seconds, True, None, "", "", "", (), "")
+
+
+def failure(outcomes: list[RankOutcome], told: tuple[FailureReport, ...] = (), log_dir: str = "") -> RankFailed:
+    with pytest.raises(RankFailed) as failed:
+        results(outcomes, told, NODE, log_dir)
+    return failed.value
+
+
+def test_results_are_in_the_order_of_ranks() -> None:
+    assert results([well(0), well(1), well(2)], (), NODE, "") == [b"0", b"1", b"2"]
+
+
+def test_who_raised_first_is_named_whoever_ended_first() -> None:
+    late_end = replace(raised(2, 1.0, "KeyError: 'x'"), seconds=9.0)
+    error = failure([followed(0, 2.0), raised(1, 1.5), late_end])
+    assert str(error).splitlines()[0] == "rank 2 of 3 failed first: KeyError: 'x', after 1.0 s"
+    assert (error.rank, error.rank_exit_code, error.signal_number) == (2, 1, None)
+    assert error.traceback == "Traceback\nKeyError: 'x'\n"
+    assert "rank 0 followed: WorkerFailed: rank 1 was lost" in str(error)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
+def test_who_followed_is_not_named_although_it_ended_first() -> None:
+    killed = RankOutcome(1, -signal.SIGKILL, 5.0, False, None, "", "", "", (), "step 1\nstep 2\n")
+    error = failure([followed(0, 2.0), killed, stopped(2, 6.0)])
+    assert str(error).startswith(
+        "rank 1 of 3 failed first: killed by SIGKILL (the kernel does so where memory runs out"
+    )
+    assert "  | step 2" in str(error)
+    assert "rank 2 followed: stopped by SIGTERM" in str(error)
+    assert error.signal_number == signal.SIGKILL
+
+
+def test_a_rank_that_others_have_missed_is_named() -> None:
+    missed = FailureReport(2, 0, "missing", "did not come to step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
+    error = failure([followed(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
+    assert "rank 2 of 3 failed first: did not come to step 4 within 2 s, then stopped by SIGTERM" in str(error)
+
+
+def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
+    left = FailureReport(0, 1, "left", "left while others waited for it", "rank 0 left", 11, (), 2.0)
+    error = failure([well(0), followed(1, 2.1), stopped(2, 4.0)], (left,))
+    assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
+
+
+def test_an_end_without_a_word_is_a_failure_although_the_exit_code_is_0() -> None:
+    silent = replace(WELL, rank=1, result=None, seconds=1.0)
+    error = failure([well(0), silent, well(2)])
+    assert "rank 1 of 3 failed first: exit code 0 (its process ended with exit code 0 before its" in str(error)
+
+
+def test_a_rank_that_crashes_behind_its_result_is_a_failure() -> None:
+    crashed = replace(well(1), status=-signal.SIGSEGV)
+    assert "rank 1 of 3 failed first: killed by SIGSEGV" in str(failure([well(0), crashed, well(2)]))
+
+
+def test_the_folder_of_the_logs_is_named() -> None:
+    assert str(failure([raised(0, 1.0), stopped(1, 2.0)], log_dir="/logs")).endswith("whole output is in /logs")
+
+
+def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> None:
+    ranks = [replace(WELL, rank=rank, status=12, result=None, kind="preempted", message="SIGTERM") for rank in (0, 1)]
+    with pytest.raises(Preempted, match="rank 0 has stopped in good order: SIGTERM"):
+        results(ranks, (), NODE, "")
+    unguarded = replace(raised(0, 1.0), kind="unguarded", message="put it below a guard")
+    with pytest.raises(ClusterError, match=r"^put it below a guard$"):
+        results([unguarded, raised(1, 1.1)], (), NODE, "")
