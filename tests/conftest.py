@@ -6,6 +6,7 @@ Each test runs in an empty working directory of its own; paths into the checkout
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import threading
@@ -18,7 +19,9 @@ import pytest
 
 from tests.support import ports
 from tests.support.browser import why_no_browser
+from tests.support.mpi import why_no_mpi
 from tests.support.namespaces import why_no_namespaces
+from tests.support.slurm import why_no_slurm
 
 _GRACE_SECONDS = 3.0
 # Set by pytest itself, or by importing Paddle and scikit-learn into the test process.
@@ -118,8 +121,18 @@ def _in_ci() -> bool:
     return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
 
+def why_no_ray() -> str | None:
+    return None if importlib.util.find_spec("ray") else 'Ray is not installed: pip install "ray[train]"'
+
+
 # Markers of tests that need something of the machine: why it cannot run them, or None.
-_NEEDS: dict[str, Callable[[], str | None]] = {"root": why_no_namespaces, "browser": why_no_browser}
+_NEEDS: dict[str, Callable[[], str | None]] = {
+    "root": why_no_namespaces,
+    "browser": why_no_browser,
+    "slurm": why_no_slurm,
+    "mpi": why_no_mpi,
+    "ray": why_no_ray,
+}
 
 
 def _needs(item: pytest.Item) -> list[str]:

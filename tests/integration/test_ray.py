@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -13,9 +12,7 @@ import pytest
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, Job, clean_environ, python, write_script
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason='Ray is not installed: pip install "ray[train]"'
-)
+pytestmark = pytest.mark.ray
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

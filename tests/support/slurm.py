@@ -5,14 +5,18 @@ Everything runs in the foreground as processes of a test job, with its files in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.support.ports import free_ports
 from tests.support.processes import Job, clean_environ
@@ -22,12 +26,12 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _START_SECONDS = 60.0
 
 
-def why_no_slurm() -> str:
-    """Why it cannot be started here; "" where it can."""
+def why_no_slurm() -> str | None:
+    """Why it cannot be started here; None where it can."""
     if os.geteuid() != 0:
         return "slurmd needs root"
     missing = [name for name in _PROGRAMS if _program(name) is None]
-    return f"{', '.join(missing)} not found: apt-get install slurm-wlm munge" if missing else ""
+    return f"{', '.join(missing)} not found: apt-get install slurm-wlm munge" if missing else None
 
 
 def _program(name: str) -> str | None:
@@ -57,8 +61,27 @@ class Slurm:
         return found[1]
 
 
-def start_slurm(job: Job, folder: Path, extra: Mapping[str, str] | None = None) -> Slurm:
-    """Raises AssertionError with all output when a node does not come up."""
+@contextmanager
+def running_slurm(job: Job, folder: Path) -> Iterator[Slurm]:
+    """The cluster, and at the end nothing of it. Raises AssertionError with all output when a node does not come up."""
+    try:
+        yield _start(job, folder)
+    finally:
+        _kill_steps(folder)
+
+
+def _kill_steps(folder: Path) -> None:
+    """The daemons of job steps: they leave slurmd's session, and its environment with the test job's mark."""
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] != "slurmstepd":
+            continue
+        with contextlib.suppress(psutil.Error):
+            sockets = [str(one.laddr) for one in process.net_connections(kind="unix")]
+            if any(address.startswith(f"{folder}/") for address in sockets):
+                process.kill()
+
+
+def _start(job: Job, folder: Path) -> Slurm:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     munge = folder / "munge"
@@ -69,7 +92,7 @@ def start_slurm(job: Job, folder: Path, extra: Mapping[str, str] | None = None) 
     port = free_ports(4, list(NODES.values()))
     conf = folder / "slurm.conf"
     conf.write_text(_conf(folder, munge_socket, port))
-    environ = clean_environ({"SLURM_CONF": str(conf), **(extra or {})})
+    environ = clean_environ({"SLURM_CONF": str(conf)})
     files = [f"--{name}-file={munge / name}" for name in ("log", "pid", "seed")]
     job.start("munged", _command("munged", "-F", "--force", f"--key-file={key}", f"-S{munge_socket}", *files), environ)
     job.wait_until(munge_socket.exists, _START_SECONDS, "munge's socket")

@@ -1,7 +1,9 @@
 """Speaks to a PMIx server (Open MPI's daemon) through libpmix: rank 0 publishes where it listens, the others read it.
 
-A process may begin and end PMIx several times, so MPI can be begun afterwards. Source: PMIx Standard 4, chapters 5
-("Initialization"), 6 and 7 (PMIx_Put, PMIx_Commit, PMIx_Get); structures as in ``pmix_common.h`` of versions 2 to 5.
+All meet in a fence that carries what was published to every server, as MPI_Init does. Asking rank 0's server instead
+hangs in Open MPI 4.1 when the question comes after rank 0 has ended PMIx. A process may begin and end PMIx several
+times, so MPI can be begun afterwards. Source: PMIx Standard 4, chapters 5 ("Initialization"), 6 and 7 (PMIx_Put,
+PMIx_Commit, PMIx_Fence, PMIx_Get); structures as in ``pmix_common.h`` of versions 2 to 5.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from collections.abc import Mapping
 
 _LIBRARIES = ("libpmix.so.2", "libpmix.so")
 _SUCCESS = 0
+_TRUE = 1  # PMIX_BOOL
 _STRING = 3  # PMIX_STRING
 _GLOBAL = 3  # PMIX_GLOBAL: for processes on this node and on others
 _KEY = b"fleet_train.rank0"
+_COLLECT = b"pmix.collect"  # PMIX_COLLECT_DATA
 _ANSWER_SECONDS = 300.0
 
 
@@ -23,11 +27,15 @@ class _Process(ctypes.Structure):
 
 
 class _Data(ctypes.Union):
-    _fields_ = (("string", ctypes.c_char_p), ("room", ctypes.c_uint64 * 8))
+    _fields_ = (("flag", ctypes.c_bool), ("string", ctypes.c_char_p), ("room", ctypes.c_uint64 * 8))
 
 
 class _Value(ctypes.Structure):
     _fields_ = (("type", ctypes.c_uint16), ("data", _Data))
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
 
 
 def exchange(own: str | None, environ: Mapping[str, str]) -> str:
@@ -57,7 +65,9 @@ def _exchange(library: ctypes.CDLL, own: str | None) -> str:
             value = _Value(_STRING, _Data(string=own.encode()))
             library.PMIx_Put(ctypes.c_uint8(_GLOBAL), _KEY, ctypes.byref(value))
             library.PMIx_Commit()
-            return own
+        collect = _Info(_COLLECT, 0, _Value(_TRUE, _Data(flag=True)))
+        if library.PMIx_Fence(None, ctypes.c_size_t(0), ctypes.byref(collect), ctypes.c_size_t(1)) != _SUCCESS:
+            return ""
         first = _Process(process.namespace, 0)
         found = ctypes.POINTER(_Value)()
         status = library.PMIx_Get(ctypes.byref(first), _KEY, None, ctypes.c_size_t(0), ctypes.byref(found))

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, assert_equal_bits, places
-from tests.support.namespaces import Namespace, two_machines, why_no_namespaces
+from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, Started, clean_environ
 
-pytestmark = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "")
+pytestmark = pytest.mark.root
 
 Variables = Callable[[int, "list[str]"], dict[str, str]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
-from tests.support.namespaces import Namespace, two_machines, why_no_namespaces
+from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, Started, clean_environ
 
-pytestmark = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "")
+pytestmark = [pytest.mark.root, pytest.mark.mpi]
 
 Machines = tuple[Namespace, Namespace]
 # mpirun starts its daemons elsewhere by a remote shell: AGENT [-options] HOST COMMAND...
@@ -61,8 +60,6 @@ def test_ranks_of_mpirun_resume_to_the_same_bits(
     job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[[Machines, Path], list[str]]
 ) -> None:
     command = [*mpirun(machines, agent), sys.executable, str(SCRIPT)]
-    if shutil.which(command[len(machines[0].prefix)]) is None:
-        pytest.skip("apt-get install openmpi-bin mpich")
 
     def train(name: str, folder: str, **variables: str) -> Started:
         environ = clean_environ({**_AS_ROOT, "FLEET_TEST_KILL": "never", **variables})

@@ -11,9 +11,9 @@ import pytest
 
 from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
 from tests.support.processes import Job, Started, clean_environ
-from tests.support.slurm import Slurm, start_slurm, why_no_slurm
+from tests.support.slurm import Slurm, running_slurm
 
-pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm())
+pytestmark = pytest.mark.slurm
 
 RANKS = ["--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, str(SCRIPT)]
 LAUNCHERS = ["--ntasks-per-node=1", sys.executable, "-m", "fleet_train", "launch", "--nproc_per_node=2", str(SCRIPT)]
@@ -22,8 +22,8 @@ LAUNCHERS = ["--ntasks-per-node=1", sys.executable, "-m", "fleet_train", "launch
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
-    with Job(folder / "daemons") as daemons:
-        yield start_slurm(daemons, folder / "slurm")
+    with Job(folder / "daemons") as daemons, running_slurm(daemons, folder / "slurm") as slurm:
+        yield slurm
 
 
 def srun(job: Job, slurm: Slurm, name: str, folder: Path, arguments: list[str], **variables: str) -> Started:

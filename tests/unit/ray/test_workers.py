@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 
 import pytest
 
@@ -59,8 +59,10 @@ def test_what_another_job_has_left_is_taken_out() -> None:
     assert not left.keys() & environ_of(0, left).keys()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_the_error_says_what_to_install() -> None:
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # import fails, as where it is not installed
+    monkeypatch.delitem(sys.modules, "fleet_train.ray.trainer", raising=False)
+    monkeypatch.delitem(vars(fleet_train.ray), "FleetTrainer", raising=False)
     with pytest.raises(ImportError, match=r'pip install "ray\[train\]"') as missing:
         _ = fleet_train.ray.FleetTrainer
     assert isinstance(missing.value, FleetTrainError)
