@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.numbers import NumberRange, WholeNumber
+from fleet_train.cli.numbers import NumberRange
+from fleet_train.cli.where import where
 from fleet_train.doctor.options import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
@@ -42,12 +43,7 @@ Exit codes:
 
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option(
-    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 1]"
-)
-@click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
-@click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
-@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
+@where("1")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Examine this; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave this out; may be repeated.")
 @click.option("--strategy", metavar="NAME|FILE", help="Profile of the job: is it the same everywhere?")
@@ -65,7 +61,7 @@ Exit codes:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], strategy: str | None, script: str | None, log_dir: Path, output: Path,
-    join_timeout: float, as_json: bool, **where: Any,
+    join_timeout: float, as_json: bool, **machines: Any,
 ) -> None:  # fmt: skip
     """Say what is wrong with this machine, or with several and the network between them, in less than a minute.
 
@@ -76,4 +72,4 @@ def command(
     from fleet_train.selftest.start import Where
 
     options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
-    sys.exit(start(options, Where(**where), as_json))
+    sys.exit(start(options, Where(**machines), as_json))

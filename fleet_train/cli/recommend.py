@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from fleet_train.cli.completing import files, folders
-from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange
+from fleet_train.cli.numbers import NumberRange, WholeNumberRange
+from fleet_train.cli.where import where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
 _EPILOG = """\b
@@ -44,12 +45,7 @@ Exit codes:
         "help_option_names": ["-h", "--help"],
     },
 )
-@click.option(
-    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 2]"
-)
-@click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
-@click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
-@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
+@where("2")
 @click.option(
     "--allow",
     multiple=True,
@@ -88,7 +84,7 @@ Exit codes:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def command(
     script: str, arguments: tuple[str, ...], allow: tuple[str, ...], seconds: float, trials: int, output: Path,
-    record: Path, as_json: bool, outcome: Path | None, **where: Any,
+    record: Path, as_json: bool, outcome: Path | None, **machines: Any,
 ) -> None:  # fmt: skip
     """Measure the links and a script's computing, price every profile, try the best, and write the one to use.
 
@@ -99,4 +95,4 @@ def command(
     from fleet_train.selftest.start import Where
 
     options = Options(script, arguments, allow, seconds, trials)
-    sys.exit(start(options, Where(**where), record, output, as_json, outcome))
+    sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fleet_train.cli.completing import folders
-from fleet_train.cli.numbers import WholeNumber
+from fleet_train.cli.where import where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -41,12 +41,7 @@ Exit codes:
 
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option(
-    "--nproc", "--nproc_per_node", type=WholeNumber(), metavar="N", help="Ranks per machine. [default: every GPU, or 2]"
-)
-@click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each.")
-@click.option("--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several.")
-@click.option("--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch.")
+@where("2")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Do these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
@@ -68,7 +63,7 @@ Exit codes:
 @click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], quick: bool, record: Path, as_json: bool, outcome: Path | None,
-    **where: Any,
+    **machines: Any,
 ) -> None:  # fmt: skip
     """Check a new cluster before it trains: one line per check, a verdict, a record. About two minutes.
 
@@ -77,4 +72,4 @@ def command(
     """
     from fleet_train.selftest.start import Where, start
 
-    sys.exit(start(chosen(only, skip, quick), Where(**where), record, as_json, outcome))
+    sys.exit(start(chosen(only, skip, quick), Where(**machines), record, as_json, outcome))

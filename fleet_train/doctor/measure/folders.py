@@ -18,6 +18,8 @@ _PIECE = 1 << 20
 _WRITING_SECONDS = 3.0
 _HANGS_SECONDS = 6.0
 MARK = ".fleet_train-doctor-"
+# A doctor ends within minutes: what is older was left by one that was killed.
+_LEFT_BEHIND_SECONDS = 3600.0
 
 
 def nearest(folder: Path) -> Path:
@@ -48,6 +50,7 @@ def write_into(folder: Path, mark: str) -> dict[str, object]:
     found: dict[str, object] = {"path": str(there)}
     trial = there / f"{mark}.trial"
     try:
+        _remove_leftovers(there)
         space = os.statvfs(there)
         found["free"] = space.f_bavail * space.f_frsize
         found["free_files"] = space.f_favail if space.f_files else UNLIMITED
@@ -60,6 +63,13 @@ def write_into(folder: Path, mark: str) -> dict[str, object]:
         with contextlib.suppress(OSError):
             trial.unlink(missing_ok=True)
     return found
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.glob(f"{MARK}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_SECONDS:
+                path.unlink()
 
 
 def _speed(path: Path) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,16 @@ def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> 
     assert folders.seen(found, f"{folders.MARK}ab")
     folders.clean((found,), f"{folders.MARK}ab")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_doctor_has_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    now = time.time()
+    for name, age in (("long_ago", 4000), ("long_ago.trial", 4000), ("at_work", 60)):
+        path = tmp_path / f"{folders.MARK}{name}"
+        path.touch()
+        os.utime(path, (now - age, now - age))
+    folders.write_into(tmp_path, f"{folders.MARK}mine")
+    assert sorted(path.name.removeprefix(folders.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
 
 
 # As the manual of nvidia-smi shows them; no GPU was asked.
