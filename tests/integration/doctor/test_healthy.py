@@ -11,6 +11,7 @@ from tests.integration.doctor.conftest import Two
 from tests.integration.doctor.sick import HEALTHY, Patient, command, examine, host
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Job, clean_environ, python
+from tools.lab import Lab
 
 pytestmark = pytest.mark.root
 EVERYTHING_BUT_PADDLE = ("--skip", "group")
@@ -26,6 +27,14 @@ def test_no_alarm_where_nothing_is_wrong(two: Two, tmp_path: Path, turn: int) ->
     assert ids >= {"absent", "own_name", "route", "port", "mtu", "clock", "latency", "bandwidth", "retransmits"}
     assert ids >= {"memory", "shm", "open_files", "disk", "speed", "busy", "python", "paddle", "package"}
     assert first.made["findings"] == second.made["findings"]  # both know everything
+
+
+def test_sixteen_machines_are_examined_within_the_time(tmp_path: Path) -> None:
+    """By everything, on the processors of one machine; `examine` kills who is not at its end in time."""
+    with Lab(16, "none") as lab:
+        for told in examine(tmp_path, lab.nodes, [HEALTHY] * 16):
+            assert told.hosts("absent", "PASS") == [("all 16 nodes",)], told.ended.output
+            assert len(told.hosts("own_name", "PASS")) == 16
 
 
 def test_lines_matrix_and_verdict_are_on_the_first_node(two: Two, tmp_path: Path) -> None:

@@ -160,6 +160,21 @@ def test_ranks_in_pods_meet_without_a_launcher(job: Job, machines: tuple[Namespa
         pods.remove()
 
 
+@pytest.mark.parametrize("told", [paddle_job, indexed_job], ids=lambda told: told.__name__)
+def test_the_doctor_examines_the_pods(
+    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, told: Variables
+) -> None:
+    pods = Pods(machines, NAMES[told])
+    try:
+        doctor = ["-m", "fleet_train", "doctor", "--only=network"]
+        both = [start(job, pods, pod, told, doctor, tmp_path / str(pod)) for pod in (1, 0)]
+        job.wait(100.0)
+        assert [one.process.returncode for one in both] == [0, 0], job.report()
+        assert "PASS  port  2 pairs: " in both[1].output
+    finally:
+        pods.remove()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_pod_that_is_put_elsewhere_takes_its_place_again(
     job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, lost: int

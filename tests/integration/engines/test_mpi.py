@@ -43,16 +43,16 @@ def agent(machines: Machines, tmp_path: Path) -> Path:
     return path
 
 
-def open_mpi(machines: Machines, agent: Path) -> list[str]:
-    hosts = ",".join(f"{machine.address}:2" for machine in machines)
+def open_mpi(machines: Machines, agent: Path, per_node: int = 2) -> list[str]:
+    hosts = ",".join(f"{machine.address}:{per_node}" for machine in machines)
     options = ["--mca", "plm_rsh_agent", str(agent), "--host", hosts, "-x", "FLEET_TEST_KILL"]
-    return [*machines[0].prefix, "mpirun.openmpi", *options, "-np", "4"]
+    return [*machines[0].prefix, "mpirun.openmpi", *options, "-np", str(2 * per_node)]
 
 
-def mpich(machines: Machines, agent: Path) -> list[str]:
-    hosts = ",".join(f"{machine.address}:2" for machine in reversed(machines))
+def mpich(machines: Machines, agent: Path, per_node: int = 2) -> list[str]:
+    hosts = ",".join(f"{machine.address}:{per_node}" for machine in reversed(machines))
     options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", hosts, "-genvlist", "FLEET_TEST_KILL"]
-    return [*machines[0].prefix, "mpirun.mpich", *options, "-np", "4"]
+    return [*machines[0].prefix, "mpirun.mpich", *options, "-np", str(2 * per_node)]
 
 
 @pytest.mark.parametrize("mpirun", [open_mpi, mpich])
@@ -78,3 +78,15 @@ def test_ranks_of_mpirun_resume_to_the_same_bits(
     assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
     assert_equal_bits(tmp_path / "one", tmp_path / "other")
     assert job.orphans() == []
+
+
+@pytest.mark.parametrize("mpirun", [open_mpi, mpich])
+def test_the_doctor_examines_the_nodes_of_mpirun(
+    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[..., list[str]]
+) -> None:
+    command = [*mpirun(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
+    started = job.start("doctor", command, clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"}), tmp_path / "here")
+    assert started.process.wait(timeout=100) == 0, started.output
+    assert "PASS  port  2 pairs: " in started.output
+    for machine in machines:
+        assert f"({machine.address})" in started.output
