@@ -29,22 +29,29 @@ def name_in(host_header: str) -> str:
     return text.rpartition(":")[0].rstrip(".") if text.count(":") == 1 else text.rstrip(".")
 
 
-class OnlyForNames:
-    """A WSGI application that answers 403 to requests for other names, before the one behind it sees them."""
+_ADVICE = "start: python -m fleet_train monitor --allowed_host NAME"
 
-    def __init__(self, behind: Application, names: Collection[str]) -> None:
+
+class OnlyForNames:
+    """A WSGI application that answers 403 to requests for other names, before the one behind it sees them.
+
+    ``advice``: what else to start, where the name is one of this machine.
+    """
+
+    def __init__(self, behind: Application, names: Collection[str], advice: str) -> None:
         self._behind = behind
         self._names = {name.lower() for name in names}
+        self._advice = advice
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         asked = name_in(environ.get("HTTP_HOST", ""))
         if asked in self._names:
             return self._behind(environ, start_response)
-        names = ", ".join(sorted(self._names))
+        names = ", ".join(sorted(filter(None, self._names)))
         told = (
             f"fleet_train: {asked[:_MOST_SHOWN]!a} is no name of this page, which has {names}. If it is a name of this "
+            f"machine, {self._advice}\n"
         )
-        told += "machine, start: python -m fleet_train monitor --allowed_host NAME\n"
         kind = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
         start_response("403 Forbidden", kind)
         return [told.encode()]
@@ -57,7 +64,7 @@ def main(names: str, *arguments: str) -> None:
 
     def guarded(args: Any) -> Any:
         flask = create_app(args)
-        flask.wsgi_app = OnlyForNames(flask.wsgi_app, json.loads(names))
+        flask.wsgi_app = OnlyForNames(flask.wsgi_app, json.loads(names), _ADVICE)
         return flask
 
     app.create_app = guarded

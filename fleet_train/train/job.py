@@ -16,11 +16,10 @@ from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluate import ProgramEvaluator
 from fleet_train.train.inputs import open_data, open_inputs
 from fleet_train.train.loop import Trainer
-from fleet_train.train.metrics import MetricSink, TeeSink, open_sinks
+from fleet_train.train.metrics import MetricSink, NullSink, TeeSink, open_sinks
 from fleet_train.train.position import resumed
 from fleet_train.train.programs import Programs, build_programs
 from fleet_train.train.progress import Progress, make_progress
-from fleet_train.train.prometheus_sink import PrometheusSink, open_prometheus
 from fleet_train.train.seeds import seed_process, use_deterministic_kernels
 from fleet_train.train.starting import agree_on_flags, start_or_resume
 from fleet_train.train.summary import headline, publish_summary, say_results, summarize
@@ -33,12 +32,21 @@ def run(config: TrainConfig) -> dict[str, Any]:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     agree_on_flags(config)
     progress = make_progress(fleet.is_first_worker())
-    with closing(open_prometheus(config.prometheus_port, config.prometheus_host)) as prometheus:
-        if isinstance(prometheus, PrometheusSink):
-            progress.say(f"metrics for Prometheus: {prometheus.address}")
+    with closing(_prometheus(config, progress)) as prometheus:
         summary = _train(config, progress, prometheus, began)
     fleet.shutdown()
     return summary
+
+
+def _prometheus(config: TrainConfig, progress: Progress) -> MetricSink:
+    if config.prometheus_port is None:
+        return NullSink()
+    from fleet_train.train.prometheus_sink import PrometheusSink, open_prometheus
+
+    opened = open_prometheus(config.prometheus_port, config.prometheus_host)
+    if isinstance(opened, PrometheusSink):
+        progress.say(f"metrics for Prometheus: {opened.address}")
+    return opened
 
 
 def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, began: float) -> dict[str, Any]:

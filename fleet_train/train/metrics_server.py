@@ -1,38 +1,37 @@
-"""A small HTTP server for one page of text: few connections at a time, each bounded, nothing left when it is closed."""
+"""The HTTP server of one registry of Prometheus' metrics, which nothing is left of when it is closed."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import socket
-import socketserver
 import threading
-import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric as Family
 
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError
-from fleet_train.train.dashboard_server import name_in
+from fleet_train.train.dashboard_server import OnlyForNames
 
-_MOST_CONNECTIONS = 4
 _SILENT_SECONDS = 5.0
-_LONGEST_SECONDS = 10.0
-"""A connection that has lasted so long makes room for another one."""
 _POLL_SECONDS = 0.1
 PATH = "/metrics"
 
 
 class MetricsServer:
-    """Serves `page()` at /metrics, from a thread of its own, until `close`. ClusterError where it cannot listen."""
+    """Serves what `collect()` returns at /metrics, from a thread of its own, until `close`.
 
-    def __init__(self, host: str, port: int, page: Callable[[], str], content_type: str) -> None:
-        class Handler(_Handler):
-            make, kind, names = staticmethod(page), content_type, _names_of(host)
+    Raises ClusterError where it cannot listen.
+    """
 
+    def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Family]]) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(collect))
         try:
-            self._server = _Server((host, port), Handler)
+            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
         except (OSError, OverflowError) as error:
             raise ClusterError(_why_not(host, port, error)) from None
         self.port = int(self._server.server_address[1])
@@ -48,13 +47,36 @@ class MetricsServer:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
-        self._server.end_connections()
 
 
-def _names_of(host: str) -> frozenset[str] | None:
-    """By which it may be asked for. A server that only this machine reaches answers no page of the internet that has
-    given its own name this machine's address, and so reads with the browser of somebody here."""
-    return frozenset({"", host, "localhost", "127.0.0.1"}) if is_loopback(host) else None
+class _Collector:
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._collect()
+
+
+def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
+    """A server that only this machine reaches answers no page of the internet that has given its own name this
+    machine's address, and so reads with the browser of somebody here."""
+    only_metrics = _OnlyMetrics(make_wsgi_app(registry))
+    if not is_loopback(host):
+        return only_metrics
+    return OnlyForNames(only_metrics, {"", host, "localhost", "127.0.0.1"}, "name it: --prometheus_host NAME")
+
+
+class _OnlyMetrics:
+    """404 for other paths: the client's application answers at all of them."""
+
+    def __init__(self, behind: Callable[..., Iterable[bytes]]) -> None:
+        self._behind = behind
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == PATH:
+            return self._behind(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
 
 
 def _why_not(host: str, port: int, error: Exception) -> str:
@@ -67,82 +89,12 @@ def _why_not(host: str, port: int, error: Exception) -> str:
     )
 
 
-class _Server(socketserver.TCPServer):
-    allow_reuse_address = True
-    request_queue_size = 16
-
-    def __init__(self, *arguments: Any) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, tuple[float, threading.Thread]] = {}
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if len(self._open) >= _MOST_CONNECTIONS:
-                self._end_oldest()
-                self.shutdown_request(request)
-                return
-            thread = threading.Thread(
-                target=self._serve, args=(request, client_address), name="fleet_train metrics request", daemon=True
-            )
-            self._open[request] = time.monotonic(), thread
-            thread.start()
-
-    def _serve(self, request: socket.socket, client_address: Any) -> None:
-        try:
-            with contextlib.suppress(OSError):  # who asks may go away at any time
-                self.finish_request(request, client_address)
-        finally:
-            with self._lock:
-                self._open.pop(request, None)
-            self.shutdown_request(request)
-
-    def _end_oldest(self) -> None:
-        oldest = min(self._open, key=lambda each: self._open[each][0])
-        if time.monotonic() - self._open[oldest][0] > _LONGEST_SECONDS:
-            _hang_up(oldest)
-
-    def end_connections(self) -> None:
-        with self._lock:
-            there = [(request, thread) for request, (_, thread) in self._open.items()]
-        for request, thread in there:
-            _hang_up(request)
-            thread.join(_SILENT_SECONDS)
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
 
 
-def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One request per connection (HTTP/1.0)."""
-
-    make: Callable[[], str]
-    kind: str
-    names: frozenset[str] | None
+class _Handler(WSGIRequestHandler):
     timeout = _SILENT_SECONDS
-    server_version, sys_version = "fleet_train", ""
-
-    def do_GET(self) -> None:
-        if self.names is not None and name_in(self.headers.get("Host", "")) not in self.names:
-            self._answer(403, "this is no name of the page; ask for localhost or its address\n")
-        elif self.path.partition("?")[0] != PATH:
-            self._answer(404, f"the metrics are at {PATH}\n")
-        else:
-            self._answer(200, self.make(), self.kind)
-
-    do_HEAD = do_GET
-
-    def _answer(self, code: int, content: str, kind: str = "text/plain; charset=utf-8") -> None:
-        data = content.encode()
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
         """Nothing on the terminal of a training."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+from prometheus_client.core import Metric as Family
 
 from fleet_train import __version__, fleet
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, Pixels, Scalars, Settings
 from fleet_train.train.metrics_server import MetricsServer
-from fleet_train.train.prometheus_text import CONTENT_TYPE, Snapshot, text
+from fleet_train.train.prometheus_metrics import Snapshot, families
 
 DEFAULT_HOST = "127.0.0.1"
 _ASK_AGAIN_SECONDS = 1.0
@@ -31,7 +33,7 @@ class PrometheusSink:
         self._reported_at: dict[int, float] = {}
         self._gone = gone
         self._last_gone: tuple[float, dict[int, bool]] = (float("-inf"), {})
-        self._server = MetricsServer(host, port, self._page, CONTENT_TYPE)
+        self._server = MetricsServer(host, port, self._collect)
         self.port, self.address = self._server.port, self._server.address
 
     def write(self, step: int, scalars: Scalars) -> None:
@@ -69,12 +71,12 @@ class PrometheusSink:
     def close(self) -> None:
         self._server.close()
 
-    def _page(self) -> str:
+    def _collect(self) -> Iterator[Family]:
         now = time.monotonic()
         with self._lock:
             shown, reported_at = self._shown, dict(self._reported_at)
         ages = {rank: now - at for rank, at in reported_at.items()}
-        return text(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
+        return families(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
 
     def _up(self, ranks: Mapping[int, float]) -> dict[int, bool]:
         """Empty where nobody can tell: the job's store does not answer."""
@@ -90,11 +92,9 @@ class PrometheusSink:
         return up
 
 
-def open_prometheus(port: int | None, host: str = DEFAULT_HOST) -> MetricSink:
-    """On rank 0 a `PrometheusSink` that knows of the other ranks; elsewhere, or without a port, nothing. All ranks call
-    it, and where it cannot listen it raises ClusterError on all."""
-    if port is None:
-        return NullSink()
+def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
+    """On rank 0 a `PrometheusSink` that knows of the other ranks, elsewhere a `NullSink`. All ranks call it, and where
+    it cannot listen it raises ClusterError on all."""
     made: list[MetricSink] = []
     ask_first_worker(lambda: made.append(PrometheusSink(port, host, fleet.gone_workers)))
     return made[0] if made else NullSink()

@@ -21,7 +21,6 @@ RUN_BY_NAME = (
     commands.OLD_RECIPE,
     commands.TODAYS_IPS,
     commands.TODAYS_MASTER,
-    commands.PADDLECLOUD,
     commands.ONE_PROCESS,
     commands.INSTALL,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import socket
 import urllib.error
@@ -13,34 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from fleet_train.train.prometheus_text import PREFIX, metric_of
+from fleet_train.train.prometheus_metrics import PREFIX, metric_of
 from tests.support.processes import Job, clean_environ, python
 from tests.support.ranks import run_ranks, stock_environs
 
 COMMAND = ["-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--epochs=2000", "--log_every=2"]
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 
 
 def scrape(port: int) -> dict[str, float] | None:
-    """Sample with its labels -> value; None while nobody answers. Every line is looked at."""
+    """Sample with its labels -> value, as Prometheus' own client reads the page; None while nobody answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             page = answer.read().decode()
     except (urllib.error.URLError, ConnectionError):
         return None
     found: dict[str, float] = {}
-    family = ""
-    for line in page.splitlines():
-        if line.startswith("# HELP "):
-            family = line.split()[2]
-        elif line.startswith("# TYPE "):
-            assert line.split()[2:] in ([family, "gauge"], [family, "counter"])
-        else:
-            sample = _SAMPLE.fullmatch(line)
-            assert sample is not None, line
-            assert sample[1] == family
-            found[line.rpartition(" ")[0]] = float(sample[3])
+    for family in text_string_to_metric_families(page):
+        assert family.type in ("gauge", "counter"), family
+        assert family.documentation.endswith("."), family
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found[f"{sample.name}{f'{{{labels}}}' if labels else ''}"] = sample.value
     return found
 
 

@@ -21,7 +21,8 @@ def answer(host: str | None, names: list[str]) -> tuple[str, bytes]:
         return [b"the curves"]
 
     environ = {} if host is None else {"HTTP_HOST": host}
-    body = OnlyForNames(behind, names)(environ, lambda code, _: status.append(code))
+    guarded = OnlyForNames(behind, names, "start: monitor --allowed_host NAME")
+    body = guarded(environ, lambda code, _: status.append(code))
     return status[0], b"".join(body)
 
 

@@ -1,16 +1,17 @@
-"""A run's numbers in Prometheus' text format 0.0.4: names, units, meanings. docs/watching.md lists them.
+"""A run's numbers as metrics of Prometheus: names, units, meanings. docs/watching.md lists them.
 
 Names are by Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for counters.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+
 PREFIX = "fleet_train_"
 Labels = Mapping[str, str]
 
@@ -90,23 +91,22 @@ class Snapshot:
     rank_up: dict[int, bool] = field(default_factory=dict)
 
 
-def text(shown: Snapshot) -> str:
-    """The page, one family after the other; metrics that have no value yet are not on it."""
-    lines = list(_family(INFO, [(shown.info, 1.0)]))
+def families(shown: Snapshot) -> Iterator[Family]:
+    """What a scrape collects; metrics that have no value yet are not among it."""
+    yield from _family(INFO, [(shown.info, 1.0)])
     if shown.step is not None:
-        lines += _family(STEPS, [({}, shown.step)])
-        lines += _family(RECORDED, [({}, shown.recorded_at)])
+        yield from _family(STEPS, [({}, shown.step)])
+        yield from _family(RECORDED, [({}, shown.recorded_at)])
     for tag, value in shown.curves.items():
         metric = metric_of(tag)
         if metric is not None:
-            lines += _family(metric, [({}, value)])
+            yield from _family(metric, [({}, value)])
     if shown.rank_age_seconds:
-        lines += _family(RANKS, [({}, len(shown.rank_age_seconds))])
-    lines += _by_rank(RANK_UP, shown.rank_up)
-    lines += _by_rank(RANK_AGE, shown.rank_age_seconds)
-    lines += _by_rank(RANK_STEP, shown.rank_step_ms)
-    lines += _by_rank(RANK_WAIT, shown.rank_wait_ms)
-    return "".join(f"{line}\n" for line in lines)
+        yield from _family(RANKS, [({}, len(shown.rank_age_seconds))])
+    yield from _by_rank(RANK_UP, shown.rank_up)
+    yield from _by_rank(RANK_AGE, shown.rank_age_seconds)
+    yield from _by_rank(RANK_STEP, shown.rank_step_ms)
+    yield from _by_rank(RANK_WAIT, shown.rank_wait_ms)
 
 
 def metric_of(tag: str) -> Metric | None:
@@ -118,28 +118,17 @@ def metric_of(tag: str) -> Metric | None:
     return Metric(re.sub(r"[^a-zA-Z0-9_]", "_", tag), f"Newest value of {tag}.")
 
 
-def _by_rank(metric: Metric, values: Mapping[int, float]) -> Iterator[str]:
+def _by_rank(metric: Metric, values: Mapping[int, float]) -> Iterator[Family]:
     return _family(metric, [({"rank": str(rank)}, value) for rank, value in sorted(values.items())])
 
 
-def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator[Family]:
     samples = list(samples)
-    if samples:
-        yield f"# HELP {PREFIX}{metric.name} {_escaped(metric.meaning)}"
-        yield f"# TYPE {PREFIX}{metric.name} {metric.kind}"
-    for labels, value in samples:
-        inside = ",".join(f'{name}="{_escaped(label, quotes=True)}"' for name, label in labels.items())
-        yield f"{PREFIX}{metric.name}{f'{{{inside}}}' if inside else ''} {_number(value / metric.divisor)}"
-
-
-def _escaped(words: str, quotes: bool = False) -> str:
-    words = words.replace("\\", r"\\").replace("\n", r"\n")
-    return words.replace('"', r"\"") if quotes else words
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value))
+    if not samples:
+        return
+    labels = list(samples[0][0])
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(f"{PREFIX}{metric.name}", metric.meaning, labels=labels)
+    for told, value in samples:
+        family.add_metric([told[name] for name in labels], value / metric.divisor)
+    yield family
