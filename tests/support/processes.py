@@ -166,10 +166,12 @@ class Job:
         return [process for process in psutil.process_iter() if _job_of(process) == self.id]
 
     def kill_leftovers(self) -> None:
+        """All at once: nobody sees another one die."""
         while found := self.leftovers():
-            for process in found:
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for process in found:
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(number)
             time.sleep(0.02)  # psutil.wait_procs would collect our children before Popen can: exit codes were lost
 
     def wait_until(self, condition: Callable[[], bool], timeout_seconds: float, what: str) -> None:
