@@ -120,8 +120,9 @@ def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
     """Where rank 0 hosts the store."""
     addresses = network.local_addresses()
     if not network.is_local(point.master, addresses):
+        who = MASTER if os.environ.get(MASTER) else cluster.formed_by
         raise ClusterError(
-            f"rank 0 runs here, but {cluster.formed_by} says that it is on {point.master}, which is none of this "
+            f"rank 0 runs here, but {who} says that it is on {point.master}, which is none of this "
             f"machine's addresses ({', '.join(addresses)}); name rank 0's node with {MASTER}=host:port on all ranks"
         )
     listen = _EVERY_ADDRESS if point.is_alias else point.master
