@@ -63,7 +63,7 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
     if isinstance(cluster, Cluster):
         return cluster, None
     os.environ.setdefault(JOB_ID, cluster.started.job)
-    point = locate(cluster.started, os.environ)
+    point = locate(cluster.started, os.environ, timeout_seconds)
     if point.secret and not (os.environ.get(SECRET) or os.environ.get(SECRET_FILE)):
         os.environ[SECRET] = point.secret
     host = StoreHost(_root(cluster, point), os.environ[JOB_ID]) if cluster.rank == 0 else None

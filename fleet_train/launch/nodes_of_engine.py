@@ -82,7 +82,7 @@ def _addresses(
 ) -> tuple[tuple[str, ...], int | None]:
     """(address of every node, first port): Slurm tells the nodes; else the launchers meet and tell each other."""
     if started.hosts:
-        point = locate(started, environ)
+        point = locate(started, environ, timeout_seconds)
         return _without_alias(point.hosts, started.index), point.port
     cluster, host = complete(PartialCluster(started), timeout_seconds)
     if host is not None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_train.cluster import network
+from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import pmi, pmix
 from fleet_train.cluster.engines.started import Started, endpoint
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, JoinTimeout
 
 MASTER = "FLEET_TRAIN_MASTER"
 DEFAULT_PORT = 6170
@@ -36,10 +37,13 @@ class MeetingPoint:
     """Whether ``master`` is what a machine's own name means on that machine alone (Debian's 127.0.1.1)."""
 
 
-def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
+def locate(
+    started: Started, environ: Mapping[str, str], timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
+) -> MeetingPoint:
     """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] goes before what the engine says.
 
-    Raises ClusterError where nobody says it, or a name is unknown.
+    Raises ClusterError where nobody says it, or a name is unknown; JoinTimeout where the engine tells it to all
+    processes together, and they do not all come within the time.
     """
     given = environ.get(MASTER, "").strip()
     if given:
@@ -50,15 +54,24 @@ def locate(started: Started, environ: Mapping[str, str]) -> MeetingPoint:
         return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
     if started.master:
         return _named(started.master, started.port or DEFAULT_PORT, started)
-    own = _own_endpoint(started, environ) if started.index == 0 else None
-    if "PMI_FD" in environ or "PMI_PORT" in environ:
-        told = pmi.exchange(started, own, environ)
-    else:
-        told = pmix.exchange(own, environ) or _where_mpirun_is(started, environ)
-    place, _, secret = told.partition("/")
+    place, _, secret = _told_by_mpirun(started, environ, timeout_seconds).partition("/")
     host, port = endpoint(place, started.engine)
     assert port is not None
     return MeetingPoint(host, port, secret=secret)
+
+
+def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_seconds: float) -> str:
+    own = _own_endpoint(started, environ) if started.index == 0 else None
+    try:
+        if "PMI_FD" in environ or "PMI_PORT" in environ:
+            return pmi.exchange(started, own, environ, timeout_seconds)
+        return pmix.exchange(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
+    except TimeoutError:
+        raise JoinTimeout(
+            f"not all {started.count} processes that {started.engine} has started came within {timeout_seconds:g} s "
+            f"to where they learn of each other, and it does not say which did not; where {MASTER}=host:port names "
+            "rank 0's node, they are named"
+        ) from None
 
 
 def _named(host: str, port: int, started: Started) -> MeetingPoint:

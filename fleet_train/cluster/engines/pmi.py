@@ -16,14 +16,13 @@ from fleet_train.cluster.hosts import is_number
 from fleet_train.errors import ClusterError
 
 _KEY = "fleet_train_rank_0"
-_ANSWER_SECONDS = 300.0
 _MOST_BYTES = 65_536
 
 
-def exchange(started: Started, own: str | None, environ: Mapping[str, str]) -> str:
+def exchange(started: Started, own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
     """What rank 0 has published, on every rank; ``own``: what this process publishes, as rank 0.
 
-    Raises ClusterError where Hydra does not answer.
+    Raises TimeoutError where not all ranks come within the time, ClusterError where Hydra does not answer.
     """
     descriptor = environ.get("PMI_FD", "")
     if not is_number(descriptor):
@@ -33,8 +32,10 @@ def exchange(started: Started, own: str | None, environ: Mapping[str, str]) -> s
         )
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as sock:
-            sock.settimeout(_ANSWER_SECONDS)
+            sock.settimeout(timeout_seconds)
             return _exchange(_Pmi(sock), own)
+    except TimeoutError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ClusterError(
             f"{started.engine} did not tell where rank 0 is over PMI_FD ({error}); name rank 0's node: "

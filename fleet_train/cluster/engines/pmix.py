@@ -19,7 +19,6 @@ _STRING = 3  # PMIX_STRING
 _GLOBAL = 3  # PMIX_GLOBAL: for processes on this node and on others
 _KEY = b"fleet_train.rank0"
 _COLLECT = b"pmix.collect"  # PMIX_COLLECT_DATA
-_ANSWER_SECONDS = 300.0
 
 
 class _Process(ctypes.Structure):
@@ -38,10 +37,10 @@ class _Info(ctypes.Structure):
     _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
 
 
-def exchange(own: str | None, environ: Mapping[str, str]) -> str:
+def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
     """What rank 0 has published; ``own``: what this process publishes, as rank 0.
 
-    "" without the library, without a server, or where nothing was published within 300 s.
+    "" without the library or without a server. Raises TimeoutError where not all ranks come within the time.
     """
     if "PMIX_NAMESPACE" not in environ:
         return ""
@@ -52,8 +51,10 @@ def exchange(own: str | None, environ: Mapping[str, str]) -> str:
     # The library's calls have no bound of their own that all its versions know.
     thread = threading.Thread(target=lambda: told.append(_exchange(library, own)), name="fleet_train PMIx", daemon=True)
     thread.start()
-    thread.join(_ANSWER_SECONDS)
-    return told[0] if told else ""
+    thread.join(timeout_seconds)
+    if not told:
+        raise TimeoutError
+    return told[0]
 
 
 def _exchange(library: ctypes.CDLL, own: str | None) -> str:

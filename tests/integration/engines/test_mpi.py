@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,3 +91,32 @@ def test_the_doctor_examines_the_nodes_of_mpirun(
     assert "PASS  port  2 pairs: " in started.output
     for machine in machines:
         assert f"({machine.address})" in started.output
+
+
+_LATE = """
+import json, os, sys, time
+os.environ.update(json.loads(sys.argv[1]))
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+    time.sleep(12)  # Hydra waits for it also when rank 0 has failed
+from fleet_train import fleet
+fleet.init(is_collective=True)
+"""
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(("mpirun", "of_rank_0"), [(open_mpi, 0), (mpich, 1)])
+def test_a_rank_that_does_not_come_ends_the_others_within_the_join_timeout(
+    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[..., list[str]], of_rank_0: int,
+    is_named: bool,
+) -> None:  # fmt: skip
+    variables = {"FLEET_TRAIN_JOIN_TIMEOUT": "4"}
+    if is_named:
+        variables["FLEET_TRAIN_MASTER"] = f"{machines[of_rank_0].address}:7123"
+    command = [*mpirun(machines, agent, per_node=1), sys.executable, "-c", _LATE, json.dumps(variables)]
+    environ = clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"})
+    started = job.start("late", command, environ, tmp_path / "here")
+    assert started.process.wait(timeout=45) != 0, started.output
+    error = next(line for line in started.output.splitlines() if "fleet_train: JoinTimeout: " in line)
+    assert ("rank 1 (started by " if is_named else "not all 2 processes that ") in error
+    assert "within 4 s" in error
+    assert job.orphans() == []
