@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from socketserver import ThreadingMixIn
+import time
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -16,7 +19,10 @@ from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError
 from fleet_train.train.dashboard_server import OnlyForNames
 
+_MOST_CONNECTIONS = 4
 _SILENT_SECONDS = 5.0
+_LONGEST_SECONDS = 10.0
+"""A connection that has lasted so long makes room for another one."""
 _POLL_SECONDS = 0.1
 PATH = "/metrics"
 
@@ -50,11 +56,10 @@ class MetricsServer:
 
 
 class _Collector:
-    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
-        self._collect = collect
+    """What a registry takes: something with a method `collect`."""
 
-    def collect(self) -> Iterator[Family]:
-        yield from self._collect()
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self.collect = collect
 
 
 def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
@@ -90,7 +95,53 @@ def _why_not(host: str, port: int, error: Exception) -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Few connections at a time, each bounded: whoever can reach the port may connect."""
+
     daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        """Without the name that the standard library looks up, which takes long where DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._open) >= _MOST_CONNECTIONS
+            if is_full:
+                oldest = min(self._open, key=self._open.__getitem__)
+                if time.monotonic() - self._open[oldest] > _LONGEST_SECONDS:
+                    _hang_up(oldest)
+            else:
+                self._open[request] = time.monotonic()
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, *_: Any) -> None:
+        """Who asks may say nothing, or go away at any time: no traceback on the terminal of a training."""
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._lock:
+            for request in self._open:
+                _hang_up(request)
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

@@ -210,11 +210,40 @@ def test_it_closes_twice_frees_its_port_and_leaves_no_thread(sink: PrometheusSin
         get(again.address)
 
 
-def test_clients_that_say_nothing_keep_nobody_waiting(sink: PrometheusSink) -> None:
+def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_away_at_the_end(
+    sink: PrometheusSink, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = set(threading.enumerate())
+
+    def requests() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each not in before]
+
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(12)]
-    began = time.monotonic()
-    get(sink.address)
-    sink.close()
+    try:
+        wait_until(lambda: len(requests()) == 4)
+        time.sleep(0.2)
+        assert len(requests()) == 4
+    finally:
+        began = time.monotonic()
+        sink.close()
+        for each in silent:
+            each.close()
     assert time.monotonic() - began < 3
-    for each in silent:
-        each.close()
+    wait_until(lambda: requests() == [])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_is_silent_for_too_long_is_sent_away_without_a_word(
+    sink: PrometheusSink, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet_train.train.metrics_server._Handler.timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", sink.port), timeout=5) as silent:
+        assert silent.recv(1) == b""
+    assert capfd.readouterr() == ("", "")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
