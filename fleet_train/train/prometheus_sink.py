@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from prometheus_client.core import Metric as Family
@@ -32,7 +32,7 @@ class PrometheusSink:
         self._shown = Snapshot(info={"version": __version__})
         self._reported_at: dict[int, float] = {}
         self._gone = gone
-        self._last_gone: tuple[float, dict[int, bool]] = (float("-inf"), {})
+        self._last_gone: tuple[float, Mapping[int, str] | None] = (float("-inf"), {})
         self._server = MetricsServer(host, port, self._collect)
         self.port, self.address = self._server.port, self._server.address
 
@@ -78,18 +78,21 @@ class PrometheusSink:
         ages = {rank: now - at for rank, at in reported_at.items()}
         return families(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
 
-    def _up(self, ranks: Mapping[int, float]) -> dict[int, bool]:
+    def _up(self, ranks: Iterable[int]) -> dict[int, bool]:
         """Empty where nobody can tell: the job's store does not answer."""
-        asked_at, up = self._last_gone
+        gone = self._ask_who_is_gone()
+        return {} if gone is None else {rank: rank not in gone for rank in ranks}
+
+    def _ask_who_is_gone(self) -> Mapping[int, str] | None:
+        asked_at, gone = self._last_gone
         if time.monotonic() - asked_at < _ASK_AGAIN_SECONDS:
-            return up
+            return gone
         try:
             gone = self._gone() if self._gone is not None else {}
-            up = {rank: rank not in gone for rank in ranks}
         except FleetTrainError:
-            up = {}
-        self._last_gone = time.monotonic(), up
-        return up
+            gone = None
+        self._last_gone = time.monotonic(), gone
+        return gone
 
 
 def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:

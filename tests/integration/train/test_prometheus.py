@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,27 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path, free_ports: Callabl
     port, output = free_ports(1), tmp_path / "run"
     pages: list[dict[str, float]] = []
 
-    def has_come_far() -> bool:
+    def steps_are_recorded() -> bool:
         page = scrape(port)
-        if page is not None:
-            pages.append(page)
-        return bool(pages) and pages[-1].get("fleet_train_steps_total", 0) > 100
+        return page is not None and page.get("fleet_train_steps_total", 0) > 100
+
+    def nothing_moves() -> bool:
+        """No record came in a second: what is shown and what is recorded are the same."""
+        time.sleep(1)
+        pages.append(scrape(port) or {})
+        return len(pages) > 1 and all(
+            value == pages[-2].get(name) for name, value in pages[-1].items() if "age_seconds" not in name
+        )
 
     command = python(*COMMAND, f"--output_dir={output}", f"--prometheus_port={port}")
     with Job(tmp_path / "job") as job:
         for rank, environ in enumerate(stock_environs([1, 1])):
             job.start(f"rank{rank}", command, clean_environ(environ))
-        job.wait_until(has_come_far, 90, "a hundred steps are recorded")
+        job.wait_until(steps_are_recorded, 90, "a hundred steps are recorded")
+        job.started[1].process.send_signal(signal.SIGSTOP)  # rank 0 waits for it in its next step, and is scraped there
+        job.wait_until(nothing_moves, 20, "rank 0 stands still")
+        recorded = records(output)
+        job.started[1].process.send_signal(signal.SIGCONT)
         job.started[1].process.send_signal(signal.SIGTERM)
         ended = job.wait(timeout_seconds=60)
         assert job.orphans() == []
@@ -67,15 +77,12 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path, free_ports: Callabl
     assert "Prometheus" not in ended[1].output
     assert scrape(port) is None
 
-    recorded = records(output)
-    # A step with two records (an evaluation's is the second) may have been scraped between them.
-    alone = {step for step, count in Counter(record["step"] for record in recorded).items() if count == 1}
-    page = next(page for page in reversed(pages) if page.get("fleet_train_steps_total") in alone)
+    page = pages[-1]
     step = page["fleet_train_steps_total"]
     newest: dict[str, float] = {}
     for record in recorded:
-        if record["step"] <= step:
-            newest |= {tag: value for tag, value in record.items() if "/" in tag}
+        newest |= {tag: value for tag, value in record.items() if "/" in tag}
+    assert recorded[-1]["step"] == step
     compared = 0
     for tag, value in newest.items():
         metric = metric_of(tag)

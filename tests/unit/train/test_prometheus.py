@@ -163,6 +163,12 @@ def test_one_process_reports_itself(sink: PrometheusSink) -> None:
     assert 'fleet_train_rank_step_seconds{rank="0"}' not in found
 
 
+def test_ranks_are_up_at_once_after_a_scrape_that_came_before_their_first_report(sink: PrometheusSink) -> None:
+    assert "rank_up" not in get(sink.address)
+    sink.ranks([1.0, 1.0], [0.0, 0.0])
+    assert values(get(sink.address))['fleet_train_rank_up{rank="1"}'] == 1
+
+
 def test_ranks_that_are_gone_are_down_and_a_store_that_is_silent_tells_nothing() -> None:
     with closing(PrometheusSink(0, gone=lambda: {1: "lost"})) as sink:
         sink.ranks([1.0, 1.0], [0.0, 0.0])
