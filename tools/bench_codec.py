@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import paddle
 
-from fleet_train.collectives.allocator import keep_freed_memory
-from fleet_train.collectives.codecs import Codec
-from fleet_train.collectives.compiled_codec import CompiledCodec, find_loops
-from fleet_train.collectives.host_codec import HostCodec
+from fleet_train.collectives.codec.codecs import Codec
+from fleet_train.collectives.codec.compiled import CompiledCodec, find_loops
+from fleet_train.collectives.codec.host import HostCodec
+from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
 from fleet_train.plan.quantised import QuantisedSettings
 from tools.benchmarks.record import circumstances, told_circumstances
 

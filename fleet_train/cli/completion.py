@@ -17,7 +17,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from fleet_train.cli.completing import Items
+from fleet_train.cli.options.completing import Items
 
 NAME = "fleet_train"
 VARIABLE = "_FLEET_TRAIN_COMPLETE"
@@ -100,16 +100,13 @@ def register() -> None:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.argument("shell", type=click.Choice(list(SHELLS)))
-def command(shell: str) -> None:
+@click.pass_context
+def command(context: click.Context, shell: str) -> None:
     """Print the script that makes a shell complete our commands at TAB."""
-    from fleet_train.cli import cli
-
     nothing: dict[str, Any] = {}
-    click.echo(SHELLS[shell](cli, nothing, NAME, VARIABLE).source(), nl=False)
+    click.echo(SHELLS[shell](context.find_root().command, nothing, NAME, VARIABLE).source(), nl=False)
 
 
-def completions(*words: str) -> Items:
+def completions(commands: click.Command, *words: str) -> Items:
     """What may stand in place of the last of these words, which begin behind ``fleet_train``."""
-    from fleet_train.cli import cli
-
-    return ShellComplete(cli, {}, NAME, VARIABLE).get_completions(list(words[:-1]), words[-1])
+    return ShellComplete(commands, {}, NAME, VARIABLE).get_completions(list(words[:-1]), words[-1])

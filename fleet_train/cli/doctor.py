@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.numbers import NumberRange
-from fleet_train.cli.where import where
+from fleet_train.cli.options.numbers import NumberRange
+from fleet_train.cli.options.where import where
 from fleet_train.doctor.options import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.cli.completing import files, folders, profiles
-from fleet_train.cli.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
+from fleet_train.cli.options.completing import files, folders, profiles
+from fleet_train.cli.options.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
 from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
 from fleet_train.cluster.engines.detect import CHOICES
 from fleet_train.cluster.hosts import parse_hosts
-from fleet_train.cluster.store.tree import FAN_IN
-from fleet_train.launch.request import (
+from fleet_train.cluster.store.protocol.tree import FAN_IN
+from fleet_train.launch.spec.request import (
     FaultPolicy,
     LaunchRequest,
     parse_devices,
@@ -207,9 +207,9 @@ def command(**flags: Any) -> None:
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
     the processes through paddle.distributed.launch, and watches them.
     """
-    from fleet_train.launch.agent import run
-    from fleet_train.launch.prepare import prepare
-    from fleet_train.launch.terminal import finish, say
+    from fleet_train.launch.agent.agent import run
+    from fleet_train.launch.agent.prepare import prepare
+    from fleet_train.launch.report.terminal import finish, say
 
     dry_run = flags.pop("dry_run")
     request = read_request(**flags)
@@ -256,7 +256,7 @@ def read_request(
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:
-        from fleet_train.cluster.paddlecloud import read_paddlecloud
+        from fleet_train.cluster.engines.paddlecloud import read_paddlecloud
 
         cloud = read_paddlecloud(os.environ)
         hosts, node_ip, started_port = cloud.merged(hosts, node_ip, started_port)

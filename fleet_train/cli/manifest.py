@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleet_train.cli.manifest_flags import of_ending, of_pods, of_port, of_training
-from fleet_train.cli.numbers import WholeNumberRange
+from fleet_train.cli.options.manifest_flags import of_ending, of_pods, of_port, of_training
+from fleet_train.cli.options.numbers import WholeNumberRange
 from fleet_train.errors import ClusterError
 from fleet_train.files import publish_where_linked
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.completing import files, folders
-from fleet_train.cli.numbers import NumberRange, WholeNumberRange
-from fleet_train.cli.where import where
+from fleet_train.cli.options.completing import files, folders
+from fleet_train.cli.options.numbers import NumberRange, WholeNumberRange
+from fleet_train.cli.options.where import where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
 _EPILOG = """\b

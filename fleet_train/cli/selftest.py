@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.completing import folders
-from fleet_train.cli.where import where
+from fleet_train.cli.options.completing import folders
+from fleet_train.cli.options.where import where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.cli.completing import folders, profiles
-from fleet_train.cli.numbers import Number, WholeNumber, WholeNumberRange
-from fleet_train.cli.verbose import verbose_option
+from fleet_train.cli.options.completing import folders, profiles
+from fleet_train.cli.options.numbers import Number, WholeNumber, WholeNumberRange
+from fleet_train.cli.options.verbose import verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
-from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
-from fleet_train.train.model_names import MODELS
-from fleet_train.train.schedules import SCHEDULES
+from fleet_train.train.reference.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
+from fleet_train.train.reference.model_names import MODELS
+from fleet_train.train.reference.schedules import SCHEDULES
 
 _DEFAULT = TrainConfig()
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in DEFAULT_LEARNING_RATES.items())
@@ -111,6 +111,6 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 def command(lr: float | None, **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
     config = TrainConfig(learning_rate=lr, **options)
-    from fleet_train.train.job import run
+    from fleet_train.train.reference.job import run
 
     run(config)

@@ -35,7 +35,7 @@ def command(as_json: bool) -> None:
 
 def facts_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """Everything, as JSON has it; what is not there is absent or empty."""
-    from fleet_train.launch import hardware, installed
+    from fleet_train.launch.spec import hardware, installed
 
     return {
         "fleet_train": installed.own_version(),

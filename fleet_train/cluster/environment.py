@@ -12,8 +12,8 @@ from fleet_train.cluster.cluster import Cluster, assign, from_endpoints
 from fleet_train.cluster.command import AskedLaunch, parse_launch, refuse_unknown_flags
 from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, MOST_SECONDS
 from fleet_train.cluster.engines import detect
+from fleet_train.cluster.engines.paddlecloud import read_as_rank
 from fleet_train.cluster.hosts import is_number
-from fleet_train.cluster.paddlecloud import read_as_rank
 from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 

@@ -6,22 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from fleet_train.collectives import overlap, sentinel
-from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives import replica_check
 from fleet_train.collectives.boundaries import Boundaries
 from fleet_train.collectives.engines.engine import Place, Running
 from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.fragments import Fragment
-from fleet_train.collectives.job import Job, Passed
-from fleet_train.collectives.make_methods import dtype_between_teams, make_method
-from fleet_train.collectives.methods import BucketMethod, Remembers
-from fleet_train.collectives.quantised import QuantisedSums
-from fleet_train.collectives.reducers import make_reducers
-from fleet_train.collectives.step_barriers import StepBarriers
-from fleet_train.collectives.step_notes import Communication
+from fleet_train.collectives.job.job import Job, Passed
+from fleet_train.collectives.job.step_barriers import StepBarriers
+from fleet_train.collectives.job.step_notes import Communication
+from fleet_train.collectives.local_sgd import overlap
+from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
+from fleet_train.collectives.local_sgd.fragments import Fragment
+from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.base import BucketMethod, Remembers
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.registry import dtype_between_teams, make_method
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
-from fleet_train.plan.traffic import averaging_bytes, traffic
+from fleet_train.plan.price.traffic import averaging_bytes, traffic
 from fleet_train.profile import Profile
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class GradientExchange:
         self._updates = True
         self._steps_since_check = 0
         self._start_is_checked = False
-        self._looks: list[sentinel.Look] = []
+        self._looks: list[replica_check.Look] = []
         self._is_settled = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._gate: Future[Passed] | None = None
@@ -232,7 +233,7 @@ class GradientExchange:
         self._is_settled = True
         looks, self._looks = self._looks, []
         for taken in looks:
-            sentinel.compare_looks(self._job, taken)
+            replica_check.compare_looks(self._job, taken)
         if self.averager is not None:
             self.averager.settle()
 
@@ -329,9 +330,9 @@ class GradientExchange:
         engine = self._job.engine
         if engine.reads_values:
             with self._job.clock.exposed():
-                sentinel.compare(self._job, moment, names, parameters)
+                replica_check.compare(self._job, moment, names, parameters)
         else:
-            self._looks.append(sentinel.look(engine.device, moment, names, parameters))
+            self._looks.append(replica_check.look(engine.device, moment, names, parameters))
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

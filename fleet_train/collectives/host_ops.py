@@ -16,12 +16,12 @@ from typing import Any
 import paddle
 from paddle.static import MetaTensor, register_op
 
-from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.modes import operators_in_dynamic_mode
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.local_sgd.averager import Held
+from fleet_train.collectives.paddle_compat.modes import operators_in_dynamic_mode
 from fleet_train.plan import Bucket
 
 # Names are global in a process and bound to one function: two programs must not share one.

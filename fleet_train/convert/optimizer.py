@@ -10,16 +10,26 @@ import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
-from fleet_train.collectives.job import Job
-from fleet_train.convert.agreement import agree_on_plan
-from fleet_train.convert.amp_calls import AmpCalls
-from fleet_train.convert.apply_profile import say
-from fleet_train.convert.choosing import settle
-from fleet_train.convert.gradients import ReadyGradient, dtype_name, in_ready_order, summed_over_uses, uses_a_name_twice
-from fleet_train.convert.keywords import one_of
+from fleet_train.collectives.job.job import Job
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
-from fleet_train.convert.profile_passes import (
+from fleet_train.convert.program.consistency import agree_on_plan
+from fleet_train.convert.program.gradients import (
+    ReadyGradient,
+    dtype_name,
+    in_ready_order,
+    summed_over_uses,
+    uses_a_name_twice,
+)
+from fleet_train.convert.program.rewrite import chain_in_program_order, held_values, insert_launches, insert_waits
+from fleet_train.convert.program.separable import updates_each_alone
+from fleet_train.convert.program.start_state import make_start_equal
+from fleet_train.convert.program.startup import refuse_foreign_startup
+from fleet_train.convert.settings.amp_calls import AmpCalls
+from fleet_train.convert.settings.apply_profile import say
+from fleet_train.convert.settings.choosing import settle
+from fleet_train.convert.settings.keywords import one_of
+from fleet_train.convert.settings.profile_passes import (
     fitted_to,
     leaves_one_process_alone,
     pass_settings,
@@ -27,10 +37,6 @@ from fleet_train.convert.profile_passes import (
     refuse_on_this_device,
     take_over_momentum,
 )
-from fleet_train.convert.rewrite import chain_in_program_order, held_values, insert_launches, insert_waits
-from fleet_train.convert.separable import updates_each_alone
-from fleet_train.convert.start_state import make_start_equal
-from fleet_train.convert.startup import refuse_foreign_startup
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan
 from fleet_train.profile import Profile

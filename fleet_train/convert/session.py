@@ -11,12 +11,13 @@ import paddle
 
 from fleet_train.cluster.environment import join_timeout_seconds
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.join import join
-from fleet_train.convert import exits, serializing
-from fleet_train.convert.apply_profile import say
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job.join import join
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.role_maker import cluster_of
+from fleet_train.convert.process import exits
+from fleet_train.convert.process.role_maker import cluster_of
+from fleet_train.convert.settings.apply_profile import say
+from fleet_train.convert.state import serializing
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile

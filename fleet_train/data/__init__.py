@@ -1,12 +1,22 @@
 """Datasets, samplers and loaders: everything between the disk and a feed dictionary, without Paddle but for GPUs."""
 
-from fleet_train.data.augment import AUGMENTATIONS, augmentation
-from fleet_train.data.datasets import DATASETS, ArrayDataset, Dataset, Splits, digits, load_splits, synthetic
-from fleet_train.data.device import device_copy
-from fleet_train.data.draws import Draws
-from fleet_train.data.image_folder import ImageFolder, image_splits
-from fleet_train.data.image_settings import ImageSettings
-from fleet_train.data.loader import BatchLoader, Loader
+from fleet_train.data.core.datasets import DATASETS, ArrayDataset, Dataset, Splits, digits, load_splits, synthetic
+from fleet_train.data.core.prefetch import Prefetcher
+from fleet_train.data.core.rng import Draws
+from fleet_train.data.core.sampler import (
+    LAST_BATCHES,
+    BatchSampler,
+    EvaluationSampler,
+    ShardedBatchSampler,
+    evaluation_batches,
+)
+from fleet_train.data.core.shards import UNEVEN_POLICIES, OwnDataSampler, agree_steps
+from fleet_train.data.images.augment import AUGMENTATIONS, augmentation
+from fleet_train.data.images.folder import ImageFolder, image_splits
+from fleet_train.data.images.geometry import ImageSettings
+from fleet_train.data.loaders.device import device_copy
+from fleet_train.data.loaders.threads import BatchLoader, Loader
+from fleet_train.data.loaders.workers import WorkerLoader
 from fleet_train.data.open import (
     LOADERS,
     SHARDINGS,
@@ -16,17 +26,7 @@ from fleet_train.data.open import (
     make_loader,
     open_splits,
 )
-from fleet_train.data.prefetch import Prefetcher
-from fleet_train.data.sampler import (
-    LAST_BATCHES,
-    BatchSampler,
-    EvaluationSampler,
-    ShardedBatchSampler,
-    evaluation_batches,
-)
 from fleet_train.data.settle import settle
-from fleet_train.data.uneven import UNEVEN_POLICIES, OwnDataSampler, agree_steps
-from fleet_train.data.worker_loader import WorkerLoader
 
 __all__ = [
     "AUGMENTATIONS",

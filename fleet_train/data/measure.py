@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from fleet_train.data.image_folder import ImageFolder
-from fleet_train.data.loader import Loader
+from fleet_train.data.images.folder import ImageFolder
+from fleet_train.data.loaders.threads import Loader
 
 _HEADERS = 200
 _READ_AT_ONCE = 64

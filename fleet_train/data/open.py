@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_train.data.augment import augmentation, image_augmentation_name
-from fleet_train.data.dali import DaliLoader
-from fleet_train.data.datasets import Dataset, Splits, load_splits
-from fleet_train.data.device import device_copy
-from fleet_train.data.image_folder import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
-from fleet_train.data.image_settings import ImageSettings
-from fleet_train.data.loader import BatchLoader, Loader
-from fleet_train.data.sampler import LAST_BATCHES, BatchSampler, EvaluationSampler, ShardedBatchSampler
-from fleet_train.data.uneven import UNEVEN_POLICIES, OwnDataSampler
-from fleet_train.data.worker_loader import WorkerLoader
+from fleet_train.data.core.datasets import Dataset, Splits, load_splits
+from fleet_train.data.core.sampler import LAST_BATCHES, BatchSampler, EvaluationSampler, ShardedBatchSampler
+from fleet_train.data.core.shards import UNEVEN_POLICIES, OwnDataSampler
+from fleet_train.data.images.augment import augmentation, image_augmentation_name
+from fleet_train.data.images.folder import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
+from fleet_train.data.images.geometry import ImageSettings
+from fleet_train.data.loaders.dali import DaliLoader
+from fleet_train.data.loaders.device import device_copy
+from fleet_train.data.loaders.threads import BatchLoader, Loader
+from fleet_train.data.loaders.workers import WorkerLoader
 from fleet_train.errors import DataError
 
 LOADERS = ("auto", "thread", "workers", "dali")

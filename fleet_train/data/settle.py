@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fleet_train.data.image_folder import ImageFolder
-from fleet_train.data.loader import Loader
-from fleet_train.data.uneven import OwnDataSampler
+from fleet_train.data.core.shards import OwnDataSampler
+from fleet_train.data.images.folder import ImageFolder
+from fleet_train.data.loaders.threads import Loader
 from fleet_train.errors import DataError
 
 _CLASSES_FILE = "name all classes, one a line, in a classes.txt that is the same on every machine"

@@ -18,7 +18,7 @@ from fleet_train.doctor.judge.finding import FAIL, Finding
 from fleet_train.doctor.measure import folders, machine
 from fleet_train.doctor.measure.network import own_address
 from fleet_train.doctor.peers.channel import connect, outcome_of
-from fleet_train.launch.node import Node
+from fleet_train.launch.spec.node import Node
 
 _DIAL_SECONDS = 1.5
 _MOST_DIALLED = 64

@@ -15,7 +15,7 @@ from fleet_train.doctor.judge.everything import judge
 from fleet_train.doctor.judge.finding import PASS, Finding, exit_code, verdict
 from fleet_train.doctor.options import Options
 from fleet_train.doctor.party import Party
-from fleet_train.launch.signals import StopRequested, signal_name, stopping_signals
+from fleet_train.launch.workers.signals import StopRequested, signal_name, stopping_signals
 from fleet_train.selftest.start import Where
 
 

@@ -1,7 +1,7 @@
 """What will be communicated: gradients -> buckets -> collectives, as pure data. No Paddle."""
 
-from fleet_train.plan.choose import build_plan
 from fleet_train.plan.explain import explain
 from fleet_train.plan.plan import Bucket, CommPlan, Gradient, first_difference
+from fleet_train.plan.price.choose import build_plan
 
 __all__ = ["Bucket", "CommPlan", "Gradient", "build_plan", "explain", "first_difference"]

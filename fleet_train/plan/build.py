@@ -26,7 +26,7 @@ def build_settled(
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` leaves
-    nothing open (see `fleet_train.plan.choose`).
+    nothing open (see `fleet_train.plan.price.choose`).
 
     ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
     norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the

@@ -1,6 +1,6 @@
 """The compressions: every value of the knob ``compression``, and what the plan has to know of it.
 
-To add one, add it to the schema and here, to `fleet_train.collectives.make_methods.METHODS`, to
+To add one, add it to the schema and here, to `fleet_train.collectives.methods.registry.METHODS`, to
 `fleet_train.plan.simulate.methods.METHODS`, to the table of strategies that go together, and to the effects of knobs in
 the tests. What is missing in one of them is an error when a plan or a program is made, never another compression.
 """

@@ -9,10 +9,10 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper
 
 from fleet_train.errors import ConversionError
-from fleet_train.port.facts import FactFinder, Facts
-from fleet_train.port.imports import with_new_imports, with_static_mode
-from fleet_train.port.marks import Mark, marks_in
-from fleet_train.port.rewriter import Rewriter
+from fleet_train.port.rewriting.facts import FactFinder, Facts
+from fleet_train.port.rewriting.imports import with_new_imports, with_static_mode
+from fleet_train.port.rewriting.marks import Mark, marks_in
+from fleet_train.port.rewriting.rewriter import Rewriter
 
 _PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w]|except\s+\w+\s*,\s*\w+\s*:)", re.MULTILINE)
 

@@ -6,7 +6,7 @@ from fleet_train.profile.catalogue import find_profile, load_profile, profile_na
 from fleet_train.profile.knobs import Fate, Knob
 from fleet_train.profile.mappings import applied_mappings, check_flags
 from fleet_train.profile.profile import Profile
-from fleet_train.profile.schema import KNOBS
+from fleet_train.profile.schema.settings import KNOBS
 
 __all__ = [
     "KNOBS",

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.profile import Profile
-from fleet_train.profile.schema import DESCRIPTIVE
+from fleet_train.profile.schema.settings import DESCRIPTIVE
 
 
 def comparable(profile: Profile) -> dict[str, dict[str, Any]]:

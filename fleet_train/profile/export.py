@@ -17,9 +17,9 @@ from fleet_train.profile.catalogue import load_profile, profile_names
 from fleet_train.profile.compatibility import Strategy, Verdict, entries
 from fleet_train.profile.knobs import FATES, Knob, shown
 from fleet_train.profile.rules import VARIABLE_NAME
-from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
-from fleet_train.profile.stock_field import StockField
-from fleet_train.profile.stock_fields import STOCK_FIELDS
+from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
+from fleet_train.profile.stock.field import StockField
+from fleet_train.profile.stock.fields import STOCK_FIELDS
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 MARKDOWN_HEAD = """# Knobs

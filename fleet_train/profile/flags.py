@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_train.profile.knobs import Knob, shown
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, value_problems
-from fleet_train.profile.schema import FLAG_KNOBS, KNOBS
+from fleet_train.profile.schema.settings import FLAG_KNOBS, KNOBS
 
 
 def fold_flags(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:

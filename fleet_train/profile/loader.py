@@ -12,7 +12,7 @@ from fleet_train.profile.flags import fold_flags
 from fleet_train.profile.knobs import Knob
 from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import Problem, problems_in
-from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
+from fleet_train.profile.schema.settings import DESCRIPTIVE, KNOBS
 from fleet_train.profile.source import Source, read_source
 
 MAX_EXTENDS = 16

@@ -8,7 +8,7 @@ from fleet_train.errors import ProfileError
 from fleet_train.profile.knobs import AUTO, shown
 from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import suggestion
-from fleet_train.profile.schema import KNOBS
+from fleet_train.profile.schema.settings import KNOBS
 
 
 def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]:

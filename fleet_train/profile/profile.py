@@ -13,7 +13,7 @@ from fleet_train.errors import ProfileError
 from fleet_train.profile.flags import fold_flags, read_flag
 from fleet_train.profile.knobs import AUTO, hidden, shown
 from fleet_train.profile.rules import Problem, problems_in
-from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
+from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
 BY_CALLER = "set by the caller"
 

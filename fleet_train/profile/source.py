@@ -18,7 +18,7 @@ from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.files import NotThatFile, read_regular
 from fleet_train.profile.knobs import AUTO, cut
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, unknown_key
-from fleet_train.profile.schema import KNOBS
+from fleet_train.profile.schema.settings import KNOBS
 
 MAX_BYTES = 64 * 1024
 MAX_KEYS = 500

@@ -11,10 +11,10 @@ from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, from_endpoints
 from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.secret import SECRET, SECRET_FILE
-from fleet_train.cluster.store.access import JOB_ID
-from fleet_train.launch.environment import Wanted, build_environment
-from fleet_train.launch.machine import Machine, look_around
-from fleet_train.launch.node import Node, choose_interface
+from fleet_train.cluster.store.protocol.access import JOB_ID
+from fleet_train.launch.spec.machine import Machine, look_around
+from fleet_train.launch.spec.node import Node, choose_interface
+from fleet_train.launch.spec.worker_environment import Wanted, build_environment
 
 _LAST_PORT = 65535
 
@@ -120,9 +120,10 @@ class InWorker:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         import sys
 
-        if "fleet_train.convert.exits" not in sys.modules:
+        if "fleet_train.convert.process.exits" not in sys.modules:
             return
-        from fleet_train.convert import exits, session
+        from fleet_train.convert import session
+        from fleet_train.convert.process import exits
 
         if error is None:
             session.end()

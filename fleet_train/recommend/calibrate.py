@@ -13,16 +13,16 @@ import paddle
 
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.make_methods import METHODS, make_method
-from fleet_train.collectives.modes import dynamic_mode
-from fleet_train.collectives.quantised import QuantisedSums
-from fleet_train.collectives.reducers import make_reducers
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.registry import METHODS, make_method
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.plan import CommPlan, Gradient
 from fleet_train.plan.build import build_settled
 from fleet_train.plan.compression_settings import dgc_settings
-from fleet_train.plan.costs import TYPICAL, Costs
-from fleet_train.plan.predict import Network, Paths
+from fleet_train.plan.price.costs import TYPICAL, Costs
+from fleet_train.plan.price.predict import Network, Paths
 from fleet_train.profile import Profile
 
 # Sizes that a choice is likely to have; what coding costs per byte hardly depends on them.

@@ -10,11 +10,11 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, Gradient
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
-from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
-from fleet_train.plan.predict import Compute, Link, Network, Prediction, predict
-from fleet_train.plan.traffic import traffic
+from fleet_train.plan.price.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
+from fleet_train.plan.price.costs import Costs
+from fleet_train.plan.price.predict import Compute, Link, Network, Prediction, predict
+from fleet_train.plan.price.traffic import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
 from fleet_train.recommend.variants import in_words, variants

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.plan.costs import Costs
-from fleet_train.plan.predict import Link
+from fleet_train.plan.price.costs import Costs
+from fleet_train.plan.price.predict import Link
 from fleet_train.profile import load_profile
 from fleet_train.profile.buckets import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate, thresholds

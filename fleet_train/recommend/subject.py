@@ -11,13 +11,13 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet
-from fleet_train.collectives.probe import probe
+from fleet_train.collectives.job.link_probe import probe
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
 from fleet_train.recommend.candidates import network_of
 from fleet_train.recommend.trial import Again, Steps, memory_bytes, run_script
-from fleet_train.selftest.subject import Reports
+from fleet_train.selftest.subjects.subject import Reports
 
 COMPUTING = "computing"
 

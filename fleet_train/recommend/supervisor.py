@@ -13,9 +13,9 @@ from typing import Any
 
 from fleet_train.errors import FleetTrainError, WorkerFailed
 from fleet_train.plan import Gradient
-from fleet_train.plan.choose import MOST_COMMUNICATORS
-from fleet_train.plan.costs import Costs
 from fleet_train.plan.legs import Sent
+from fleet_train.plan.price.choose import MOST_COMMUNICATORS
+from fleet_train.plan.price.costs import Costs
 from fleet_train.plan.simulate.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of

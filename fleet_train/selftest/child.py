@@ -13,11 +13,11 @@ from typing import Any
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import rank_variables
 from fleet_train.files import open_new, write_new
-from fleet_train.launch.environment import appended
-from fleet_train.launch.prepare import import_path_for_ranks
-from fleet_train.launch.watching import end_of
-from fleet_train.launch.worker import dying_with_us
-from fleet_train.launch.worker_result import last_lines
+from fleet_train.launch.agent.prepare import import_path_for_ranks
+from fleet_train.launch.report.worker_result import last_lines
+from fleet_train.launch.spec.worker_environment import appended
+from fleet_train.launch.workers.watching import end_of
+from fleet_train.launch.workers.worker_main import dying_with_us
 
 _LAST_LINES = 8
 _LONGEST_LINE = 16 * 1024
@@ -57,7 +57,7 @@ class Child:
         arguments: list[str],
         environ: Mapping[str, str],
         log: Path,
-        module: str = "fleet_train.selftest.subject",
+        module: str = "fleet_train.selftest.subjects.subject",
     ) -> None:
         self.log = log
         self._reports = log.with_suffix(".reports")

@@ -11,9 +11,9 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
-from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
+from fleet_train.cluster.store.protocol.access import access_of
+from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
 from fleet_train.errors import WorkerFailed
 
 _GROUP = "supervisor"

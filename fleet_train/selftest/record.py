@@ -17,9 +17,9 @@ import fleet_train
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.files import write_new
-from fleet_train.launch.hardware import processor
-from fleet_train.launch.installed import commit
-from fleet_train.launch.machine import installed_paddle
+from fleet_train.launch.spec.hardware import processor
+from fleet_train.launch.spec.installed import commit
+from fleet_train.launch.spec.machine import installed_paddle
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.results import Result, exit_code, failed, verdict
 

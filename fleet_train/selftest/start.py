@@ -16,11 +16,11 @@ import click
 
 from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.errors import ClusterError
-from fleet_train.launch.agent import run
-from fleet_train.launch.machine import look_around
-from fleet_train.launch.prepare import prepare
-from fleet_train.launch.request import LaunchRequest
-from fleet_train.launch.terminal import beside_stdout
+from fleet_train.launch.agent.agent import run
+from fleet_train.launch.agent.prepare import prepare
+from fleet_train.launch.report.terminal import beside_stdout
+from fleet_train.launch.spec.machine import look_around
+from fleet_train.launch.spec.request import LaunchRequest
 from fleet_train.selftest import record
 from fleet_train.selftest.options import GROUPS, Options
 from fleet_train.selftest.peers import Peers

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from fleet_train.errors import ClusterError
-from fleet_train.launch.machine import Machine
+from fleet_train.launch.spec.machine import Machine
 from fleet_train.spawning.shipping import name_of
 
 _MOST_RANKS = 1024

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.secret import SECRET, SECRET_FILE
-from fleet_train.cluster.store.access import JOB_ID
-from fleet_train.launch.environment import LaunchEnvironment
-from fleet_train.launch.node import Node
+from fleet_train.cluster.store.protocol.access import JOB_ID
+from fleet_train.launch.spec.node import Node
+from fleet_train.launch.spec.worker_environment import LaunchEnvironment
 from fleet_train.spawning.store import SpawnStore
 
 

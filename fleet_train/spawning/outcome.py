@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import ClusterError, FleetTrainError, Preempted, RankFailed
-from fleet_train.launch.node import Node
-from fleet_train.launch.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.spec.node import Node
 
 _MOST_FOLLOWERS = 8
 _TAIL_LINES = 15

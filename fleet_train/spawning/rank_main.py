@@ -14,7 +14,7 @@ import sys
 import traceback
 from typing import Any
 
-from fleet_train.launch.worker import die_with_parent
+from fleet_train.launch.workers.worker_main import die_with_parent
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -114,9 +114,9 @@ class _Rank:
 
 def _cause_told_to_the_others(error: BaseException) -> BaseException:
     """What has really ended this rank; the others learn it now, not when the process ends."""
-    if "fleet_train.convert.exits" not in sys.modules:  # it has never joined a job
+    if "fleet_train.convert.process.exits" not in sys.modules:  # it has never joined a job
         return error
-    from fleet_train.convert import exits
+    from fleet_train.convert.process import exits
 
     return exits.tell(error)
 

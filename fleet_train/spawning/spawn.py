@@ -11,11 +11,11 @@ from typing import Any
 
 from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.launch.environment import LaunchEnvironment, Wanted, build_environment
-from fleet_train.launch.machine import Machine, look_around
-from fleet_train.launch.node import Node
-from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
-from fleet_train.launch.worker import log_name
+from fleet_train.launch.agent.prepare import check_log_dir, check_paddle, import_path_for_ranks
+from fleet_train.launch.spec.machine import Machine, look_around
+from fleet_train.launch.spec.node import Node
+from fleet_train.launch.spec.worker_environment import LaunchEnvironment, Wanted, build_environment
+from fleet_train.launch.workers.worker_main import log_name
 from fleet_train.spawning import inside, shipping
 from fleet_train.spawning.channel import packed
 from fleet_train.spawning.checks import check_call, check_ranks, check_seconds

@@ -7,9 +7,9 @@ import contextlib
 import secrets
 
 from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.server import StoreServer
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.servers.server import StoreServer
 from fleet_train.errors import FleetTrainError
 
 HOST = "127.0.0.1"

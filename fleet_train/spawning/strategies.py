@@ -13,7 +13,7 @@ def profile_of(strategy: Any) -> Any:
     """The profile; None for None. Raises ProfileError, and ClusterError for what is no strategy."""
     if strategy is None:
         return None
-    from fleet_train.convert.strategy import DistributedStrategy
+    from fleet_train.convert.settings.strategy import DistributedStrategy
     from fleet_train.profile import Profile, load_profile
 
     if isinstance(strategy, (str, os.PathLike)):

@@ -1,21 +1,22 @@
 """The training system: a loop for any static program (`Trainer`), and the reference trainer built on it.
 
-The names are loaded on first use: the command line reads `config` from here without importing Paddle.
+The names are loaded on first use: the command line reads `reference.config` from here without importing Paddle.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fleet_train.lazy import load_on_use
 
 if TYPE_CHECKING:
-    from fleet_train.train.average import WeightAverage
-    from fleet_train.train.checkpoint import Checkpoints
-    from fleet_train.train.evaluate import Evaluation, ProgramEvaluator
-    from fleet_train.train.finite import SkipNotFinite
-    from fleet_train.train.loop import Trainer
+    from fleet_train.train.checkpoint.manager import Checkpoints
+    from fleet_train.train.components.ema import WeightAverage
+    from fleet_train.train.components.evaluation import Evaluation, ProgramEvaluator
+    from fleet_train.train.components.numerics import SkipNotFinite
+    from fleet_train.train.components.settings import TrainerSettings
     from fleet_train.train.outcome import Outcome
-    from fleet_train.train.settings import TrainerSettings
+    from fleet_train.train.trainer import Trainer
 
 __all__ = [
     "Checkpoints",
@@ -28,21 +29,16 @@ __all__ = [
     "WeightAverage",
 ]
 
-_HOMES = {
-    "Checkpoints": "checkpoint",
-    "Evaluation": "evaluate",
-    "Outcome": "outcome",
-    "ProgramEvaluator": "evaluate",
-    "SkipNotFinite": "finite",
-    "Trainer": "loop",
-    "TrainerSettings": "settings",
-    "WeightAverage": "average",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fleet_train.train' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"fleet_train.train.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = load_on_use(
+    __name__,
+    {
+        "Checkpoints": "checkpoint.manager",
+        "Evaluation": "components.evaluation",
+        "Outcome": "outcome",
+        "ProgramEvaluator": "components.evaluation",
+        "SkipNotFinite": "components.numerics",
+        "Trainer": "trainer",
+        "TrainerSettings": "components.settings",
+        "WeightAverage": "components.ema",
+    },
+)

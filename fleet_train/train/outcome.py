@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet_train.train.evaluate import Evaluation
+from fleet_train.train.components.evaluation import Evaluation
 
 
 @dataclass

@@ -18,9 +18,9 @@ def train(config: dict[str, Any]) -> None:
 
     from fleet_train import fleet
     from fleet_train.cluster.environment import attempt
-    from fleet_train.selftest.comparing import digest
-    from fleet_train.selftest.networks import SEVERAL_BUCKETS, batches
-    from fleet_train.selftest.training import Trained
+    from fleet_train.selftest.subjects.comparing import digest
+    from fleet_train.selftest.subjects.networks import SEVERAL_BUCKETS, batches
+    from fleet_train.selftest.subjects.training import Trained
 
     paddle.enable_static()
     fleet.init()

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import WorkerFailed
-from fleet_train.selftest.collectives import KINDS
 from fleet_train.selftest.options import Options
+from fleet_train.selftest.subjects.collectives import KINDS
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
 UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
-SUBJECT = ROOT / "fleet_train/selftest/subject.py"
+SUBJECT = ROOT / "fleet_train/selftest/subjects/subject.py"
 
 
 def run(folder: Path, job: str, options: Options, world_size: int, **more: Any) -> RanksResult:

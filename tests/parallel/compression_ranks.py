@@ -15,15 +15,15 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.dgc import DgcMethod
 from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.host_casts import cast_on_host
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.modes import dynamic_mode
-from fleet_train.collectives.powersgd import PowerSgdMethod
-from fleet_train.collectives.quantised import QuantisedSums
-from fleet_train.collectives.quantised_method import QuantisedMethod
-from fleet_train.collectives.reducers import CastReducer, make_reducers
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.methods.allreduce import CastReducer, make_reducers
+from fleet_train.collectives.methods.dgc import DgcMethod
+from fleet_train.collectives.methods.host_casts import cast_on_host
+from fleet_train.collectives.methods.powersgd import PowerSgdMethod
+from fleet_train.collectives.methods.quantised import QuantisedMethod
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, Gradient
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings

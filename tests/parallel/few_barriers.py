@@ -10,8 +10,8 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
 from fleet_train.profile import Profile, load_profile
-from fleet_train.selftest.networks import SAMPLES_PER_RANK, batches, share
-from fleet_train.selftest.training import Trained
+from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, batches, share
+from fleet_train.selftest.subjects.training import Trained
 from tests.parallel.local_sgd import MLP, adam
 from tests.support.worker import digest, report
 

@@ -15,13 +15,13 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.make_methods import make_method
-from fleet_train.collectives.modes import dynamic_mode
-from fleet_train.collectives.quantised import QuantisedSums
-from fleet_train.collectives.reducers import make_reducers
+from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.registry import make_method
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Gradient, build_plan
-from fleet_train.plan.traffic import traffic
+from fleet_train.plan.price.traffic import traffic
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
 

@@ -11,10 +11,10 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from fleet_train.selftest.comparing import relative_difference
-from fleet_train.selftest.networks import BATCH_NORM, FEATURES, SAMPLES_PER_RANK, Network, batches, share
-from fleet_train.selftest.simulated import Twin
-from fleet_train.selftest.training import Trained
+from fleet_train.selftest.subjects.comparing import relative_difference
+from fleet_train.selftest.subjects.networks import BATCH_NORM, FEATURES, SAMPLES_PER_RANK, Network, batches, share
+from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.training import Trained
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 

@@ -13,7 +13,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.statistics import RankStatistics
+from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling

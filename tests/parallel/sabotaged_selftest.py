@@ -31,8 +31,8 @@ def spoil_collectives() -> None:
 def spoil_averages() -> None:
     import paddle
 
-    from fleet_train.collectives.reducers import FlatReducer
-    from fleet_train.selftest import profiles
+    from fleet_train.collectives.methods.allreduce import FlatReducer
+    from fleet_train.selftest.subjects import profiles
 
     real = FlatReducer.sum
 

@@ -14,10 +14,10 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.profile import Profile
-from fleet_train.selftest.comparing import relative_difference
-from fleet_train.selftest.networks import BATCH_NORM, SAMPLES_PER_RANK, SPARSE, Network, batches, share
-from fleet_train.selftest.simulated import Twin
-from fleet_train.selftest.training import Trained
+from fleet_train.selftest.subjects.comparing import relative_difference
+from fleet_train.selftest.subjects.networks import BATCH_NORM, SAMPLES_PER_RANK, SPARSE, Network, batches, share
+from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.training import Trained
 from tests.parallel.local_sgd import CountedAllReduce, adam, momentum
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report

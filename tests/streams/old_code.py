@@ -10,7 +10,7 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
 from fleet_train.collectives.engines.stream import Enqueued, InFlight, StreamEngine
 from fleet_train.collectives.engines.thread import Result, ThreadEngine
-from fleet_train.collectives.job import Job
+from fleet_train.collectives.job.job import Job
 from tests.streams.played import PlayedDevice, PlayedWatchdog
 from tests.streams.recorder import Recorder
 

@@ -15,11 +15,13 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import groups, hold, host_ops, parts, statistics
+from fleet_train.collectives import hold, host_ops, sync_batch_norm
 from fleet_train.collectives.engines import stages, stream, thread
 from fleet_train.collectives.engines.device import HostMoment
 from fleet_train.collectives.engines.engine import Engine, Place
-from fleet_train.collectives.job import Job
+from fleet_train.collectives.job import process_groups
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.methods import parts
 from tests.streams.recorder import RecordedFuture, Recorder
 from tests.streams.trace import Op
 from tests.support.agreeing import AgreeingJob
@@ -156,11 +158,14 @@ def _played(recorder: Recorder) -> Iterator[None]:
             mock.patch.object(stages.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
             mock.patch.object(parts, "backend_name", return_value="nccl"),
-            mock.patch.object(groups, "_own_store", return_value=nullcontext()),
-            mock.patch.object(groups, "_kept", lambda group: group),
+            mock.patch.object(process_groups, "_own_store", return_value=nullcontext()),
+            mock.patch.object(process_groups, "_kept", lambda group: group),
             mock.patch.object(stream, "WorkerThread", make_thread),
             mock.patch.object(thread, "WorkerThread", make_thread),
-            *(mock.patch.object(module, "_host_operator", _noted(recorder)) for module in (host_ops, statistics, hold)),
+            *(
+                mock.patch.object(module, "_host_operator", _noted(recorder))
+                for module in (host_ops, sync_batch_norm, hold)
+            ),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]
         for patch in patches:

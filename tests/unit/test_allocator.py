@@ -6,7 +6,7 @@ import sys
 from tests.support.processes import ROOT
 
 CODE = """
-from fleet_train.collectives.allocator import keep_freed_memory
+from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
 print(keep_freed_memory({}), keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.check=3"}))
 """
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.outer import OuterOptimizer
-from fleet_train.convert.profile_passes import pass_settings
-from fleet_train.convert.strategy import DistributedStrategy
+from fleet_train.collectives.local_sgd.outer import OuterOptimizer
+from fleet_train.convert.settings.profile_passes import pass_settings
+from fleet_train.convert.settings.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.plan.compression_settings import dgc_settings, powersgd_settings
@@ -28,9 +28,9 @@ from fleet_train.plan.local_sgd import LocalSgdSchedule
 from fleet_train.plan.plan import Note
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
 from fleet_train.profile.knobs import shown
-from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
-from fleet_train.profile.stock import differing
-from fleet_train.profile.stock_fields import STOCK_FIELDS
+from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS
+from fleet_train.profile.stock.fields import STOCK_FIELDS
+from fleet_train.profile.stock.objects import differing
 from tests.support.processes import ROOT
 
 OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KNOBS]

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet_train.convert import persistables
-from fleet_train.convert.persistables import State
+from fleet_train.convert.state import persistables
+from fleet_train.convert.state.persistables import State
 from fleet_train.files import NotThatFile, read_regular, write_new
-from fleet_train.launch import worker
+from fleet_train.launch.workers import worker_main
 from fleet_train.port.files import write
 from fleet_train.port.script import Ported
-from fleet_train.train import snapshots
-from fleet_train.train.jsonl_sink import JsonLinesSink
-from fleet_train.train.newest import write_record
-from fleet_train.train.snapshots import Run
-from fleet_train.train.summary import publish_summary
-from fleet_train.train.visualdl_sink import VisualDLSink
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies.newest import write_record
+from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.metrics.jsonl import JsonLinesSink
+from fleet_train.train.metrics.visualdl import VisualDLSink
+from fleet_train.train.reference.summary import publish_summary
 
 
 def _metrics(folder: Path) -> None:
@@ -56,7 +56,7 @@ def _ported(folder: Path) -> None:
 
 
 def _end_of_a_rank(folder: Path) -> None:
-    worker.write_record(str(folder / "workerend.0.json"), {"token": "7-a"})
+    worker_main.write_record(str(folder / "workerend.0.json"), {"token": "7-a"})
 
 
 WRITERS: list[tuple[str, Callable[[Path], None]]] = [
@@ -89,12 +89,12 @@ def test_a_link_under_the_name_of_a_draft_is_not_written_through(
 def test_state_and_marker_of_a_checkpoint_are_not_written_through_links(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    draft = snapshots.begin(tmp_path / "run" / "checkpoints", step=1)
-    for name in (snapshots.STATE, snapshots.MARKER):
+    draft = storage.begin(tmp_path / "run" / "checkpoints", step=1)
+    for name in (storage.STATE, storage.MARKER):
         (draft / name).symlink_to(precious)
-    final = snapshots.publish(tmp_path / "run" / "checkpoints", 1, {"step": 1})
+    final = storage.publish(tmp_path / "run" / "checkpoints", 1, {"step": 1})
     assert precious.read_text() == "mine"
-    assert json.loads((final / snapshots.STATE).read_text()) == {"step": 1}
+    assert json.loads((final / storage.STATE).read_text()) == {"step": 1}
 
 
 def test_a_new_file_has_the_rights_that_other_files_of_the_user_have(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleet_train.convert.program_state import _is_finite
+from fleet_train.convert.state.program_state import _is_finite
 
 HUGE = float(np.finfo("float32").max)
 

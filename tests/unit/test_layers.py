@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ PACKAGE = ROOT / "fleet_train"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
+    "lazy": set(),
     "profile": {"errors", "files"},
-    "cluster": {"profile"},
+    "cluster": {"profile", "lazy"},
     "plan": {"cluster", "profile"},
     "collectives": {"plan"},
     "convert": {"collectives"},
@@ -38,7 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"errors"},
     "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},
     "fleet": {"convert"},
-    "__init__": {"convert", "spawning"},  # by name, on first use; and cluster, whose correction is as light as errors
+    "__init__": {
+        "convert",
+        "lazy",
+        "spawning",
+    },  # by name, on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
 }
 # Narrower than the table: the trainer is a user of the facade like any other.
@@ -113,7 +120,7 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
         if name.split(".")[0] == "paddle"
     ]
     # A process of its own, in which nothing but the stock launcher's modules is Paddle's.
-    alone = {name for name in wrong if name.startswith("fleet_train/launch/stock_without_paddle.py:")}
+    alone = {name for name in wrong if name.startswith("fleet_train/launch/workers/paddle_launch_main.py:")}
     assert {name.split(": ")[1] for name in alone} == {
         "paddle.utils.environments.strtobool",
         "paddle.distributed.launch.main",
@@ -128,7 +135,7 @@ def test_visualdl_is_imported_only_by_its_sink_and_in_its_servers_process() -> N
         for _, name in imported_names(path)
         if name.startswith("visualdl")
     }
-    assert importers == {"train/visualdl_sink.py", "train/dashboard_server.py"}
+    assert importers == {"train/metrics/visualdl.py", "train/monitor/dashboard_server.py"}
 
 
 def test_numba_is_imported_only_by_the_loops_that_it_compiles_and_by_who_asks_for_them() -> None:
@@ -136,9 +143,9 @@ def test_numba_is_imported_only_by_the_loops_that_it_compiles_and_by_who_asks_fo
         str(path.relative_to(PACKAGE))
         for path in modules()
         for _, name in imported_names(path)
-        if name.split(".")[0] in ("numba", "llvmlite") or name.startswith("fleet_train.collectives.codec_loops")
+        if name.split(".")[0] in ("numba", "llvmlite") or name.startswith("fleet_train.collectives.codec.loops")
     }
-    assert importers == {"collectives/codec_loops.py", "collectives/compiled_codec.py"}
+    assert importers == {"collectives/codec/loops.py", "collectives/codec/compiled.py"}
 
 
 def test_every_folder_of_the_package_is_installed() -> None:
@@ -164,6 +171,81 @@ def test_table_is_the_one_in_the_design() -> None:
         "manifest",
     }  # the design says "all": these reach everything that commands use
     assert table == {room: MAY_IMPORT[room] for room in MAY_IMPORT if not room.startswith("__")}
+
+
+MOST_DOORS = 14  # "about a dozen" modules and folders side by side
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph() -> dict[str, set[str]]:
+    return _graph_of(PACKAGE)
+
+
+@cache
+def _graph_of(package: Path) -> dict[str, set[str]]:  # noqa: ARG001
+    """Who imports whom, imports inside functions and below TYPE_CHECKING included.
+
+    Without ``fleet_train`` itself and the names that packages load on first use, which point at every layer.
+    """
+    paths = {module_of(path): path for path in modules()}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        found = set()
+        if module != "fleet_train" and "load_on_use" not in path.read_text():
+            for _, name in imported_names(path):
+                found |= {one for one in (name, name.rpartition(".")[0]) if one in paths and one != "fleet_train"}
+        graph[module] = {one for one in found if one != module and not module.startswith(f"{one}.")}
+    return graph
+
+
+def order(graph: dict[str, set[str]]) -> list[str]:
+    """Raises graphlib.CycleError, with the cycle in its arguments."""
+    return list(TopologicalSorter(graph).static_order())
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert set(order(import_graph())) >= {"fleet_train.errors", "fleet_train.cli"}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in modules()}), ids=lambda path: path.name)
+def test_folders_import_one_way(folder: Path) -> None:
+    """What stands side by side in a folder, modules and folders alike, can be read in one order."""
+    prefix = module_of(folder / "__init__.py") + "."
+    siblings: dict[str, set[str]] = {}
+    for module, imported in import_graph().items():
+        if module.startswith(prefix):
+            here = module.removeprefix(prefix).split(".")[0]
+            there = {one.removeprefix(prefix).split(".")[0] for one in imported if one.startswith(prefix)}
+            siblings.setdefault(here, set()).update(there - {here})
+    order(siblings)
+    assert folder == PACKAGE or len(siblings) <= MOST_DOORS
+
+
+def test_every_folder_says_who_lives_there() -> None:
+    silent = []
+    for path in PACKAGE.rglob("__init__.py"):
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+        if not first.endswith("."):
+            silent.append(str(path.relative_to(ROOT)))
+    assert silent == []
+
+
+def test_cycles_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "fleet_train")
+    for name, text in {
+        "plan/a.py": "from fleet_train.plan.inner import b\n",
+        "plan/inner/b.py": "if TYPE_CHECKING:\n    from fleet_train.plan.c import X\n",
+        "plan/c.py": "def f():\n    import fleet_train.plan.a\n",
+    }.items():
+        module = tmp_path / "fleet_train" / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(text)
+    with pytest.raises(CycleError):
+        order(import_graph())
 
 
 def test_reader_of_imports_sees_lazy_relative_and_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from fleet_train import fleet
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
-from fleet_train.convert.program_state import ProgramState
+from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
 from tests.support.inference import infer

@@ -13,7 +13,7 @@ from paddle.incubate.optimizer import (
     RecomputeOptimizer,
 )
 
-from fleet_train.convert.wrappers import unwrap
+from fleet_train.convert.settings.wrappers import unwrap
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, applied_mappings
 

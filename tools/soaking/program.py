@@ -45,10 +45,10 @@ class Book:
 def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) -> None:
     """Let every trainer of this process write down where it begins, each step, and each checkpoint."""
     from fleet_train.errors import Preempted
-    from fleet_train.train import snapshots
-    from fleet_train.train.loop import Trainer
+    from fleet_train.train.checkpoint import storage
+    from fleet_train.train.trainer import Trainer
 
-    publish = snapshots.publish
+    publish = storage.publish
     fit, resume, train_step, stop_if_asked, last_epoch = (
         Trainer.fit, Trainer.resume, Trainer._train_step, Trainer._stop_if_asked, Trainer._last_epoch,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
     def noted_fit(self: Trainer) -> Any:
         books.append(Book(folder))
         came_from = getattr(self, "_soak_came_from", None)
-        digest = snapshots.marker_digest(came_from) if came_from is not None and came_from.is_dir() else None
+        digest = storage.marker_digest(came_from) if came_from is not None and came_from.is_dir() else None
         place = [self.position.epoch, self.position.consumed_samples]
         samples = self._loader.sampler.num_samples  # type: ignore[attr-defined]
         books[0].write("begin", place=place, came_from=digest, samples=samples)
@@ -82,7 +82,7 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
         if books:
             state = what[2]
             place = [state["epoch"], state["consumed_samples"]]
-            books[0].write("save", place=place, name=written.name, digest=snapshots.marker_digest(written))
+            books[0].write("save", place=place, name=written.name, digest=storage.marker_digest(written))
         return written
 
     def stop_there(self: Trainer) -> None:
@@ -96,7 +96,7 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
         last = last_epoch(self)
         return last if stop_at is None else min(last, stop_at[0] + (stop_at[1] > 0))
 
-    setattr(snapshots, "publish", noted_publish)  # noqa: B010 (a function of another type, as mypy sees it)
+    setattr(storage, "publish", noted_publish)  # noqa: B010 (a function of another type, as mypy sees it)
     for name, function in (
         ("fit", noted_fit), ("resume", noted_resume), ("_train_step", noted_step), ("_stop_if_asked", stop_there),
         ("_last_epoch", stop_before),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fleet_train.cluster.engines.paddlecloud import read_paddlecloud
 from fleet_train.cluster.engines.started import Started, Variables, checked, endpoint
-from fleet_train.cluster.paddlecloud import read_paddlecloud
 from fleet_train.errors import ClusterError
 
 MASTER, NNODES, NODE_RANK = "FLEET_TRAIN_MASTER", "FLEET_TRAIN_NNODES", "FLEET_TRAIN_NODE_RANK"

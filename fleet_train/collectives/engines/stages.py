@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import paddle
 
-from fleet_train.collectives.modes import ensured_dynamic_mode
+from fleet_train.collectives.paddle_compat.modes import ensured_dynamic_mode
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
 from fleet_train.collectives.engines.thread import Blame
 from fleet_train.collectives.engines.watchdog import Watchdog
-from fleet_train.collectives.modes import ensured_dynamic_mode
-from fleet_train.collectives.worker_thread import WorkerThread
+from fleet_train.collectives.engines.worker_thread import WorkerThread
+from fleet_train.collectives.paddle_compat.modes import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from fleet_train.collectives.engines.device import Device, HostDevice
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Progress, Stages, carry_out
-from fleet_train.collectives.worker_thread import WorkerThread
+from fleet_train.collectives.engines.worker_thread import WorkerThread
 from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")

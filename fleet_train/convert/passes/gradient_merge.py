@@ -12,8 +12,8 @@ from typing import Any
 
 import paddle
 
-from fleet_train.convert.gradients import in_ready_order
 from fleet_train.convert.passes.conditional import run_if
+from fleet_train.convert.program.gradients import in_ready_order
 from fleet_train.errors import ConversionError
 
 Pairs = list[tuple[Any, Any]]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from fleet_train.collectives.statistics import Local, Statistics
+from fleet_train.collectives.sync_batch_norm import Local, Statistics
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.hold import emit_hold
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.statistics import RankStatistics
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.gradient_merge import GradientMerge, MergedGradients, merge_gradients
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels

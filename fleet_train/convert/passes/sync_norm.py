@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from fleet_train.collectives.statistics import Local, Statistics
+from fleet_train.collectives.sync_batch_norm import Local, Statistics
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm
 from fleet_train.convert.passes.norm_groups import groups_of_backward, groups_of_forward
 from fleet_train.convert.passes.walk import nested_operators

@@ -12,7 +12,7 @@ from pathlib import Path
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.doctor.facts import UNLIMITED, Limits, Memory, Processors
 from fleet_train.doctor.measure import quota
-from fleet_train.launch.hardware import processor
+from fleet_train.launch.spec.hardware import processor
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")

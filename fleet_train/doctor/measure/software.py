@@ -11,7 +11,7 @@ from pathlib import Path
 import fleet_train
 from fleet_train.doctor.facts import Software
 from fleet_train.errors import FleetTrainError
-from fleet_train.launch.machine import installed_paddle
+from fleet_train.launch.spec.machine import installed_paddle
 
 _DIGITS = 16
 

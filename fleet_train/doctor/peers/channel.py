@@ -9,9 +9,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from fleet_train.cluster.store.access import Access
-from fleet_train.cluster.store.greeting import Caller, Refused
-from fleet_train.cluster.store.wire import STRANGERS_BYTES, Decoder, Header, ProtocolError, encode, parse
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Caller, Refused
+from fleet_train.cluster.store.protocol.wire import STRANGERS_BYTES, Decoder, Header, ProtocolError, encode, parse
 
 MOST_BYTES = 8 << 20
 WORD_SECONDS = 4.0

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from fleet_train.cluster.store.greeting import Refused
-from fleet_train.cluster.store.wire import ProtocolError
+from fleet_train.cluster.store.protocol.greeting import Refused
+from fleet_train.cluster.store.protocol.wire import ProtocolError
 from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
 from fleet_train.doctor.party import Party
 from fleet_train.doctor.peers import datagrams, pair

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from fleet_train.cluster.store.wire import ProtocolError
+from fleet_train.cluster.store.protocol.wire import ProtocolError
 from fleet_train.doctor.facts import Echo, Stream
 from fleet_train.doctor.peers import streams
 from fleet_train.doctor.peers.channel import WORD_SECONDS, Channel

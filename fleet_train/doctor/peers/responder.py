@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 
 from fleet_train.cluster.network import port_is_free
-from fleet_train.cluster.store.access import Access
-from fleet_train.cluster.store.callers import Callers
-from fleet_train.cluster.store.greeting import Callee, Refused
-from fleet_train.cluster.store.wire import Header, ProtocolError
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Callee, Refused
+from fleet_train.cluster.store.protocol.wire import Header, ProtocolError
+from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.doctor.measure.network import holder
 from fleet_train.doctor.peers import datagrams, streams
 from fleet_train.doctor.peers.board import Board

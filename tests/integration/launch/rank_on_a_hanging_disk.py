@@ -10,8 +10,8 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet
-from fleet_train.train import snapshots
-from fleet_train.train.checkpoint import Checkpoints, TrainState
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
 
 def hangs(*_: object) -> Path:
@@ -28,7 +28,7 @@ def main(when: str) -> None:
     fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
     exe = paddle.static.Executor(fleet.place())
     exe.run(fleet.startup_program)
-    snapshots.publish = hangs
+    storage.publish = hangs
     checkpoints = Checkpoints(Path("run"), background=when != "at once", timeout_seconds=3.0)
     for step in (1, 2):
         exe.run(fleet.main_program, feed={"x": np.ones((8, 4), "float32")}, fetch_list=[loss])

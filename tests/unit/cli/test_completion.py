@@ -17,11 +17,11 @@ from tests.support.processes import clean_environ, python
 
 
 def values(*words: str) -> list[str]:
-    return [item.value for item in completions(*words) if item.type == "plain"]
+    return [item.value for item in completions(cli, *words) if item.type == "plain"]
 
 
 def kinds(*words: str) -> set[str]:
-    return {item.type for item in completions(*words)}
+    return {item.type for item in completions(cli, *words)}
 
 
 def test_commands_complete() -> None:

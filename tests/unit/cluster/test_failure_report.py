@@ -6,7 +6,7 @@ import pytest
 
 from fleet_train.cluster.cluster import Rank
 from fleet_train.cluster.failure_report import FailureReport, report_of_exit, reports_of
-from fleet_train.cluster.store.answers import with_absent
+from fleet_train.cluster.store.protocol.answers import with_absent
 from fleet_train.errors import Absence, DataError, JoinTimeout, WorkerFailed
 
 THIS = Rank(2, "10.0.0.2", 6170, 1, 0)

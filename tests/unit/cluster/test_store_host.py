@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fleet_train.cluster.cluster import Cluster, assign
-from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
+from fleet_train.cluster.store.protocol.access import access_of
+from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 

@@ -12,10 +12,10 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.codecs import make_codec, notices_of
-from fleet_train.collectives.compiled_codec import CompiledCodec, find_loops
-from fleet_train.collectives.host_codec import HostCodec, drawn_bytes
-from fleet_train.collectives.host_views import add_in_place, host_view
+from fleet_train.collectives.codec.codecs import make_codec, notices_of
+from fleet_train.collectives.codec.compiled import CompiledCodec, find_loops
+from fleet_train.collectives.codec.host import HostCodec, drawn_bytes
+from fleet_train.collectives.paddle_compat.host_views import add_in_place, host_view
 from fleet_train.errors import ConversionError
 from fleet_train.plan.quantised import QuantisedSettings
 from tests.support.processes import clean_environ, python
@@ -27,7 +27,7 @@ BLOCKS = 200  # of 512 elements: more than a piece of 65536
 LOOPS = """
 import os
 import numpy as np
-from fleet_train.collectives.codec_loops import compile_loops
+from fleet_train.collectives.codec.loops import compile_loops
 
 threads = len(os.listdir("/proc/self/task"))
 loops = compile_loops()

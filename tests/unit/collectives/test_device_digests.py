@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.sentinel import device_digests
+from fleet_train.collectives.replica_check import device_digests
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 SHAPES: Sequence[tuple[int, ...]] = ((), (1,), (0,), (3, 0, 2), (7,), (5, 3, 2), (2, 1000))

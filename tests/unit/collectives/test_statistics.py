@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.statistics import combined, packed
+from fleet_train.collectives.sync_batch_norm import combined, packed
 
 CHANNELS = (3, 5)
 

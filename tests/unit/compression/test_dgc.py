@@ -10,8 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.dgc import DgcMethod
 from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
+from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import (
     DgcSettings,

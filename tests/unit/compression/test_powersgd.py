@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
-from fleet_train.collectives.powersgd import PowerSgdMethod
+from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import (
     PowerSgdSettings,

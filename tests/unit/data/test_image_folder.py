@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from fleet_train.data import Draws, ImageFolder, ImageSettings, image_splits
-from fleet_train.data.corrupt import CorruptImages
+from fleet_train.data.images.corrupt import CorruptImages
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
 

@@ -24,8 +24,8 @@ from fleet_train.data import (
     augmentation,
     image_splits,
 )
-from fleet_train.data.shared_memory import SlotPool
-from fleet_train.data.worker_loader import batches_ahead
+from fleet_train.data.loaders.shared_memory import SlotPool
+from fleet_train.data.loaders.workers import batches_ahead
 from fleet_train.errors import DataError
 from tests.support.images import write_image_folder
 from tests.support.processes import clean_environ
@@ -234,6 +234,6 @@ def test_no_worker_outlives_a_training_that_is_killed_or_interrupted(folder: Pat
 
 
 def test_workers_start_without_paddle() -> None:
-    code = "import sys, fleet_train.data.decode_worker; print(sorted(m for m in sys.modules if 'paddle' in m))"
+    code = "import sys, fleet_train.data.loaders.decode_worker; print(sorted(m for m in sys.modules if 'paddle' in m))"
     done = subprocess.run([sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

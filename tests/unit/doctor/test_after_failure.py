@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.doctor import after_failure
 from fleet_train.doctor.after_failure import AfterFailure
-from fleet_train.launch.node import Node
+from fleet_train.launch.spec.node import Node
 
 ALONE = Node(("127.0.0.1",), 0, 6170, 1, None, "lo")
 TWO = Node(("127.0.0.2", "127.0.0.3"), 0, 6170, 1, None, "lo")

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from fleet_train.cluster.store.access import Access
-from fleet_train.cluster.store.greeting import Refused
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.doctor.party import Party, without_loopback_name
 from fleet_train.doctor.peers import datagrams, streams
 from fleet_train.doctor.peers.board import Board

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_train.convert import persistables
-from fleet_train.convert.fitting import fit
-from fleet_train.convert.local_state import refuse_damaged_position
-from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State
-from fleet_train.convert.rank_state import mean_of_ranks
-from fleet_train.convert.saving import _describe
-from fleet_train.convert.velocities import to_dgc, to_momentum
+from fleet_train.convert.state import persistables
+from fleet_train.convert.state.fitting import fit
+from fleet_train.convert.state.local_state import refuse_damaged_position
+from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State
+from fleet_train.convert.state.rank_state import mean_of_ranks
+from fleet_train.convert.state.save_load import _describe
+from fleet_train.convert.state.velocities import to_dgc, to_momentum
 from fleet_train.errors import UNPRINTABLE, CheckpointError
-from fleet_train.train import checkpoint, snapshots
+from fleet_train.train.checkpoint import manager, storage
 from tests.unit.fuzz import fixed, mutated
 
 OURS = {
@@ -82,9 +82,9 @@ TOKENS = (
 
 def valid(folder: Path) -> Path:
     """A published checkpoint with the state of two ranks."""
-    draft = snapshots.begin(folder, 3)
+    draft = storage.begin(folder, 3)
     persistables.write_folder(draft, SAVED)
-    return snapshots.publish(folder, 3, STATE, score=0.5)
+    return storage.publish(folder, 3, STATE, score=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def read_all(folder: Path) -> None:
     """What a resume does with the files before it changes anything; a CheckpointError may stop it at any point."""
     told = ""
     try:
-        checkpoint._checked(folder, snapshots.read_state(folder))
-        snapshots.score_of(folder)
+        manager._checked(folder, storage.read_state(folder))
+        storage.score_of(folder)
         found = persistables.read_folder(folder)
         refuse_damaged_position(found.arrays, str(folder))
         for saved in (to_momentum(found, OURS), to_dgc(found, OURS)):
@@ -135,7 +135,7 @@ def test_headers_and_json_with_another_value(folder: Path, files: dict[str, byte
         value = changed(data, value)
     text = json.dumps(value).encode()
     (folder / name).write_bytes((len(text).to_bytes(8, "little") if head else b"") + text + rest)
-    if name != snapshots.MARKER:
+    if name != storage.MARKER:
         agree_with_marker(folder)
     read_all(folder)
 
@@ -169,14 +169,14 @@ def changed(data: st.DataObject, value: Any) -> Any:
 
 def agree_with_marker(folder: Path) -> None:
     """The marker's SHA-256 of what is there now: what comes behind that check is looked at, too."""
-    marker = json.loads((folder / snapshots.MARKER).read_text())
+    marker = json.loads((folder / storage.MARKER).read_text())
     for name, written in marker["files"].items():
         if written is not None:
-            marker["files"][name] = snapshots._sha256(folder / name)
-    (folder / snapshots.MARKER).write_text(json.dumps(marker))
+            marker["files"][name] = storage._sha256(folder / name)
+    (folder / storage.MARKER).write_text(json.dumps(marker))
 
 
 def test_a_description_of_what_is_there_is_read(folder: Path, files: dict[str, bytes]) -> None:
     restore(folder, files)
     assert persistables.read_folder(folder).kinds == SAVED.kinds
-    assert {DESCRIPTION, TENSORS, RANKS, snapshots.STATE, snapshots.MARKER} == files.keys()
+    assert {DESCRIPTION, TENSORS, RANKS, storage.STATE, storage.MARKER} == files.keys()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_train.cli import profile_tables
+from fleet_train.cli.options import profile_tables
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.profile import KNOBS, load_profile
 from fleet_train.profile.catalogue import catalogue_folder

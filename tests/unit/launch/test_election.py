@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.launch.election import Heard, State, Status, Unheard, elected, is_at_work, leader_among, may_go_on
+from fleet_train.launch.rendezvous.election import (
+    Heard,
+    State,
+    Status,
+    Unheard,
+    elected,
+    is_at_work,
+    leader_among,
+    may_go_on,
+)
 
 LOOKING = Status(State.LOOKING, 0, 3)
 FRESH = Status(State.FRESH)

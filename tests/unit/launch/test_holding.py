@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import holding
+from fleet_train.launch.workers import holding
 from tests.support.processes import clean_environ, python
 
 _OTHER_JOB = """
 import os, sys
 from pathlib import Path
-from fleet_train.launch.holding import take_log_dir
+from fleet_train.launch.workers.holding import take_log_dir
 print(take_log_dir(Path(sys.argv[1]), print), os.getpid(), flush=True)
 sys.stdin.read()
 """

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.launch.request import FaultPolicy
-from fleet_train.launch.restart_policy import Kind, RunResult, pause_seconds, why_not_again
-from fleet_train.launch.worker_result import WorkerResult
+from fleet_train.launch.rendezvous.restart_policy import Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.report.worker_result import WorkerResult
+from fleet_train.launch.spec.request import FaultPolicy
 
 THREE = FaultPolicy(max_restarts=3)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import stock_without_paddle, worker
-from fleet_train.launch.node import Node
-from fleet_train.launch.stock import PrivateFolder, stock_command
+from fleet_train.launch.spec.node import Node
+from fleet_train.launch.workers import paddle_launch_main, worker_main
+from fleet_train.launch.workers.paddle_launch import PrivateFolder, stock_command
 from tests.support.processes import clean_environ, python
 
 PRIVATE = Path("/tmp/private")
@@ -23,7 +23,7 @@ def test_the_stock_launcher_starts_our_wrapper_for_every_process() -> None:
     node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
     assert command(node, "train.py", "--a", "--", "x y") == [
         sys.executable,
-        stock_without_paddle.__file__,
+        paddle_launch_main.__file__,
         "-m",
         "paddle.distributed.launch",
         "--ips=10.0.0.1,10.0.0.2",
@@ -33,7 +33,7 @@ def test_the_stock_launcher_starts_our_wrapper_for_every_process() -> None:
         "--log_dir=/tmp/private",
         "--job_id=/dev/null/fleet_train",
         "--enable_gpu_log=False",
-        worker.__file__,
+        worker_main.__file__,
         "/logs",
         "1-ab",
         '["train.py", "--a", "--", "x y"]',
@@ -69,7 +69,9 @@ def test_what_the_stock_launcher_writes_about_the_environment_goes_nowhere() -> 
 
 
 def test_only_folders_whose_launcher_is_gone_are_removed(temporary: Path) -> None:
-    made_by_another = "from fleet_train.launch.stock import PrivateFolder; print(PrivateFolder(range(1)).path)"
+    made_by_another = (
+        "from fleet_train.launch.workers.paddle_launch import PrivateFolder; print(PrivateFolder(range(1)).path)"
+    )
     environ = clean_environ({"TMPDIR": str(temporary)})
     ended = subprocess.run(python("-c", made_by_another), env=environ, capture_output=True, text=True, check=True)
     abandoned = Path(ended.stdout.strip())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import stock_without_paddle
+from fleet_train.launch.workers import paddle_launch_main
 from tests.support.processes import ROOT, clean_environ, python
 
 _CPU = "cuda_version = 'False'\nxpu_xre_version = 'False'\nhip_version = None\n"
@@ -36,7 +36,7 @@ def an_installed_paddle(folder: Path, *, build: str = _CPU, launcher: str = _TAL
 
 def run(folder: Path, environ: dict[str, str] | None = None) -> tuple[int, list[str], str]:
     """Its process number, and what the process says."""
-    command = python(stock_without_paddle.__file__, "-m", "paddle.distributed.launch", "--a=1", "train.py")
+    command = python(paddle_launch_main.__file__, "-m", "paddle.distributed.launch", "--a=1", "train.py")
     with subprocess.Popen(
         command, cwd=folder, env=clean_environ(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -122,7 +122,7 @@ def test_ranks_get_the_same_from_the_installed_launcher_in_either_way(tmp_path: 
     # Importing Paddle sets the first to an empty text; the second is a random name.
     of_the_import = {"CUSTOM_DEVICE_ROOT": ""}
     told = {}
-    for name, way in {"plain": [], "quick": [stock_without_paddle.__file__]}.items():
+    for name, way in {"plain": [], "quick": [paddle_launch_main.__file__]}.items():
         out = str(tmp_path / name)
         command = python(*way, "-m", "paddle.distributed.launch", *flags, str(script), out)
         said = subprocess.run(command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, check=True)

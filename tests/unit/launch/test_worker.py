@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fleet_train.launch import worker
-from fleet_train.launch.inbox import Inbox
+from fleet_train.launch.workers import worker_main
+from fleet_train.launch.workers.inbox import Inbox
 
 
 def start(folder: Path, code: str, *arguments: str, token: str = "1-ab") -> subprocess.Popen[bytes]:
@@ -28,7 +28,7 @@ def start(folder: Path, code: str, *arguments: str, token: str = "1-ab") -> subp
     }
     program = json.dumps([str(folder / "script.py"), *arguments])
     # The token's pid is that of our launcher; 1 can be no child's parent here without being gone.
-    return subprocess.Popen([sys.executable, worker.__file__, str(folder / "logs"), token, program], env=environ)
+    return subprocess.Popen([sys.executable, worker_main.__file__, str(folder / "logs"), token, program], env=environ)
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_a_script_that_ignores_the_signal_is_killed_with_its_children(tmp_path: 
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == -signal.SIGKILL
-    assert worker.GRACE_SECONDS - 0.5 < time.monotonic() - began < worker.GRACE_SECONDS + 3
+    assert worker_main.GRACE_SECONDS - 0.5 < time.monotonic() - began < worker_main.GRACE_SECONDS + 3
     assert (record(tmp_path)["signal"], record(tmp_path)["asked_to_stop"]) == (9, 15)
     assert not Path(f"/proc/{grandchild}").exists() or "Z" in Path(f"/proc/{grandchild}/stat").read_text().split()[2]
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster, Rank
-from fleet_train.collectives.job import Job
+from fleet_train.collectives.job.job import Job
 from fleet_train.convert import fleet, session
 from fleet_train.convert.passes import pipeline
 from fleet_train.convert.passes.gradient_merge import GradientMerge

@@ -10,7 +10,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.choose import (
+from fleet_train.plan.price.choose import (
     MOST_BUCKETS,
     WORTH_CUTTING_BYTES,
     Conditions,
@@ -18,9 +18,9 @@ from fleet_train.plan.choose import (
     needs_link,
     with_given_link,
 )
-from fleet_train.plan.costs import NOTHING, TYPICAL
-from fleet_train.plan.measure import coarse
-from fleet_train.plan.predict import Compute, Link, Network, predict
+from fleet_train.plan.price.costs import NOTHING, TYPICAL
+from fleet_train.plan.price.measure import coarse
+from fleet_train.plan.price.predict import Compute, Link, Network, predict
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import Buckets, buckets_of, open_knobs
 

@@ -8,8 +8,8 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import make_methods
-from fleet_train.convert.profile_passes import refuse_on_this_device
+from fleet_train.collectives.methods import registry
+from fleet_train.convert.settings.profile_passes import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, Gradient, build_plan
 from fleet_train.plan.compressions import COMPRESSIONS
@@ -26,7 +26,7 @@ def profile_of_a_value_that_only_the_schema_knows() -> Profile:
 
 
 @pytest.mark.parametrize(
-    "table", [COMPRESSIONS, make_methods.METHODS, methods.METHODS], ids=["bytes", "method", "simulated method"]
+    "table", [COMPRESSIONS, registry.METHODS, methods.METHODS], ids=["bytes", "method", "simulated method"]
 )
 def test_every_value_of_the_schema_is_there_and_no_other(table: dict[str, Any]) -> None:
     assert set(table) == CHOICES
@@ -46,9 +46,9 @@ def test_no_plan_is_made_of_a_compression_without_bytes() -> None:
 
 def test_no_program_is_made_of_a_compression_without_a_method() -> None:
     with pytest.raises(ConversionError, match="compression: new has no method on real ranks"):
-        make_methods.make_method(BUCKET, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
+        registry.make_method(BUCKET, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="compression: new has no bytes in the plan"):
-        make_methods.dtype_between_teams("new")
+        registry.dtype_between_teams("new")
 
 
 def test_nothing_is_simulated_of_a_compression_without_a_twin() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_simulated_of_a_compression_without_a_twin() -> None:
 def test_dgc_without_its_settings_is_no_dense_exchange() -> None:
     bucket = Bucket(0, BUCKET.gradients, 0, compression="dgc")
     with pytest.raises(ConversionError, match="momentum it has not taken over"):
-        make_methods.make_method(bucket, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
+        registry.make_method(bucket, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
 
 
 def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:

@@ -9,10 +9,10 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.codecs import make_codec
-from fleet_train.collectives.device_codec import DeviceCodec
-from fleet_train.collectives.host_codec import HostCodec
-from fleet_train.collectives.parts import rounds
+from fleet_train.collectives.codec.codecs import make_codec
+from fleet_train.collectives.codec.device import DeviceCodec
+from fleet_train.collectives.codec.host import HostCodec
+from fleet_train.collectives.methods.parts import rounds
 from fleet_train.errors import ProfileError
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.plan.fragments import fragments_of

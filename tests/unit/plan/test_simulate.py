@@ -12,9 +12,9 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan.price.traffic import traffic
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
 from fleet_train.plan.simulate.trial import Trial, describe, try_out
-from fleet_train.plan.traffic import traffic
 from fleet_train.profile import Profile
 
 Values = Mapping[str, np.ndarray]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from fleet_train.cluster import Cluster
 from fleet_train.plan import CommPlan, Gradient, build_plan, explain
 from fleet_train.plan.legs import Leg, Sent
-from fleet_train.plan.traffic import traffic
+from fleet_train.plan.price.traffic import traffic
 from fleet_train.profile import Profile
 
 MEGABYTE = 2**20

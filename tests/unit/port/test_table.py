@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from fleet_train.port import port
-from fleet_train.port.marks import PREFIX
-from fleet_train.port.rules import To, Todo
-from fleet_train.port.table import rows
+from fleet_train.port.rewriting.marks import PREFIX
+from fleet_train.port.tables.index import rows
+from fleet_train.port.tables.rules import To, Todo
 from tests.support.processes import ROOT, clean_environ, python
 from tests.unit.port import golden
 

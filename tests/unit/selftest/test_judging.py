@@ -14,9 +14,10 @@ from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.buckets import open_knobs
-from fleet_train.selftest import collectives, devices, faults, overlap, profiles
+from fleet_train.selftest import faults
 from fleet_train.selftest.options import GROUPS, Options, chosen
 from fleet_train.selftest.results import FAIL, OK, SKIP, WARN, Result, exit_code, verdict
+from fleet_train.selftest.subjects import collectives, devices, overlap, profiles
 from fleet_train.selftest.supervisor import End, judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import ClusterError
-from fleet_train.launch.machine import Machine
+from fleet_train.launch.spec.machine import Machine
 from fleet_train.spawning import inside, shipping
 from fleet_train.spawning.checks import check_call, check_ranks, check_seconds
 from fleet_train.spawning.shipping import CannotTravel, name_of, ship, ship_result, unship
@@ -81,7 +81,7 @@ def test_a_bound_is_a_positive_number(value: Any) -> None:
 
 
 def test_the_strategy_is_a_profile_in_any_form(tmp_path: Path) -> None:
-    from fleet_train.convert.strategy import DistributedStrategy
+    from fleet_train.convert.settings.strategy import DistributedStrategy
 
     strategy = DistributedStrategy()
     strategy.nccl_comm_num = 2

@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import ClusterError, Preempted, RankFailed
-from fleet_train.launch.node import Node
+from fleet_train.launch.spec.node import Node
 from fleet_train.spawning.outcome import RankOutcome, results
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")

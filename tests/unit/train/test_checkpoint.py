@@ -13,8 +13,8 @@ import pytest
 
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError
-from fleet_train.train import snapshots
-from fleet_train.train.checkpoint import Checkpoints, TrainState
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, background=background, say=said.append)
     assert checkpoints.save(None, state(10)) == checkpoints.finish(), said
-    monkeypatch.setattr(snapshots, "begin", fails)
+    monkeypatch.setattr(storage, "begin", fails)
     checkpoints.save(None, state(20))
     assert checkpoints.finish() is None
     assert checkpoints.finish() is None
@@ -66,7 +66,7 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
     assert newest is not None
     assert newest.folder.name == "step-00000010"
     monkeypatch.undo()
-    monkeypatch.setattr(snapshots, "prune", fails)
+    monkeypatch.setattr(storage, "prune", fails)
     checkpoints.save(None, state(30))
     assert checkpoints.finish() == checkpoints.folder / "step-00000030"
     assert said[1].startswith("the checkpoint of step 30 is written, but older ones could not be removed: ")
@@ -85,7 +85,7 @@ def hanging_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         (tmp_path / "pipe").read_bytes()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(snapshots, "publish", hangs)
+    monkeypatch.setattr(storage, "publish", hangs)
     yield
     with (tmp_path / "pipe").open("w"):  # lets the thread go
         pass
@@ -108,13 +108,13 @@ def test_a_disk_that_hangs_is_waited_for_as_long_as_was_asked(tmp_path: Path, ba
 
 
 def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = snapshots.publish
+    published = storage.publish
 
     def slow(*arguments: Any) -> Path:
         time.sleep(0.5)
         return published(*arguments)
 
-    monkeypatch.setattr(snapshots, "publish", slow)
-    monkeypatch.setattr("fleet_train.train.checkpoint._ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(storage, "publish", slow)
+    monkeypatch.setattr("fleet_train.train.checkpoint.manager._ROUND_SECONDS", 0.05)
     checkpoints = Checkpoints(tmp_path, timeout_seconds=60.0)
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"

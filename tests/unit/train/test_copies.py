@@ -11,10 +11,20 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train import agree, copies, snapshots
-from fleet_train.train.copies import Copies
-from fleet_train.train.newest import Held, folders_apart, held_of, latest_run, read_record, words_for, write_record
-from fleet_train.train.snapshots import Run
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies import kept as copies
+from fleet_train.train.checkpoint.copies.kept import Copies
+from fleet_train.train.checkpoint.copies.newest import (
+    Held,
+    folders_apart,
+    held_of,
+    latest_run,
+    read_record,
+    words_for,
+    write_record,
+)
+from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.components import rank0
 from tests.unit.train.test_copying import files, names, publish
 
 OLD, NEW = Run(100.0, "aa"), Run(200.0, "bb")
@@ -87,8 +97,8 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
     def make(nodes: int, ranks_per_node: int = 1) -> Job:
         job = Job(tmp_path, nodes, ranks_per_node)
         monkeypatch.setattr(copies, "fleet", job)
-        monkeypatch.setattr(agree, "fleet", job)
-        monkeypatch.setattr(agree, "_MEETING_SECONDS", 0.1)
+        monkeypatch.setattr(rank0, "fleet", job)
+        monkeypatch.setattr(rank0, "_MEETING_SECONDS", 0.1)
         return job
 
     return make
@@ -135,7 +145,7 @@ def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job:
     damage(job.checkpoints(0) / "step-00000020")
     assert job.run(newest) == [Run(100.0, "aa")] * 2
     assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000020"]
-    assert snapshots.read_state(job.checkpoints(0) / "step-00000020") == {"step": 20}
+    assert storage.read_state(job.checkpoints(0) / "step-00000020") == {"step": 20}
     assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
     assert "rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in job.said[1]
 
@@ -209,9 +219,9 @@ def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: Ma
 def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> None:
     job = make_job(2)
     for step, score in ((10, 0.9), (20, 0.5)):
-        draft = snapshots.begin(job.checkpoints(1), step)
+        draft = storage.begin(job.checkpoints(1), step)
         (draft / "persistables.safetensors").write_bytes(b"tensors")
-        snapshots.publish(job.checkpoints(1), step, {"step": step}, score, NEW)
+        storage.publish(job.checkpoints(1), step, {"step": step}, score, NEW)
     job.run(newest, keep_best=True)
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
 
@@ -286,7 +296,7 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
         made.finish(0.3)
 
     job = make_job(2)
-    monkeypatch.setattr("fleet_train.train.copier.send", hangs)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", hangs)
     job.run(save)
     go.set()
     assert job.said[-1] == "a copy of a checkpoint was not finished within 0 s; the one on rank 0 is whole"
@@ -297,7 +307,7 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         raise ValueError("not one of ours")
 
     def work(_: Copies) -> list[Any]:
-        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
+        return rank0.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
 
     job = make_job(3)
     told = job.run(work)
@@ -313,7 +323,7 @@ def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: Make
     go = threading.Event()
 
     def work(_: Copies) -> list[Any]:
-        return agree.together({1: go.wait}.get(job.worker_index()), 0.2)
+        return rank0.together({1: go.wait}.get(job.worker_index()), 0.2)
 
     job = make_job(3)
     told = [str(each) for each in job.run(work)]
@@ -380,5 +390,5 @@ def test_who_keeps_them_is_said_in_one_line() -> None:
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
     publish(tmp_path / "checkpoints", 10, run=Run(1.0, "../../elsewhere"))
-    (aside,) = snapshots.set_aside(tmp_path / "checkpoints", NEW)
+    (aside,) = storage.set_aside(tmp_path / "checkpoints", NEW)
     assert aside == tmp_path / "checkpoints" / "of-run-elsewhere"

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train import copy_wire, receiving, snapshots
-from fleet_train.train.copier import Copier
-from fleet_train.train.copy_wire import Channel, Lost, key_of
-from fleet_train.train.copying import Address, send
-from fleet_train.train.receiving import Receiver, listed
-from fleet_train.train.snapshots import Run
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies import receiving, wire
+from fleet_train.train.checkpoint.copies.copier import Copier
+from fleet_train.train.checkpoint.copies.receiving import Receiver, listed
+from fleet_train.train.checkpoint.copies.sending import Address, send
+from fleet_train.train.checkpoint.copies.wire import Channel, Lost, key_of
+from fleet_train.train.checkpoint.storage import Run
 
 HERE, THERE = "127.0.0.2", "127.0.0.3"
 RUN = Run(100.0, "aa")
@@ -28,10 +29,10 @@ SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: Run = RUN) -> Path:
-    draft = snapshots.begin(checkpoints, step)
+    draft = storage.begin(checkpoints, step)
     (draft / "persistables.safetensors").write_bytes(content)
     (draft / "ranks.safetensors").write_bytes(b"of each rank")
-    return snapshots.publish(checkpoints, step, {"step": step}, run=run)
+    return storage.publish(checkpoints, step, {"step": step}, run=run)
 
 
 def files(checkpoints: Path) -> dict[str, bytes]:
@@ -144,7 +145,7 @@ def answered_by(answer: Callable[[socket.socket], Any]) -> Iterator[int]:
 
 
 def test_a_receiver_that_says_nothing_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_wire, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(wire, "CONNECT_SECONDS", 0.3)
     began = time.monotonic()
     with answered_by(lambda _: time.sleep(1.0)) as port:
         with pytest.raises(CheckpointError, match="nothing got through within 0 s"):
@@ -161,13 +162,13 @@ def test_a_transfer_that_stands_still_is_given_up(two: Two, monkeypatch: pytest.
             peer.send({"answer": answer})
         time.sleep(1.0)
 
-    monkeypatch.setattr(copy_wire, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.3)
     with answered_by(takes_nothing) as port, pytest.raises(CheckpointError, match="nothing got through within 0 s"):
         send(Address(THERE, port, "token"), HERE, publish(two.ours, 10, bytes(32 << 20)))
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_wire, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "CONNECT_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         for _ in range(7):
             stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
@@ -283,14 +284,14 @@ def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Tw
     with channel(two.receiver.address) as sender:
         with pytest.raises(CheckpointError, match="is too large; 4194304 are the limit"):
             sender.send({"files": "a" * (4 << 20)})
-        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
+        sender.send_bytes(wire._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
         assert "more than 4194304 bytes" in sender.receive()["problem"]
 
 
 def test_a_message_that_was_altered_is_refused(two: Two) -> None:
     with channel(two.receiver.address) as sender:
         body = b'{"name": "step-00000010"}'
-        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
+        sender.send_bytes(wire._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
         assert sender.receive() == {"problem": "a message was altered on its way (its HMAC differs)"}
     assert names(two.theirs) == []
 
@@ -333,7 +334,7 @@ def test_two_receivers_become_what_the_first_node_is(tmp_path: Path) -> None:
         made.offer()
     assert made.wait(10.0)
     publish(ours, 30)
-    snapshots.prune(ours, keep=2)
+    storage.prune(ours, keep=2)
     made.offer()
     assert made.wait(10.0)
     for n in (3, 4):
@@ -368,7 +369,7 @@ def test_training_does_not_wait_and_one_transfer_is_under_way(two: Two, monkeypa
         assert go.wait(10.0)
         return send(*arguments)
 
-    monkeypatch.setattr("fleet_train.train.copier.send", waits)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", waits)
     made = copier(two.ours, two.receiver, said=[])
     for step in (10, 20, 30):
         publish(two.ours, step)
@@ -387,7 +388,7 @@ def test_what_is_removed_while_it_is_sent_is_no_failure(two: Two, monkeypatch: p
             shutil.rmtree(arguments[2])
         return send(*arguments)
 
-    monkeypatch.setattr("fleet_train.train.copier.send", removed)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", removed)
     said: list[str] = []
     made = copier(two.ours, two.receiver, said=said)
     publish(two.ours, 10)

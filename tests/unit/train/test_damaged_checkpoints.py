@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet_train.convert import persistables
-from fleet_train.convert.local_state import refuse_damaged_position
-from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State
-from fleet_train.convert.velocities import to_dgc, to_momentum
+from fleet_train.convert.state import persistables
+from fleet_train.convert.state.local_state import refuse_damaged_position
+from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State
+from fleet_train.convert.state.velocities import to_dgc, to_momentum
 from fleet_train.errors import CheckpointError
-from fleet_train.train import snapshots
-from fleet_train.train.checkpoint import Checkpoints, TrainState
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
 ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
 KINDS = {"b": "parameter", "w": "parameter", "own": "optimizer"}
@@ -227,8 +227,8 @@ STATE: dict[str, Any] = {
 
 
 def publish(output: Path, state: dict[str, Any]) -> Path:
-    snapshots.begin(output / "checkpoints", 1)
-    return snapshots.publish(output / "checkpoints", 1, state)
+    storage.begin(output / "checkpoints", 1)
+    return storage.publish(output / "checkpoints", 1, state)
 
 
 def test_a_state_without_damage_is_found(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ MARKERS: list[Any] = [
 @pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker)[:80])
 def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
     folder = publish(tmp_path, STATE)
-    (folder / snapshots.MARKER).write_text(json.dumps(marker))
+    (folder / storage.MARKER).write_text(json.dumps(marker))
     for read in (Checkpoints(tmp_path).newest, Checkpoints(tmp_path).best):
         assert str(folder) in refusal(read)
 
@@ -309,15 +309,15 @@ def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_files_of_a_checkpoint_that_are_no_json_are_named(tmp_path: Path, text: bytes) -> None:
     folder = publish(tmp_path, STATE)
-    (folder / snapshots.MARKER).write_bytes(text)
-    assert str(folder / snapshots.MARKER) in refusal(Checkpoints(tmp_path).newest)
+    (folder / storage.MARKER).write_bytes(text)
+    assert str(folder / storage.MARKER) in refusal(Checkpoints(tmp_path).newest)
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     folder = publish(tmp_path, STATE)
-    (folder / snapshots.STATE).unlink()
-    os.mkfifo(folder / snapshots.STATE)
+    (folder / storage.STATE).unlink()
+    os.mkfifo(folder / storage.STATE)
     assert "state.json is missing" in refusal(Checkpoints(tmp_path).newest)
-    (folder / snapshots.MARKER).unlink()
-    os.mkfifo(folder / snapshots.MARKER)
+    (folder / storage.MARKER).unlink()
+    os.mkfifo(folder / storage.MARKER)
     assert Checkpoints(tmp_path).newest() is None

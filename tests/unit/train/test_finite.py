@@ -12,8 +12,8 @@ from paddle import nn
 from fleet_train import DistributedStrategy, fleet
 from fleet_train.errors import NotFinite, ProfileError
 from fleet_train.profile import Profile
-from fleet_train.train.average import WeightAverage
-from fleet_train.train.finite import (
+from fleet_train.train.components.ema import WeightAverage
+from fleet_train.train.components.numerics import (
     LossWatch,
     SkipNotFinite,
     keep_statistics_finite,

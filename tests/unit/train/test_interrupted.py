@@ -20,9 +20,9 @@ import paddle
 import pytest
 
 from fleet_train import files, fleet
-from fleet_train.convert import persistables, tensor_file
-from fleet_train.train import snapshots
-from fleet_train.train.checkpoint import Checkpoints, TrainState
+from fleet_train.convert.state import persistables, safetensors_file
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support.processes import ROOT, clean_environ, python
 
 
@@ -45,7 +45,7 @@ class Disk:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
         monkeypatch.setattr(io, "open", self._opened(io.open))
         torn = self._torn(files.write_all)
-        for module in (files, tensor_file, persistables):
+        for module in (files, safetensors_file, persistables):
             monkeypatch.setattr(module, "write_all", torn)
 
     def _count(self) -> None:
@@ -194,15 +194,15 @@ SAVES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from fleet_train.convert import tensor_file
-from fleet_train.train import snapshots
+from fleet_train.convert.state import safetensors_file
+from fleet_train.train.checkpoint import storage
 
 checkpoints = Path(sys.argv[1])
 for step in itertools.count(1):
-    draft = snapshots.begin(checkpoints, step)
-    tensor_file.write(draft / "w.safetensors", {"w": np.full(100_000, step, "float32")})
-    snapshots.publish(checkpoints, step, {"step": step}, score=-step)
-    snapshots.prune(checkpoints, keep=1, keep_best=True)
+    draft = storage.begin(checkpoints, step)
+    safetensors_file.write(draft / "w.safetensors", {"w": np.full(100_000, step, "float32")})
+    storage.publish(checkpoints, step, {"step": step}, score=-step)
+    storage.prune(checkpoints, keep=1, keep_best=True)
     print(step, flush=True)
 """
 
@@ -220,10 +220,10 @@ def test_kill_9_at_a_random_moment_leaves_what_was_published(tmp_path: Path) -> 
         said = [1, *(int(line) for line in process.stdout.read().split())]
         process.stdout.close()
         process.wait()
-        newest = snapshots.complete(folder)[-1]
-        step = snapshots.read_state(newest)["step"]
+        newest = storage.complete(folder)[-1]
+        step = storage.read_state(newest)["step"]
         assert step in (said[-1], said[-1] + 1)
-        assert snapshots.best(folder) == folder / "step-00000001"
+        assert storage.best(folder) == folder / "step-00000001"
         values = np.frombuffer((newest / "w.safetensors").read_bytes()[-400_000:], "float32")
         assert (values == step).all()
 

@@ -11,12 +11,13 @@ import pytest
 
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError
-from fleet_train.train import snapshots, starting
-from fleet_train.train.append import AppendOnlyFile
-from fleet_train.train.checkpoint import Checkpoints
-from fleet_train.train.config import TrainConfig
-from fleet_train.train.metrics import open_sinks
-from fleet_train.train.summary import publish_summary
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints
+from fleet_train.train.metrics.opening import open_sinks
+from fleet_train.train.metrics.record_file import AppendOnlyFile
+from fleet_train.train.reference import run_folder
+from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train.reference.summary import publish_summary
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +39,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def write(checkpoints: Path, step: int) -> None:
-    snapshots.begin(checkpoints, step)
-    snapshots.publish(checkpoints, step, {"step": step})
+    storage.begin(checkpoints, step)
+    storage.publish(checkpoints, step, {"step": step})
 
 
 def start(output: Path, **flags: Any) -> Any:
-    return starting.start_or_resume(TrainConfig(output_dir=str(output), **flags), Checkpoints(output))
+    return run_folder.start_or_resume(TrainConfig(output_dir=str(output), **flags), Checkpoints(output))
 
 
 @pytest.mark.parametrize("by_link", [False, True])
@@ -58,9 +59,9 @@ def test_overwriting_removes_the_old_run_behind_the_link_and_the_new_one_is_foun
     assert start(run, overwrite=True) is None
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["notes.txt"]
     write(run / "checkpoints", 10)
-    snapshots.prune(run / "checkpoints", keep=2)
+    storage.prune(run / "checkpoints", keep=2)
     assert os.readlink(run / "checkpoints") == str(tmp_path / "disk")
-    assert [path.name for path in snapshots.complete(tmp_path / "disk")] == ["step-00000010"]
+    assert [path.name for path in storage.complete(tmp_path / "disk")] == ["step-00000010"]
 
 
 def test_a_checkpoint_that_cannot_be_removed_ends_the_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

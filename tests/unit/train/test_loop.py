@@ -18,7 +18,7 @@ from fleet_train.errors import NotFinite, Preempted
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
-from fleet_train.train.loop import begins_interval, last_reported, other_choice
+from fleet_train.train.trainer import begins_interval, last_reported, other_choice
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

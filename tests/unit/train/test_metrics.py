@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 from visualdl import LogReader
 
-from fleet_train.train.jsonl_sink import JsonLinesSink
-from fleet_train.train.metrics import NullSink, open_sinks
-from fleet_train.train.visualdl_sink import VisualDLSink
+from fleet_train.train.metrics.jsonl import JsonLinesSink
+from fleet_train.train.metrics.opening import open_sinks
+from fleet_train.train.metrics.sinks import NullSink
+from fleet_train.train.metrics.visualdl import VisualDLSink
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ import paddle
 import pytest
 
 from fleet_train.errors import DataError
-from fleet_train.train.model_names import MODELS, VISION_MODELS
-from fleet_train.train.models import build_model
+from fleet_train.train.reference.model_names import MODELS, VISION_MODELS
+from fleet_train.train.reference.models import build_model
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

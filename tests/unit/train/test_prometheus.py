@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from fleet_train.errors import ClusterError, WorkerFailed
-from fleet_train.train.prometheus_metrics import OF_CURVES, OTHERS, PREFIX, Snapshot, families, metric_of
-from fleet_train.train.prometheus_sink import PrometheusSink
+from fleet_train.train.metrics.prometheus.sink import PrometheusSink
+from fleet_train.train.metrics.prometheus.table import OF_CURVES, OTHERS, PREFIX, Snapshot, families, metric_of
 from tests.support.processes import ROOT
 
 PAGE = ROOT / "docs" / "watching.md"
@@ -242,7 +242,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
 def test_a_client_that_is_silent_for_too_long_is_sent_away_without_a_word(
     sink: PrometheusSink, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet_train.train.metrics_server._Handler.timeout", 0.2)
+    monkeypatch.setattr("fleet_train.train.metrics.prometheus.server._Handler.timeout", 0.2)
     with socket.create_connection(("127.0.0.1", sink.port), timeout=5) as silent:
         assert silent.recv(1) == b""
     assert capfd.readouterr() == ("", "")

@@ -9,10 +9,16 @@ import numpy as np
 import yaml
 
 from fleet_train.profile import Profile, load_profile
-from fleet_train.train.meter import Speed
-from fleet_train.train.metrics import check_tags
-from fleet_train.train.pictures import confusion_picture
-from fleet_train.train.reporting import chosen_settings, profile_settings, profile_text, rank_scalars, speed_scalars
+from fleet_train.train.components.throughput import Speed
+from fleet_train.train.metrics.images import confusion_picture
+from fleet_train.train.metrics.reporter import (
+    chosen_settings,
+    profile_settings,
+    profile_text,
+    rank_scalars,
+    speed_scalars,
+)
+from fleet_train.train.metrics.sinks import check_tags
 
 SPEED = Speed(samples_per_second=640.0, step_ms=200.0, data_wait_share=0.1)
 

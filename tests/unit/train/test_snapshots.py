@@ -7,48 +7,48 @@ from pathlib import Path
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train import snapshots
+from fleet_train.train.checkpoint import storage
 
 
 def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
-    draft = snapshots.begin(checkpoints, step)
+    draft = storage.begin(checkpoints, step)
     (draft / "persistables.safetensors").write_text(content)
-    return snapshots.publish(checkpoints, step, {"epoch": step // 10, "step": step})
+    return storage.publish(checkpoints, step, {"epoch": step // 10, "step": step})
 
 
 def test_published_checkpoint_gives_its_state_back(tmp_path: Path) -> None:
     folder = write(tmp_path, 20)
     assert folder.name == "step-00000020"
     assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "persistables.safetensors", "state.json"]
-    assert snapshots.read_state(folder) == {"epoch": 2, "step": 20}
+    assert storage.read_state(folder) == {"epoch": 2, "step": 20}
 
 
 def test_newest_comes_last_and_a_folder_without_marker_is_ignored(tmp_path: Path) -> None:
     for step in (20, 100, 30):
         write(tmp_path, step)
     (tmp_path / "step-00000200").mkdir()
-    snapshots.begin(tmp_path, 300)
-    assert [path.name for path in snapshots.complete(tmp_path)] == ["step-00000020", "step-00000030", "step-00000100"]
+    storage.begin(tmp_path, 300)
+    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", "step-00000030", "step-00000100"]
 
 
 def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_steps(tmp_path: Path) -> None:
     for step, epoch, consumed in ((150, 10, 0), (253, 11, 0), (172, 11, 672), (180, 12, 0)):
-        snapshots.begin(tmp_path, step)
-        snapshots.publish(tmp_path, step, {"epoch": epoch, "step": step, "consumed_samples": consumed})
+        storage.begin(tmp_path, step)
+        storage.publish(tmp_path, step, {"epoch": epoch, "step": step, "consumed_samples": consumed})
     names = ["step-00000150", "step-00000253", "step-00000172", "step-00000180"]
-    assert [path.name for path in snapshots.complete(tmp_path)] == names
+    assert [path.name for path in storage.complete(tmp_path)] == names
     (tmp_path / "step-00000253" / "state.json").write_text("{")  # behind those with lower names
-    assert [path.name for path in snapshots.complete(tmp_path)] == [names[0], *names[2:], names[1]]
-    snapshots.prune(tmp_path, keep=2)
+    assert [path.name for path in storage.complete(tmp_path)] == [names[0], *names[2:], names[1]]
+    storage.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000180", "step-00000253"]
 
 
 def test_no_folder_means_no_checkpoints(tmp_path: Path) -> None:
-    assert snapshots.complete(tmp_path / "nothing") == []
+    assert storage.complete(tmp_path / "nothing") == []
 
 
 def test_draft_of_a_killed_run_does_not_disturb_the_next_one(tmp_path: Path) -> None:
-    (snapshots.begin(tmp_path, 20) / "half.safetensors").write_text("half")
+    (storage.begin(tmp_path, 20) / "half.safetensors").write_text("half")
     folder = write(tmp_path, 20)
     assert not (folder / "half.safetensors").exists()
 
@@ -57,15 +57,15 @@ def test_same_step_can_be_published_again(tmp_path: Path) -> None:
     write(tmp_path, 20, "first")
     folder = write(tmp_path, 20, "second")
     assert (folder / "persistables.safetensors").read_text() == "second"
-    snapshots.prune(tmp_path, keep=1)
+    storage.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
 def test_prune_keeps_the_newest_and_removes_what_killed_runs_left(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write(tmp_path, step)
-    snapshots.begin(tmp_path, 40)
-    snapshots.prune(tmp_path, keep=2)
+    storage.begin(tmp_path, 40)
+    storage.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
 
 
@@ -74,18 +74,18 @@ def test_what_users_put_beside_the_checkpoints_is_neither_read_nor_removed(tmp_p
     (tmp_path / "step-by-step.txt").touch()
     for step in (20, 30):
         write(tmp_path, step)
-    assert [path.name for path in snapshots.complete(tmp_path)] == ["step-00000020", "step-00000030"]
-    snapshots.prune(tmp_path, keep=1)
+    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", "step-00000030"]
+    storage.prune(tmp_path, keep=1)
     users = ["step-00000900-before-the-change", "step-by-step.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", *users]
-    snapshots.clear(tmp_path)
+    storage.clear(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == users
 
 
 def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
     for step in (100_000_000, 99_999_999):
         write(tmp_path, step)
-    assert [path.name for path in snapshots.complete(tmp_path)] == ["step-99999999", "step-100000000"]
+    assert [path.name for path in storage.complete(tmp_path)] == ["step-99999999", "step-100000000"]
 
 
 def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
@@ -96,29 +96,29 @@ def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_
         (checkpoints / f"step-{step:08d}").symlink_to(elsewhere / f"step-{step:08d}")
     (checkpoints / "step-00000050").symlink_to(elsewhere / "nowhere")
     write(checkpoints, 50)
-    snapshots.prune(checkpoints, keep=2)
+    storage.prune(checkpoints, keep=2)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000040", "step-00000050"]
-    snapshots.clear(checkpoints)
+    storage.clear(checkpoints)
     assert list(checkpoints.iterdir()) == []
-    assert [path.name for path in snapshots.complete(elsewhere)] == ["step-00000010", "step-00000040"]
+    assert [path.name for path in storage.complete(elsewhere)] == ["step-00000010", "step-00000040"]
 
 
 def test_clearing_removes_what_killed_runs_left_too(tmp_path: Path) -> None:
     write(tmp_path, 10).rename(tmp_path / ".replaced-step-00000010")
     write(tmp_path, 20).rename(tmp_path / ".removing-step-00000020")
     write(tmp_path, 20)
-    snapshots.begin(tmp_path, 30)
+    storage.begin(tmp_path, 30)
     for name in (".copying-step-00000040", ".removing-copying-step-00000040", ".removing-writing-step-00000040"):
         (tmp_path / name).mkdir()
-    snapshots.clear(tmp_path)
+    storage.clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_clearing_forgets_the_run_and_leaves_what_was_moved_aside(tmp_path: Path) -> None:
     for step, why in ((10, "damaged"), (20, "of-run-aa")):
-        snapshots.move_aside(write(tmp_path, step), why)
-    (tmp_path / snapshots.RECORD).write_text("{}")
-    snapshots.clear(tmp_path)
+        storage.move_aside(write(tmp_path, step), why)
+    (tmp_path / storage.RECORD).write_text("{}")
+    storage.clear(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa"]
 
 
@@ -130,10 +130,10 @@ def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
 
     for step in (10, 20):
         write(tmp_path, step)
-    monkeypatch.setattr(snapshots.shutil, "rmtree", fails)
+    monkeypatch.setattr(storage.shutil, "rmtree", fails)
     with pytest.raises(OSError, match="busy"):
-        snapshots.clear(tmp_path)
-    assert snapshots.complete(tmp_path) == []
+        storage.clear(tmp_path)
+    assert storage.complete(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", ['{"epoch": 2,', '{"epoch": 3, "step": 20}'])
@@ -141,7 +141,7 @@ def test_cut_off_or_altered_state_is_named(tmp_path: Path, content: str) -> None
     folder = write(tmp_path, 20)
     (folder / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json was altered"):
-        snapshots.read_state(folder)
+        storage.read_state(folder)
 
 
 @pytest.mark.parametrize("name", ["state.json", "persistables.safetensors"])
@@ -149,11 +149,11 @@ def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, 20)
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        snapshots.read_state(folder)
+        storage.read_state(folder)
 
 
 def test_format_of_a_later_version_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, 20)
     (folder / "complete.json").write_text('{"format": 99, "files": {}}')
     with pytest.raises(CheckpointError, match="format 99; this version reads format 2"):
-        snapshots.read_state(folder)
+        storage.read_state(folder)

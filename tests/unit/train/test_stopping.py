@@ -5,7 +5,7 @@ import signal
 import subprocess
 import threading
 
-from fleet_train.train.stopping import STOPPING_SIGNALS, listening
+from fleet_train.train.components.signals import STOPPING_SIGNALS, listening
 from tests.support.processes import clean_environ, python
 
 

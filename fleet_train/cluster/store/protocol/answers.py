@@ -1,0 +1,135 @@
+"""The server's refusals in words: who is missing, lost, or elsewhere, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from fleet_train.cluster.store.protocol.wire import Body, Header, Json
+from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+
+Describe = Callable[[int], str]
+# So many members are named one by one; more are told as ranges. As many are blamed by name.
+_MOST_NAMED = 8
+
+_Error = TypeVar("_Error", bound=FleetTrainError)
+
+
+def with_absent(error: _Error, absent: Iterable[Absence], more: str = "") -> _Error:
+    """The error with those who are to blame for it; ``more`` is said of each."""
+    error.absent = tuple(Absence(one.member, one.kind, one.what + more) for one in absent)
+    return error
+
+
+class Words:
+    """What one client says of the server's answers."""
+
+    def __init__(self, endpoint: str, group: str, describe: Describe) -> None:
+        self._endpoint = endpoint
+        self._group = group
+        self._describe = describe
+
+    def error(self, answer: Header, body: Body) -> FleetTrainError:
+        match answer["error"]:
+            case "timeout":
+                who = answer["missing"]
+                missing = [Absence(member, "missing", "did not come") for member in _few(who)]
+                return with_absent(JoinTimeout(f"{self.names(who)} did not come"), missing)
+            case "gone":
+                return self._gone(json.loads(body), answer.get("call", ""))
+            case "failed":
+                report = json.loads(body)
+                return WorkerFailed(str(report.get("message") or report))
+            case "count":
+                (first, one), (second, other) = answer["counts"]
+                return ScheduleMismatch(
+                    f"{self._describe(first)} says that the job has {one} {self._group}s, {self._describe(second)} "
+                    f"says {other}; start every node with the same node list and the same number of processes"
+                )
+            case "crossed":
+                return ScheduleMismatch(self._crossed(json.loads(body)))
+            case "store":
+                return WorkerFailed(self.lost_server(str(answer.get("why"))))
+            case "large":
+                return ClusterError("the values of all members together are more than the rendezvous store can hold")
+            case "full":
+                return ClusterError(f"the rendezvous store at {self._endpoint} can hold no more values")
+            case other:
+                return ClusterError(f"the rendezvous store at {self._endpoint} answered {other!r}")
+
+    def lost_server(self, why: str) -> str:
+        return (
+            f"the rendezvous store at {self._endpoint} does not answer any more ({why}): the process that hosts it "
+            "(the first node's launcher, or rank 0) has ended or its machine cannot be reached"
+        )
+
+    def on_all(self, call: str) -> str:
+        return f"; call {call} on all {self._group}s, without `if rank == 0` around it" if call else ""
+
+    def names(self, ranges: list[list[int]]) -> str:
+        """``rank 3 (10.0.0.2:6171), rank 5 (...)``, or ``ranks 8-15, 24-31`` where there are many."""
+        if _size(ranges) <= _MOST_NAMED:
+            return ", ".join(self._describe(member) for member in _few(ranges))
+        spans = ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in ranges[:_MOST_NAMED])
+        return f"{self._group}s {spans}{', ...' if len(ranges) > _MOST_NAMED else ''} ({_size(ranges)} in all)"
+
+    def _gone(self, told: list[list[Json]], call: str) -> WorkerFailed:
+        parts = [f"{self._describe(m)} {self._how_gone(how, call)}" for who, how in told for m in _few(who)]
+        if sum(_size(who) for who, _ in told) > _MOST_NAMED:
+            parts = [f"{self.names(who)}: {self._how_gone(how, call)}" for who, how in told]
+        absent = [_absence(member, how) for who, how in told for member in _few(who)]
+        return with_absent(WorkerFailed("; ".join(parts)), absent[:_MOST_NAMED])
+
+    def _how_gone(self, how: str, call: str) -> str:
+        if how == "left" and call:
+            return f"has finished and left the job while others wait for it in {call}{self.on_all(call)}"
+        if how == "left":
+            return (
+                "has finished and left the job while others still wait for it (unequal numbers of steps, or an exit?)"
+            )
+        return f"was lost ({how}: the process ended or its machine cannot be reached)"
+
+    def _crossed(self, where: list[list[Json]]) -> str:
+        """``where``: ranges of members, the name of their barrier, and the call that they are in or an empty text."""
+        where = sorted(where)
+        if sum(_size(who) for who, _, _ in where) <= _MOST_NAMED:
+            each = sorted((member, name, call) for who, name, call in where for member in _few(who))
+            parts = [f"{self._describe(m)} {_place(name, call)}" for m, name, call in each]
+        else:
+            parts = [f"{self.names(who)} {_place(name, call)}" for who, name, call in where]
+        calls = {call for _, _, call in where}
+        group = self._group
+        if not any(calls):
+            why = f"every {group} must make the same steps and calls in the same order (unequal numbers of batches?)"
+        elif len(calls) == 1:
+            why = f"every {group} must make the same calls in the same order"
+        else:
+            named = " and ".join(sorted(call for call in calls if call))
+            why = (
+                f"call {named} on all {group}s, without `if rank == 0` around it; if all of them do, "
+                "they have made unequal numbers of steps before it"
+            )
+        return f"the {group}s wait for each other at different points: {', '.join(parts)}; {why}"
+
+
+def _place(name: str, call: str) -> str:
+    return f"in {call}" if call else f"at '{name}'"
+
+
+def _size(ranges: list[list[int]]) -> int:
+    return sum(high - low + 1 for low, high in ranges)
+
+
+def _few(ranges: list[list[int]]) -> list[int]:
+    """The first members of ranges, as many as are named one by one."""
+    found: list[int] = []
+    for low, high in ranges:
+        found += range(low, min(high + 1, low + _MOST_NAMED - len(found)))
+    return found
+
+
+def _absence(member: int, how: str) -> Absence:
+    if how == "left":
+        return Absence(member, "left", "left the job")
+    return Absence(member, "lost", f"was lost ({how})")

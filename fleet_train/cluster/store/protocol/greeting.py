@@ -1,0 +1,114 @@
+"""The first words on a connection: who calls, for which job, and the proof on both sides that the secret is known."""
+
+from __future__ import annotations
+
+from fleet_train.cluster import secret as secrets
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.wire import Header, ProtocolError
+
+
+class Refused(Exception):
+    """The server does not take this connection. ``is_temporary``: it may a moment later."""
+
+    def __init__(self, message: str, *, kind: str = "", is_temporary: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.is_temporary = is_temporary
+
+
+class Caller:
+    """The calling side: ``hello`` is sent first; every answer goes to ``heard`` until it returns None."""
+
+    def __init__(self, access: Access, identity: Header) -> None:
+        self._access = access
+        self._nonce = secrets.new_nonce()
+        self._identity = identity
+        self._is_proved = False
+        has_secret = access.secret is not None
+        self.hello: Header = {"do": "hello", "job": access.job, "nonce": self._nonce, "secret": has_secret, **identity}
+
+    def heard(self, answer: Header) -> Header | None:
+        """What to send next; None once the connection is taken. Raises Refused, with words for the user."""
+        if "error" in answer:
+            raise self._refusal(answer)
+        secret = self._access.secret
+        if "challenge" not in answer:
+            if secret is not None and not self._is_proved:
+                raise Refused("it does not know this job's secret; give every node the same --job_secret_file")
+            return None
+        nonce = str(answer["challenge"])[:200]
+        if secret is None:
+            raise Refused("it wants this job's secret; give every node the same --job_secret_file")
+        if not secrets.is_proof(answer.get("proof"), secret, *signed("server", self.hello, nonce)):
+            raise Refused("it has another secret than this node; give every node the same --job_secret_file")
+        self._is_proved = True
+        return {"do": "prove", "proof": secrets.proof(secret, *signed("caller", self.hello, nonce))}
+
+    def _refusal(self, answer: Header) -> Refused:
+        kind = str(answer["error"])[:40]
+        match kind:
+            case "address":
+                why = (
+                    f"it hears the addresses of the node list only, and this connection comes from "
+                    f"{str(answer.get('address'))[:60]}; name this machine in the node list by that address, or give "
+                    "every node the same --job_secret_file"
+                )
+            case "job":
+                why = (
+                    f"it belongs to another job, {str(answer.get('job'))[:200]!r}, and this is "
+                    f"{self._access.job!r}; end that job, or choose another --started_port"
+                )
+            case "secret":
+                why = "it has another secret than this node; give every node the same --job_secret_file"
+            case "no secret":
+                why = "it has no job secret and this node has one; give every node the same --job_secret_file"
+            case "closed":
+                why = "it has not opened this round yet"
+            case "store":
+                why = f"it relays to a server that is lost: {str(answer.get('why'))[:500]}"
+            case "full":
+                why = "it has as many connections as it can take"
+            case other:
+                why = f"it answered {other!r}"
+        is_temporary = kind in ("closed", "full") or (kind == "address" and answer.get("later") is True)
+        return Refused(why, kind=kind, is_temporary=is_temporary)
+
+
+def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
+    """What a proof of ``side`` is about: both nonces, and all that decides what the connection may do."""
+    named = ("job", "nonce", "round", "group", "member", "role")
+    return (side, nonce, *(str(hello.get(name)) for name in named))
+
+
+class Callee:
+    """The answering side of the same words, for a server with this access."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._hello: Header = {}
+        self._nonce = ""
+
+    def heard(self, word: Header) -> tuple[Header | None, Header | None]:
+        """(what to answer, the caller's hello once it is taken). Raises Refused with the answer as its kind."""
+        if not self._hello:
+            return self._greet(word)
+        secret = self._access.secret
+        assert secret is not None
+        if word.get("do") != "prove":
+            raise ProtocolError("a proof was expected")
+        if not secrets.is_proof(word.get("proof"), secret, *signed("caller", self._hello, self._nonce)):
+            raise Refused("another secret", kind="secret")
+        return None, self._hello
+
+    def _greet(self, word: Header) -> tuple[Header | None, Header | None]:
+        if word.get("do") != "hello" or not isinstance(word.get("nonce"), str):
+            raise ProtocolError("a hello was expected")
+        if word.get("job") != self._access.job:
+            raise Refused("another job", kind="job")
+        if self._access.secret is None:
+            if word.get("secret") is True:
+                raise Refused("no secret here", kind="no secret")
+            return None, word
+        self._hello, self._nonce = word, secrets.new_nonce()
+        answer = secrets.proof(self._access.secret, *signed("server", word, self._nonce))
+        return {"challenge": self._nonce, "proof": answer}, None

@@ -1,0 +1,216 @@
+"""What members bring to a barrier, and what becomes of it on the way up the tree.
+
+Each kind can take in a member's word or the part that a relay has made of many, say its own part, and give the result:
+a reduction, the values of all, the value of one, or who differs from whom. Bodies are never parsed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from fleet_train.cluster.store.protocol import members
+from fleet_train.cluster.store.protocol.wire import MOST_BODY_BYTES, Body, Fields, Header, ProtocolError, printable
+
+# Of all members together: what a store may hold for one barrier.
+MOST_GATHERED_BYTES = 4 * MOST_BODY_BYTES
+# Values that differ are compared by their hashes; this many are also shown.
+_MOST_SHOWN = 4
+_MOST_DIFFERENT = 64
+_COUNT = struct.Struct(">I")
+_ENTRY = struct.Struct(">II")
+
+
+class TooLarge(Exception):
+    """The values of all members together are more than a store may hold."""
+
+
+@dataclass(slots=True)
+class Word:
+    """What the members of ``mask`` bring to a barrier of ``count``: one member's own, or a relay's part."""
+
+    mask: int
+    count: int
+    fields: Fields
+    body: Body
+
+    @property
+    def is_part(self) -> bool:
+        return self.fields.flag("part")
+
+
+class Payload(Protocol):
+    def add(self, word: Word) -> None:
+        """Take in what members bring. Raises ProtocolError, TooLarge."""
+
+    def part(self) -> tuple[Header, Body]:
+        """What a relay sends to its parent for all that have been added."""
+
+    def result(self) -> tuple[Header, Body]:
+        """What every member is answered once all have come."""
+
+
+@dataclass
+class Reduced:
+    """A step barrier: the longest step of a member (milliseconds; None: of one of them it is not known), and the stop
+    that the member with the lowest number asks for."""
+
+    slowest: float | None = 0.0
+    stop: tuple[int, str] | None = None
+
+    def add(self, word: Word) -> None:
+        told = None if word.fields.header.get("slowest") is None else word.fields.number("slowest")
+        self.slowest = None if told is None or self.slowest is None else max(self.slowest, told)
+        stop = word.fields.header.get("stop")
+        if stop is not None:
+            asked = _read_stop(stop, word.count)
+            self.stop = min(self.stop or asked, asked)
+
+    def part(self) -> tuple[Header, Body]:
+        return {"slowest": self.slowest, "stop": self.stop}, b""
+
+    def result(self) -> tuple[Header, Body]:
+        return self.part()
+
+
+def _read_stop(told: object, count: int) -> tuple[int, str]:
+    if not (isinstance(told, list) and len(told) == 2 and type(told[0]) is int and isinstance(told[1], str)):
+        raise ProtocolError("a stop is no pair of member and reason")
+    if not 0 <= told[0] < count:
+        raise ProtocolError("a stop is asked for by somebody who is no member")
+    return told[0], printable(told[1])
+
+
+@dataclass
+class Gathered:
+    """The values of all members."""
+
+    values: dict[int, Body] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, word: Word) -> None:
+        values = _unpack(word.body, word.mask) if word.is_part else {members.first(word.mask): word.body}
+        for member, value in values.items():
+            self.size += len(value) - len(self.values.get(member, b""))
+            self.values[member] = value
+        if self.size > MOST_GATHERED_BYTES:
+            raise TooLarge
+
+    def part(self) -> tuple[Header, Body]:
+        return {}, pack(self.values)
+
+    def result(self) -> tuple[Header, Body]:
+        return self.part()
+
+
+def pack(values: dict[int, Body]) -> bytes:
+    """A count, (member, size) of each, then the values."""
+    index = b"".join(_ENTRY.pack(member, len(value)) for member, value in sorted(values.items()))
+    return b"".join([_COUNT.pack(len(values)), index, *(values[member] for member in sorted(values))])
+
+
+def unpack(body: Body) -> dict[int, Body]:
+    """What ``pack`` made. Raises ProtocolError where it was not ``pack``."""
+    try:
+        (count,) = _COUNT.unpack_from(body)
+        if count > members.MOST_MEMBERS:
+            raise ProtocolError("values of too many members")
+        entries = [_ENTRY.unpack_from(body, _COUNT.size + i * _ENTRY.size) for i in range(count)]
+    except struct.error:
+        raise ProtocolError("values of members are cut off") from None
+    at = _COUNT.size + count * _ENTRY.size
+    values = {}
+    for member, size in entries:
+        values[member] = body[at : at + size]
+        at += size
+    if at != len(body):
+        raise ProtocolError("values of members have another length than they say")
+    return values
+
+
+def _unpack(body: Body, mask: int) -> dict[int, Body]:
+    values = unpack(body)
+    if set(values) != set(members.each(mask)):
+        raise ProtocolError("a part holds values of other members than it says")
+    return values
+
+
+@dataclass
+class Chosen:
+    """One member's value for all."""
+
+    source: int = -1
+    value: Body | None = None
+
+    def add(self, word: Word) -> None:
+        source = word.fields.integer("source", 0, word.count - 1)
+        if self.source not in (-1, source):
+            raise ProtocolError("members disagree on whose value is meant")
+        self.source = source
+        if word.mask >> source & 1:
+            self.value = word.body
+
+    def part(self) -> tuple[Header, Body]:
+        return {"source": self.source}, self.value or b""
+
+    def result(self) -> tuple[Header, Body]:
+        return self.part()
+
+
+@dataclass
+class Variant:
+    """A value and who has brought it. Beyond the first few, values are told by their hashes alone."""
+
+    mask: int
+    value: Body | None
+
+
+@dataclass
+class Compared:
+    """Whether all members bring the same value; where not, who brings which."""
+
+    variants: dict[str, Variant] = field(default_factory=dict)
+    DIGEST_CHARACTERS: ClassVar[int] = 64
+
+    def add(self, word: Word) -> None:
+        if not word.is_part:
+            self._take(hashlib.sha256(word.body).hexdigest(), word.mask, word.body)
+            return
+        told = word.fields.header.get("variants")
+        if not isinstance(told, list) or len(told) > _MOST_DIFFERENT:
+            raise ProtocolError("variants are no list, or too many")
+        values = unpack(word.body)
+        for index, variant in enumerate(told):
+            if not (isinstance(variant, list) and len(variant) == 2 and isinstance(variant[0], str)):
+                raise ProtocolError("a variant is no pair of hash and members")
+            digest, who = variant
+            self._take(digest[: self.DIGEST_CHARACTERS], members.from_ranges(who, word.count), values.get(index))
+
+    def _take(self, digest: str, mask: int, value: Body | None) -> None:
+        for other in self.variants.values():
+            other.mask &= ~mask  # a relay says its part again once more have come
+        if digest in self.variants:
+            self.variants[digest].mask |= mask
+            return
+        if len(self.variants) >= _MOST_DIFFERENT - 1:
+            digest, value = "others", None
+        shown = value if len(self.variants) < _MOST_SHOWN else None
+        self.variants.setdefault(digest, Variant(0, shown)).mask |= mask
+
+    def part(self) -> tuple[Header, Body]:
+        told = [[digest, members.ranges(variant.mask)] for digest, variant in self.variants.items()]
+        shown = {i: v.value for i, v in enumerate(self.variants.values()) if v.value is not None}
+        return {"variants": told}, pack(shown)
+
+    def result(self) -> tuple[Header, Body]:
+        return ({"same": True}, b"") if len(self.variants) == 1 else self.part()
+
+
+KINDS: dict[str, type[Reduced] | type[Gathered] | type[Chosen] | type[Compared]] = {
+    "barrier": Reduced,
+    "all_gather": Gathered,
+    "broadcast": Chosen,
+    "compare": Compared,
+}

@@ -1,0 +1,269 @@
+"""One rendezvous round: what its members have stored, who is gone, which failures were reported, who waits where.
+
+A job that starts again meets in a new round, at the same port, so that nothing of a failed attempt is seen by the next.
+The round lives at the root of the tree; a relay (``relay.py``) keeps the same books of its own members and asks
+upwards. Touched by the event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from fleet_train.cluster.store.protocol import members
+from fleet_train.cluster.store.protocol.reports import MOST_REPORTS, checked_report
+from fleet_train.cluster.store.protocol.times import Times, Told
+from fleet_train.cluster.store.protocol.wire import Body, Fields, Header, ProtocolError, printable
+from fleet_train.cluster.store.servers.barriers import Arrival, Barrier, Barriers, Participant
+from fleet_train.cluster.store.servers.pace import Pace
+
+# How long all members may stand at different barriers before that counts as a mistake and not as a coincidence.
+_CROSSED_SECONDS = 1.0
+# What members may store under keys, and how long a key may be.
+_MOST_STORED_BYTES = 64 << 20
+_MOST_KEYS = 1 << 18
+MOST_NAME = 500
+
+Reply = Callable[[Header, Body], None]
+Pull = Callable[[str, int], "asyncio.Future[Told]"]
+"""Ask a relay for its members' times: group, up to which barrier."""
+
+
+class Round(ABC):
+    """What a session may ask of a round, wherever its root is."""
+
+    def __init__(self, clock: Callable[[], float], pace: Pace, grace_seconds: float = 0.0) -> None:
+        self.clock = clock
+        self.barriers = Barriers(self._on_timeout, grace_seconds, pace)
+        self.times: dict[str, Times] = {}
+        self.pulls: dict[Participant, Pull] = {}
+        """Of the relays that are connected here."""
+
+    @abstractmethod
+    def arrive(self, arrival: Arrival) -> None: ...
+
+    @abstractmethod
+    def ask(self, request: Header, body: Body, reply: Reply) -> None:
+        """Carry out what needs no waiting for other members; raises ProtocolError, or calls ``reply`` once."""
+
+    @abstractmethod
+    def depart(self, group: str, mask: int, how: str) -> None:
+        """Members are no longer there: ``left``, or how they were lost."""
+
+    @abstractmethod
+    def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None: ...
+
+    def complete(self, barrier: Barrier) -> int:
+        """Add up what members have said with a step barrier; returns its number in the round's order."""
+        return self.times.setdefault(barrier.key.group, Times()).add(barrier.times)
+
+    async def collect_times(self, group: str, number: int) -> Told:
+        """The sums of this server's members and of all below it, up to the barrier of that number."""
+        told = self.times.setdefault(group, Times()).up_to(number)
+        pulls = [pull(group, number) for pull in list(self.pulls.values())]
+        for answer in await asyncio.gather(*pulls, return_exceptions=True):
+            if isinstance(answer, dict):  # a relay that is lost says nothing; its loss is told elsewhere
+                told |= answer
+        return told
+
+
+class Root(Round):
+    """The round itself."""
+
+    def __init__(self, clock: Callable[[], float], pace: Pace) -> None:
+        super().__init__(clock, pace)
+        self.present: dict[str, dict[int, str]] = {}
+        """By group: member -> the machine that it has named."""
+        self._began = clock()
+        self._values: dict[str, Body] = {}
+        self._stored_bytes = 0
+        self._gone: dict[str, dict[int, str]] = {}
+        self._reports: list[tuple[Any, float]] = []
+        self._is_looking: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        return round(self.clock() - self._began, 3)
+
+    # barriers
+
+    def arrive(self, arrival: Arrival) -> None:
+        barrier = self.barriers.take(arrival, self.clock())
+        if barrier is None:
+            return
+        if barrier.too_large:
+            self._finish(barrier, {"error": "large"})
+        elif barrier.count != arrival.count:
+            counts = [[barrier.first, barrier.count], [members.first(arrival.mask), arrival.count]]
+            self._finish(barrier, {"error": "count", "counts": counts})
+        elif not barrier.missing:
+            self._finish(barrier, *barrier.payload.result())
+        elif not self._give_up_if_hopeless(barrier):
+            self.barriers.arm(barrier, barrier.waiters[arrival.participant].deadline)
+            self._look_for_crossed(arrival.key.group)
+
+    def _finish(self, barrier: Barrier, header: Header, body: Body = b"") -> None:
+        if "error" not in header:
+            header["number"] = self.complete(barrier) if barrier.key.kind == "barrier" else 0
+        self.barriers.close(barrier)
+        barrier.answer(barrier.frame(header, body))
+
+    def _give_up_if_hopeless(self, barrier: Barrier) -> bool:
+        if self._reports:
+            self._finish(barrier, {"error": "failed"}, json.dumps(self._reports[0][0]).encode())
+            return True
+        gone = self._gone.get(barrier.key.group, {})
+        lost = [member for member in gone if barrier.missing >> member & 1] if gone else []
+        if lost:
+            call = next(filter(None, barrier.calls), "")
+            self._finish(barrier, {"error": "gone", "call": call}, _by_reason({m: gone[m] for m in lost}))
+        return bool(lost)
+
+    def review(self) -> None:
+        """Answer every barrier that can no longer be complete."""
+        for barrier in list(self.barriers.pending.values()):
+            self._give_up_if_hopeless(barrier)
+
+    def _look_for_crossed(self, group: str) -> None:
+        if len(self.barriers.pending) > 1 and group not in self._is_looking and len(self.barriers.of_group(group)) > 1:
+            self._is_looking.add(group)
+            asyncio.get_running_loop().call_later(_CROSSED_SECONDS, self._give_up_if_crossed, group)
+
+    def _give_up_if_crossed(self, group: str) -> None:
+        """All members wait, but at different barriers: nobody will ever come, so say who stands where."""
+        self._is_looking.discard(group)
+        pending = self.barriers.of_group(group)
+        waiting = 0
+        for barrier in pending:
+            waiting |= barrier.arrived
+        if len(pending) < 2 or waiting != members.all_of(max(barrier.count for barrier in pending)):
+            self._look_for_crossed(group)
+            return
+        where = [
+            [members.ranges(mask & barrier.arrived), barrier.key.name, call]
+            for barrier in pending
+            for call, mask in barrier.calls.items()
+        ]
+        for barrier in pending:
+            self._finish(barrier, {"error": "crossed"}, json.dumps(where).encode())
+
+    def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
+        """They are withdrawn, so that a later round of this barrier can start clean; the others go on waiting."""
+        frame = barrier.frame({"error": "timeout", "missing": members.ranges(barrier.blamed)})
+        for participant in late:
+            self.barriers.withdraw(barrier, participant)
+            participant.send(frame)
+
+    # what needs no waiting
+
+    def ask(self, request: Header, body: Body, reply: Reply) -> None:
+        fields = Fields(request)
+        handler = self._HANDLERS.get(fields.text("do", most=20))
+        if handler is None:
+            raise ProtocolError("an unknown request")
+        handler(self, fields, body, reply)
+
+    def _set(self, fields: Fields, body: Body, reply: Reply) -> None:
+        reply({} if self.put(fields.text("key", most=MOST_NAME), body) else {"error": "full"}, b"")
+
+    def put(self, key: str, body: Body) -> bool:
+        """Whether there was room for it."""
+        self._stored_bytes += len(body) - len(self._values.get(key, b""))
+        self._values[key] = body
+        is_full = self._stored_bytes > _MOST_STORED_BYTES or len(self._values) > _MOST_KEYS
+        if is_full:
+            self._stored_bytes -= len(self._values.pop(key))
+        return not is_full
+
+    def _get(self, fields: Fields, _: Body, reply: Reply) -> None:
+        reply({}, self._values.get(fields.text("key", most=MOST_NAME), b""))
+
+    def _keys(self, fields: Fields, _: Body, reply: Reply) -> None:
+        prefix = fields.text("prefix", most=MOST_NAME)
+        reply({}, json.dumps([key for key in self._values if key.startswith(prefix)]).encode())
+
+    def _fail(self, _: Fields, body: Body, reply: Reply) -> None:
+        report = checked_report(body)
+        if len(self._reports) < MOST_REPORTS:
+            self._reports.append((report, self.seconds))
+        if len(self._reports) == 1:
+            self.review()
+        reply({}, b"")
+
+    def _failures(self, fields: Fields, _: Body, reply: Reply) -> None:
+        """Those that the asker has not been told yet: it knows the first so many."""
+        reply({}, json.dumps(self._reports[fields.integer("known", 0, MOST_REPORTS) :]).encode())
+
+    def _clock(self, _: Fields, __: Body, reply: Reply) -> None:
+        reply({"value": self.seconds}, b"")
+
+    def _say_gone(self, fields: Fields, _: Body, reply: Reply) -> None:
+        reply({}, _by_reason(self._gone.get(fields.text("group", most=MOST_NAME), {})))
+
+    def _ended(self, fields: Fields, _: Body, reply: Reply) -> None:
+        """The member's process has ended well: one that has never come will not come either."""
+        group, member = fields.text("group", most=MOST_NAME), fields.integer("member", 0, members.MOST_MEMBERS - 1)
+        gone = self._gone.setdefault(group, {})
+        if member not in self.present.get(group, {}) and member not in gone:
+            gone[member] = "left"
+            self.review()
+        reply({}, b"")
+
+    def _join(self, fields: Fields, _: Body, reply: Reply) -> None:
+        group, member = fields.text("group", most=MOST_NAME), fields.integer("member", 0, members.MOST_MEMBERS - 1)
+        present = self.present.setdefault(group, {})
+        if member in present:
+            reply({"error": "twice"}, b"")
+            return
+        present[member] = fields.text("machine", most=MOST_NAME)
+        self._gone.get(group, {}).pop(member, None)
+        reply({}, b"")
+
+    def _depart(self, fields: Fields, _: Body, reply: Reply) -> None:
+        mask = members.from_ranges(fields.header.get("members"), members.MOST_MEMBERS)
+        self.depart(fields.text("group", most=MOST_NAME), mask, printable(fields.text("how")))
+        reply({}, b"")
+
+    def _times(self, fields: Fields, _: Body, reply: Reply) -> None:
+        group, number = fields.text("group", most=MOST_NAME), fields.integer("number", 0, 1 << 60)
+        answer = asyncio.ensure_future(self.collect_times(group, number))
+        answer.add_done_callback(lambda done: reply({}, json.dumps(sorted(done.result().items())).encode()))
+
+    def depart(self, group: str, mask: int, how: str) -> None:
+        present, gone = self.present.setdefault(group, {}), self._gone.setdefault(group, {})
+        for member in members.each(mask):
+            if present.pop(member, None) is not None:  # else it was lost already
+                gone[member] = how
+        self.review()
+
+    def lose(self, machine: str, how: str) -> None:
+        """The machine is silent: its members count as gone, whatever TCP still believes."""
+        for group, present in self.present.items():
+            mask = sum(members.one(member) for member, named in present.items() if named == machine)
+            if mask:
+                self.depart(group, mask, how)
+
+    _HANDLERS: ClassVar[dict[str, Callable[[Root, Fields, Body, Reply], None]]] = {
+        "set": _set,
+        "get": _get,
+        "keys": _keys,
+        "fail": _fail,
+        "failures": _failures,
+        "clock": _clock,
+        "gone": _say_gone,
+        "ended": _ended,
+        "join": _join,
+        "depart": _depart,
+        "times": _times,
+    }
+
+
+def _by_reason(gone: dict[int, str]) -> bytes:
+    """JSON: ``[[ranges, how], ...]``, in the order of the first members."""
+    masks: dict[str, int] = {}
+    for member in sorted(gone):
+        masks[gone[member]] = masks.get(gone[member], 0) | members.one(member)
+    return json.dumps([[members.ranges(mask), how] for how, mask in masks.items()]).encode()

@@ -1,0 +1,191 @@
+"""Joining: from a cluster on paper to processes that can talk, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+
+import fleet_train
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.hosts import is_number
+from fleet_train.cluster.network import interface_towards, local_addresses
+from fleet_train.cluster.partial import PartialCluster, complete
+from fleet_train.cluster.store.client import Variants
+from fleet_train.cluster.store.protocol.access import access_of
+from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job.process_groups import held_port, send_at_once, warm_up
+from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.paddle_compat.paddle_check import backend_name, installed_version
+from fleet_train.errors import ClusterError, ScheduleMismatch
+
+
+def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
+    """Meet all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
+
+    Raises JoinTimeout with the ranks and hosts that did not come, ScheduleMismatch when ranks disagree,
+    ClusterError when this process was given an address that is not this machine's.
+    """
+    cluster, host = complete(cluster, timeout_seconds)
+    place = choose_place(cluster)
+    if cluster.world_size == 1:
+        return Job(cluster, place)
+    _refuse_foreign_address(cluster)
+    if backend_name() == "gloo":
+        keep_freed_memory()
+    job = _meet(cluster, place, host, timeout_seconds)
+    try:
+        _compare(job, timeout_seconds)
+        _form_process_group(job, timeout_seconds)
+    except BaseException as error:
+        job.report_failure(error, doing="could not join")
+        job.close()
+        raise
+    return job
+
+
+def choose_place(cluster: Cluster) -> Any:
+    """The device of this rank: its GPU on a GPU build, the CPU otherwise.
+
+    The GPU becomes Paddle's current device, and FLAGS_selected_gpus says the same: ``init_parallel_env`` takes GPU 0
+    where nothing says otherwise.
+    """
+    if backend_name() == "gloo":
+        return paddle.CPUPlace()
+    gpu = chosen_gpu(os.environ, cluster.local_rank, paddle.device.cuda.device_count())
+    os.environ["FLAGS_selected_gpus"] = str(gpu)
+    paddle.device.set_device(f"gpu:{gpu}")
+    return paddle.CUDAPlace(gpu)
+
+
+def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int:
+    """Which of the ``visible`` GPUs a rank computes on: what its launcher has selected, the only one that its
+    scheduler lets it see, or that of its local rank. Raises ClusterError where there is none."""
+    selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
+    if selected and not is_number(selected):
+        raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes numbers of GPUs, as 0,1")
+    gpu = int(selected) if selected else 0 if visible == 1 else local_rank
+    if gpu >= visible:
+        why = f"FLAGS_selected_gpus={selected}" if selected else f"local rank {local_rank}"
+        raise ClusterError(
+            f"{why} asks for GPU {gpu}, and this process sees {visible} (CUDA_VISIBLE_DEVICES); start as many "
+            "processes on a node as it has GPUs (--nproc_per_node), or PADDLE_DISTRI_BACKEND=gloo for processors"
+        )
+    return gpu
+
+
+def _refuse_foreign_address(cluster: Cluster) -> None:
+    host = cluster.this.host
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    ours = local_addresses()
+    if host not in ours and not host.startswith("127."):
+        raise ClusterError(
+            f"{cluster.describe(cluster.rank)} is this process according to {cluster.formed_by}, but {host} is not an "
+            f"address of this machine, which has {', '.join(sorted(ours))}; give this machine its own address "
+            "(--node_ip, or --host for the stock launcher's --ips)"
+        )
+
+
+def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds: float) -> Job:
+    endpoint = endpoint_of(cluster)
+    if host is None and is_host(cluster):
+        host = StoreHost.of(cluster, timeout_seconds)
+    try:
+        store, gates = (
+            StoreClient.connect(
+                endpoint,
+                cluster.rank,
+                timeout_seconds=timeout_seconds,
+                describe=cluster.describe,
+                watched=stands_for_us,
+                access=access_of(cluster),
+            )
+            for stands_for_us in (True, False)
+        )
+    except BaseException:
+        if host is not None:
+            host.release()
+        raise
+    return Job(cluster, place, host=host, store=store, gates=gates, timeout_seconds=timeout_seconds)
+
+
+def _compare(job: Job, timeout_seconds: float) -> None:
+    facts = {
+        "Paddle version": installed_version(),
+        "fleet_train version": fleet_train.__version__,
+        "backend": backend_name(),
+        "endpoints of all ranks": ",".join(job.cluster.endpoints),
+    }
+    refuse_differences(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
+
+
+def refuse_differences(brought: Variants, cluster: Cluster) -> None:
+    """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
+    for name, expected in brought[0][1].items() if brought else ():
+        differing = [(ranks, facts) for ranks, facts in brought[1:] if facts is None or facts.get(name) != expected]
+        if differing:
+            ranks = [rank for spans, _ in differing for low, high in spans for rank in range(low, high + 1)]
+            theirs = (differing[0][1] or {}).get(name)
+            raise ScheduleMismatch(
+                f"{name}: {cluster.describe(0)} has {expected}, {cluster.describe(ranks[0])} has {theirs}"
+                + (f" (and so differ ranks {', '.join(map(str, sorted(ranks[1:])))})" if ranks[1:] else "")
+                + "; all ranks must agree"
+            )
+
+
+def _form_process_group(job: Job, timeout_seconds: float) -> None:
+    cluster = job.cluster
+    os.environ.update(rank_variables(cluster))
+    os.environ.setdefault("FLAGS_stop_check_timeout", str(int(timeout_seconds) + 1))
+    if backend_name() == "gloo":
+        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
+    _choose_interface(cluster)
+    _open_paddle_store(job, timeout_seconds)
+    with dynamic_mode():
+        warm_up(job, paddle.distributed.init_parallel_env())
+    # Everybody is through before anybody uses the group: a rank that failed above is named here.
+    job.barrier("process group formed", timeout_seconds)
+
+
+def _choose_interface(cluster: Cluster) -> None:
+    peers = [rank.host for rank in cluster.ranks if rank.host != cluster.this.host] or [cluster.this.host]
+    interface = interface_towards(peers[0])
+    if interface:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+
+
+def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
+    """Open Paddle's own store on rank 0 first, then on the others, which would otherwise retry only every 3 s.
+
+    Paddle's store waits, with the interpreter lock held, for as many members as PADDLE_TRAINERS_NUM says; all have
+    come already, so it is told 1. ``init_parallel_env`` then takes the store that is there.
+    """
+    cluster = job.cluster
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    if cluster.rank == 0:
+        with held_port() as port:
+            _create_paddle_store(f"{cluster.this.host}:{port}")
+    endpoint = job.broadcast("paddle store", os.environ.get("PADDLE_MASTER"), timeout_seconds=timeout_seconds)
+    if cluster.rank != 0:
+        _create_paddle_store(endpoint)
+
+
+def _create_paddle_store(endpoint: str) -> None:
+    os.environ["PADDLE_MASTER"] = endpoint
+    members = os.environ["PADDLE_TRAINERS_NUM"]
+    os.environ["PADDLE_TRAINERS_NUM"] = "1"
+    try:
+        paddle.base.core.create_or_get_global_tcp_store()
+    finally:
+        os.environ["PADDLE_TRAINERS_NUM"] = members
+    send_at_once(int(endpoint.rpartition(":")[2]))

@@ -1,0 +1,150 @@
+"""Making process groups, and what stands in the way of it on Paddle 3.3.1."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import paddle
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.engines.engine import Engine, Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.paddle_compat.paddle_check import backend_name
+from fleet_train.errors import ClusterError
+
+_STORE_TIMEOUT_SECONDS = 60
+
+
+class Peers(Protocol):
+    """What forming a group needs to know of the job, and the calls by which its ranks meet meanwhile."""
+
+    cluster: Cluster
+    engine: Engine
+    place: Any
+    timeout_seconds: float
+
+    def barrier(self, name: str) -> None: ...
+
+    def broadcast(self, name: str, value: Any, source: int) -> Any: ...
+
+    def count(self, name: str) -> int: ...
+
+
+def new_group(job: Peers, ranks: Sequence[int]) -> Any:
+    """A process group over ``ranks``; called by all ranks of the job in the same order, members or not.
+
+    Raises ClusterError when the group cannot be formed, with the interface that was used.
+    """
+    with _own_store(job, ranks), dynamic_mode():
+        try:
+            group = _kept(paddle.distributed.new_group(list(ranks)))
+        except Exception as error:
+            raise ClusterError(
+                f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
+                f"(interface {os.environ.get('GLOO_SOCKET_IFNAME', 'chosen by the backend')})"
+            ) from error
+    warm_up(job, group)
+    return group
+
+
+def warm_up(job: Peers, group: Any) -> None:
+    """Let a new group's communicator be made now, where calls are enqueued: all ranks, one group after the other.
+
+    NCCL makes it at the group's first collective, and all groups share one connection to Paddle's store without a
+    lock. Whoever is not there is named: the host stands in this call until everybody is.
+    """
+    if job.engine.side_by_side:
+        return
+    if group.is_member():
+        place = Place(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
+        job.engine.run_here(_one_sum(job, group), place)
+    job.barrier(f"group {group.id} formed")
+
+
+def _one_sum(job: Peers, group: Any) -> Stages[None]:
+    one = paddle.ones([1], "float32").to(job.place)
+    yield Stage((Collective("all_reduce", group, one),))
+
+
+@contextmanager
+def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
+    """Give the next group a Paddle store of its own.
+
+    Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
+    store reads the addresses of the first (tests/integration/test_many_communicators.py). NCCL's keys are distinct.
+    """
+    if backend_name() != "gloo":
+        yield
+        return
+    collective = paddle.distributed.collective
+    shared = collective._default_store
+    collective._default_store = _open_store(job, ranks)
+    try:
+        yield
+    finally:
+        collective._default_store = shared
+
+
+def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
+    """A TCP store on the group's first rank. It is told to wait for nobody: it would hold the interpreter lock."""
+    first = ranks[0]
+    host = job.cluster.ranks[first].host
+    store = None
+    port = 0
+    if job.cluster.rank == first:
+        with held_port() as port:
+            store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
+    port = job.broadcast(f"store of group {job.count('group')}", port, first)
+    if store is None and job.cluster.rank in ranks:
+        store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
+    send_at_once(port)
+    return _kept(store)
+
+
+def send_at_once(port: int) -> None:
+    """Let this process's connections to a store of Paddle's at this port send small pieces without delay.
+
+    Paddle writes each request in three pieces and leaves Nagle's algorithm on: the second one waits until the other
+    side has acknowledged the first, 40 ms or more, eight times for each group.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), _socket_of(int(entry)) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Another descriptor of the same socket. Raises OSError where there is none."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _kept(value: Any) -> Any:
+    """``value``, which lives as long as the process: its threads must not be joined while the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return value
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that is free on all addresses of this machine, and that no other process is given while the body runs.
+
+    Paddle's store listens on 0.0.0.0, whatever its host, and ends the process (SIGABRT) where it cannot: also where a
+    connection from another address of this machine has the port. The port stays bound here, which keeps the system
+    from handing it out; with SO_REUSEADDR on both, and nobody listening here, the store can bind and listen as well.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("0.0.0.0", 0))
+        yield int(holder.getsockname()[1])

@@ -1,0 +1,105 @@
+"""What the ranks tell one another at step barriers: how long they worked and waited, and whether one wants to stop.
+
+Every step barrier carries a note of each rank, and its answer brings what all must know: the longest step, and a stop.
+It is taken in on the computing thread, at the same point of the same step on every rank, so all ranks know the same
+after it. What each rank has told of its times stays in the store until somebody reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fleet_train.cluster import Cluster
+from fleet_train.cluster.store.client import StepAnswer, StepNote
+from fleet_train.collectives.job.step_clock import StepClock
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What communication has cost since the last reading. Times are milliseconds per step, of this rank if not said.
+
+    The lists are by rank and equal on every rank that reads after the same step. They come from the notes of step
+    barriers, so they end with the step before the last barrier; LocalSGD's with the last averaging. All are 0 where
+    the ranks have not met since the last reading.
+    """
+
+    steps: int
+    exposed_ms: float
+    """The executor stood still: in waits for buckets and in averagings."""
+    gate_wait_ms: float
+    """At step barriers, where ranks wait for one another; beside the computing, but for what ``exposed_ms`` has of it.
+    """
+    bytes_sent: float
+    """Payload that this rank sent per step, as planned for the steps that were made."""
+    local_sgd_period: int
+    """Steps between two averagings now; 1 where every step is synchronous, 0 with one process."""
+    rank_step_ms: list[float]
+    """Each rank's own time of a step: all but ``exposed_ms``, with what its script does between steps."""
+    rank_wait_ms: list[float]
+    """Each rank's time at step barriers. The rank that all others wait for has the least."""
+
+
+class StepNotes:
+    """One rank's side of the conversation. The computing thread calls; ``request_stop`` may come from anywhere.
+
+    ``times_up_to``: asks the store for the sums of steps, own work and waiting (milliseconds) of each rank, up to the
+    step barrier of a number.
+    """
+
+    def __init__(
+        self, cluster: Cluster, clock: StepClock, times_up_to: Callable[[int], dict[int, list[float]]]
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._times_up_to = times_up_to
+        self._asked: str | None = None
+        self._taken = 0
+        self._read: dict[int, list[float]] = {}
+        self.stop: str | None = None
+        """Who asked for a stop and why, once all ranks know it."""
+        self.slowest_step_ms = math.inf
+        """Of the slowest rank's own work, per step, up to the last barrier; the same on every rank."""
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to stop; safe in a signal handler: it takes no lock. The first reason stands."""
+        self._asked = self._asked or reason
+        if self._cluster.world_size == 1:
+            self.stop = self.stop or self._said_by(0, self._asked)
+
+    def own(self) -> StepNote:
+        """This rank's note for its next step barrier: what it has done since the last."""
+        told = self._clock.tell()
+        busy, wait = round(1e3 * told.busy_seconds, 2), round(1e3 * told.gate_seconds, 2)
+        return StepNote(told.steps, busy, wait, self._asked)
+
+    def take(self, answer: StepAnswer) -> None:
+        """Take in what a step barrier has told every rank."""
+        self._taken = max(self._taken, answer.number)
+        self.slowest_step_ms = math.inf if answer.slowest_ms is None else answer.slowest_ms
+        if answer.stop is not None:
+            self.stop = self.stop or self._said_by(*answer.stop)
+
+    def read(self, local_sgd_period: int) -> Communication:
+        """What was counted since the last reading; starts anew. Asks the store, where there is one."""
+        own = self._clock.read()
+        before, self._read = self._read, self._times_up_to(self._taken) if self._taken else {}
+        nothing, ranks = [0.0, 0.0, 0.0], range(self._cluster.world_size)
+        times = [
+            [now - then for now, then in zip(self._read.get(r, nothing), before.get(r, nothing), strict=True)]
+            for r in ranks
+        ]
+        steps = max(own.steps, 1)
+        return Communication(
+            own.steps,
+            1e3 * own.exposed_seconds / steps,
+            1e3 * own.gate_seconds / steps,
+            own.sent_bytes / steps,
+            local_sgd_period,
+            [busy / max(count, 1) for count, busy, _ in times],
+            [wait / max(count, 1) for count, _, wait in times],
+        )
+
+    def _said_by(self, rank: int, reason: str) -> str:
+        return f"{self._cluster.describe(rank)}: {reason}"

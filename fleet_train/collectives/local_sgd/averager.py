@@ -1,0 +1,155 @@
+"""LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_train.collectives.engines.device import HostCopy
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
+from fleet_train.collectives.local_sgd.flats import flats, write
+from fleet_train.collectives.local_sgd.fragments import Fragment, joined, parted
+from fleet_train.collectives.methods.allreduce import Reducer, without_cast
+from fleet_train.collectives.methods.base import Remembers
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.plan import Bucket, CommPlan
+from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.profile import Profile
+
+
+@dataclass
+class Held:
+    """The tensors of one rank that LocalSGD treats, as eager tensors that share memory with the scope's variables."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    """Batch-norm statistics: averaged as they are, whatever is done with the parameters."""
+    accumulators: list[Any]
+    """The optimizer's own state of floating dtype; empty unless the profile wants it averaged or reset."""
+
+
+class ParameterAverager:
+    """Averages parameters over all ranks when the schedule says so, all of them or a fragment at a time.
+
+    ``rate``: the inner optimizer's learning rate; ``later``: makes a copy of a device value that the host reads later.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        plan: CommPlan,
+        reducer: Reducer,
+        sums: QuantisedSums | None,
+        rate: Callable[[], float],
+        later: Callable[[Any], HostCopy],
+    ) -> None:
+        assert plan.averaging is not None
+        self.schedule = LocalSgdSchedule.of(profile)
+        self.overlap_steps = profile.local_sgd_overlap_steps
+        self._profile = profile
+        self._values = plan.averaging.values
+        self._reducer = without_cast(reducer)
+        self._world_size = plan.world_size
+        self._rate = rate
+        self._later = later
+        self._heard: tuple[HostCopy, float] | None = None
+        self.fragments = [
+            Fragment(profile, plan.averaging, index, plan.world_size, self._reducer, sums)
+            for index in range(len(plan.averaging.parts))
+        ]
+
+    @property
+    def keeps_anchor(self) -> bool:
+        """A copy of the last agreed values is needed only where differences are sent or given momentum."""
+        return self.fragments[0].keeps_anchor
+
+    @property
+    def memories(self) -> list[tuple[Bucket, Remembers]]:
+        """What rounding has left out of averagings."""
+        return [memory for fragment in self.fragments for memory in fragment.memories]
+
+    @property
+    def anchor(self) -> list[Any] | None:
+        """The last agreed values of all parameters, as `flats`; None before there are any."""
+        anchors = [fragment.anchor for fragment in self.fragments if fragment.anchor is not None]
+        return joined(self.fragments, anchors) if anchors else None
+
+    @property
+    def velocity(self) -> list[Any] | None:
+        """The outer momentum of all parameters, as `flats`; None before there is any."""
+        if all(fragment.outer.velocity is None for fragment in self.fragments):
+            return None
+        return joined(self.fragments, [fragment.outer.velocity or fragment.zeros() for fragment in self.fragments])
+
+    def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
+        """Go on from a saved ``anchor`` and ``velocity``."""
+        nothing: list[None] = [None] * len(self.fragments)
+        anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
+        velocities = nothing if velocity is None else parted(self.fragments, velocity, self._values)
+        for fragment, own, momentum in zip(self.fragments, anchors, velocities, strict=True):
+            fragment.anchor, fragment.outer.velocity = own, momentum
+
+    def before_update(self, parameters: Sequence[Any]) -> None:
+        """Remember the very start: all ranks hold the same values there."""
+        if self.keeps_anchor and self.fragments[0].anchor is None:
+            self._remember(parameters)
+
+    def after_synchronous_step(self, step: int, held: Held) -> None:
+        """The last warm-up step ends with equal parameters: local training starts from them."""
+        if step == self.schedule.warm_steps:
+            self._remember(held.parameters)
+
+    def average(self, fragment: Fragment, held: Held, loss: Any) -> Stages[None]:
+        """Make a fragment's parameters equal on all ranks and go on in the period.
+
+        ``held``: the fragment's, see `held_of`.
+        """
+        yield HAND_OVER
+        sent, rate = flats(held.parameters), self._rate()
+        others = flats(held.statistics)
+        heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
+        more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
+        agreed, means = yield from fragment.agree(sent, rate, [*others, *heard], more)
+        write(held.parameters, agreed)
+        write(held.statistics, means[: len(others)])
+        if more:
+            yield from self._mean(held.accumulators)
+        elif self._profile.local_sgd_momentum == "reset":
+            for tensor in held.accumulators:
+                tensor.zero_()
+        self.schedule.begin_period()
+        if heard:
+            self._heard = self._later(means[-1].mean()), rate
+
+    def held_of(self, fragment: Fragment, held: Held) -> Held:
+        """What is treated with a fragment: its parameters, and with the last one everything else."""
+        if len(self.fragments) == 1:
+            return held
+        statistics = held.statistics if fragment.is_last else []
+        return Held(fragment.choose(held.parameters), statistics, [])
+
+    def settle(self) -> None:
+        """Read what the last averaging has brought to the host: before a step counts, and before state is saved."""
+        if self._heard is not None:
+            (loss, rate), self._heard = self._heard, None
+            self.schedule.adapt(rate, loss.read().item())
+
+    def mean(self, tensors: Sequence[Any]) -> Stages[None]:
+        """Replace tensors by their mean over all ranks, in place."""
+        yield HAND_OVER
+        yield from self._mean(tensors)
+
+    def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
+        buffers = flats(tensors)
+        sums = yield from self._reducer.sum(buffers)
+        write(tensors, [total.scale_(1.0 / self._world_size) for total in sums])
+
+    def _remember(self, parameters: Sequence[Any]) -> None:
+        for fragment in self.fragments:
+            fragment.remember(parameters)
+
+    @property
+    def rate(self) -> float:
+        """The inner optimizer's learning rate now."""
+        return self._rate()

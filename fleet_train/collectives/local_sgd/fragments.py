@@ -1,0 +1,142 @@
+"""Parameters that LocalSGD averages at a time: what the ranks last agreed on, and how their differences travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import paddle
+
+from fleet_train.collectives.engines.stages import Stages
+from fleet_train.collectives.local_sgd.flats import cut, flats
+from fleet_train.collectives.local_sgd.outer import OuterOptimizer
+from fleet_train.collectives.methods.allreduce import Reducer
+from fleet_train.collectives.methods.error_feedback import KeptErrors
+from fleet_train.collectives.methods.quantised_sum import Carried, QuantisedSums
+from fleet_train.collectives.paddle_compat.casting import as_dtype
+from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan.plan import Averaging, by_mean_dtype
+from fleet_train.profile import Profile
+
+T = TypeVar("T")
+
+
+class Fragment:
+    """Some of the parameters, or all of them; buffers are their `flats`.
+
+    ``positions``: in the plan's list of averaged parameters. ``is_last``: of a period.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        averaging: Averaging,
+        index: int,
+        world_size: int,
+        reducer: Reducer,
+        sums: QuantisedSums | None,
+    ) -> None:
+        self.index = index
+        self.positions = averaging.parts[index]
+        self.is_last = index == len(averaging.parts) - 1
+        self.values: list[Gradient] = [averaging.values[position] for position in self.positions]
+        self.outer = OuterOptimizer(profile)
+        self.anchor: list[Any] | None = None
+        """What all ranks held after the last averaging; where it is kept."""
+        self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
+        self._in_16_bits = profile.local_sgd_dtype == "bfloat16"
+        self._reducer = reducer
+        self._world_size = world_size
+        self._rounded: list[tuple[list[Gradient], Carried]] = []
+        if sums is not None and averaging.quantised is not None:
+            for group in _groups_of(self.values):
+                elements = sum(value.elements for value in group)
+                self._rounded.append(
+                    (group, sums.make(0, f"averaged {index}.{len(self._rounded)}", elements, averaging.quantised))
+                )
+
+    def choose(self, items: Sequence[T]) -> list[T]:
+        """Those of a list over all averaged parameters that belong to this fragment."""
+        return [items[position] for position in self.positions]
+
+    def remember(self, parameters: Sequence[Any]) -> None:
+        """All ranks hold ``parameters`` (of the whole job's list) now."""
+        if self.keeps_anchor:
+            self.anchor = flats(self.choose(parameters))
+
+    def zeros(self) -> list[Any]:
+        """Buffers like the anchor, of zeros."""
+        assert self.anchor is not None
+        return [paddle.zeros_like(buffer) for buffer in self.anchor]
+
+    @property
+    def memories(self) -> list[tuple[Bucket, KeptErrors]]:
+        """What rounding has left out, with the parameters that it belongs to."""
+        return [
+            (Bucket(self.index, tuple(group), 0), KeptErrors("local_sgd", group, carried.rounded))
+            for group, carried in self._rounded
+        ]
+
+    def agree(
+        self, values: list[Any], rate: float, beside: Sequence[Any] = (), more: bool = False
+    ) -> Stages[tuple[list[Any], list[Any]]]:
+        """What the ranks go on from after an averaging of ``values``, and the means of the buffers ``beside``.
+
+        Overwrites ``beside``, and ``values`` unless ``keeps_anchor``. ``rate``: the inner optimizer's learning rate.
+        """
+        sent = self._differences(values) if self.keeps_anchor else values
+        sums, others = yield from self._sums_of(sent, beside, more)
+        means = [self._mean(*pair) for pair in zip(sums, values, strict=True)]
+        others = [self._mean(*pair) for pair in zip(others, beside, strict=True)]
+        if not self.keeps_anchor:
+            return means, others
+        assert self.anchor is not None
+        self.anchor = self.outer.step(self.anchor, means, rate)
+        return self.anchor, others
+
+    def _differences(self, values: list[Any]) -> list[Any]:
+        """What is sent of ``values``: how far they are from the last agreed ones."""
+        assert self.anchor is not None
+        differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
+        return [difference.cast("bfloat16") for difference in differences] if self._in_16_bits else differences
+
+    def _sums_of(self, sent: list[Any], beside: Sequence[Any], more: bool) -> Stages[tuple[list[Any], list[Any]]]:
+        if not self._rounded:
+            sums = yield from self._reducer.sum([*sent, *beside], more)
+            return sums[: len(sent)], sums[len(sent) :]
+        totals: list[Any] = []
+        for (_, carried), buffer in zip(self._rounded, sent, strict=True):
+            is_end = len(totals) == len(sent) - 1 and not beside
+            totals += yield from carried.sums.sum([as_dtype(buffer, "float32")], more or not is_end)
+        if not beside:
+            return totals, []
+        others = yield from self._reducer.sum(list(beside), more)
+        return totals, others
+
+    def _mean(self, total: Any, like: Any) -> Any:
+        """Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large."""
+        total = total if total.dtype == like.dtype else total.cast(like.dtype)
+        return total.scale_(1.0 / self._world_size)
+
+
+def _groups_of(values: Sequence[Gradient]) -> list[list[Gradient]]:
+    """The values of each of their `flats`."""
+    return [[values[i] for i in positions] for positions in by_mean_dtype([v.dtype for v in values]).values()]
+
+
+def joined(fragments: Sequence[Fragment], buffers: Sequence[list[Any]]) -> list[Any]:
+    """The fragments' ``buffers``, one list each, as `flats` of all parameters in the plan's order."""
+    if len(fragments) == 1:
+        return buffers[0]
+    parts: dict[int, Any] = {}
+    for fragment, own in zip(fragments, buffers, strict=True):
+        parts |= zip(fragment.positions, cut(own, fragment.values), strict=True)
+    return flats([parts[position] for position in sorted(parts)])
+
+
+def parted(fragments: Sequence[Fragment], buffers: list[Any], values: Sequence[Gradient]) -> list[list[Any]]:
+    """What ``joined`` has joined, in the fragments' own buffers again."""
+    if len(fragments) == 1:
+        return [buffers]
+    parts = cut(buffers, values)
+    return [flats(fragment.choose(parts)) for fragment in fragments]

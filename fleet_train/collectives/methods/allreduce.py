@@ -1,0 +1,116 @@
+"""How flat buffers are summed over all ranks, as stages of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job.process_groups import new_group
+from fleet_train.collectives.methods.host_casts import Cast, cast_for
+from fleet_train.plan.hierarchy import leaders_of, teams
+
+
+class Reducer(Protocol):
+    """Sums of flat eager tensors over all ranks, in place where the backend allows."""
+
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
+
+        ``more``: the caller has further collectives behind these.
+        """
+
+
+class FlatReducer:
+    """One allreduce per buffer over a group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        yield Stage(tuple(Collective("all_reduce", self.group, buffer) for buffer in buffers), more)
+        return list(buffers)
+
+
+class CastReducer:
+    """Another dtype on the wire. The sum itself is taken in that dtype, as the backend does it."""
+
+    def __init__(self, inner: Reducer, wire_dtype: str, cast: Cast) -> None:
+        self.inner = inner
+        self._wire_dtype = wire_dtype
+        self._cast = cast
+
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        sums = yield from self.inner.sum([self._cast(buffer, self._wire_dtype) for buffer in buffers], more)
+        return [
+            self._cast(total, str(buffer.dtype).rpartition(".")[2], buffer)
+            for total, buffer in zip(sums, buffers, strict=True)
+        ]
+
+
+class HierarchicalReducer:
+    """Reduce to the leader of this rank's team, allreduce between the leaders, broadcast inside the team.
+
+    Between teams only the leaders' bytes travel. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
+    """
+
+    def __init__(self, team: Any, leader: int, is_leader: bool, between: Reducer | None) -> None:
+        self._team = team
+        self._leader = leader
+        self._is_leader = is_leader
+        self._between = between
+
+    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+        yield self._inside("reduce", buffers, more=True)
+        if self._is_leader and self._between is not None:
+            buffers = yield from self._between.sum(buffers, more=True)
+        else:
+            yield Stage(more=True)
+        yield self._inside("broadcast", buffers, more)
+        return list(buffers)
+
+    def without_cast(self) -> HierarchicalReducer:
+        """The same groups, with the buffer's own dtype between the leaders, too."""
+        between = self._between.inner if isinstance(self._between, CastReducer) else self._between
+        return self.with_between(between)
+
+    def with_between(self, between: Reducer | None) -> HierarchicalReducer:
+        """The same teams, with another way between the leaders."""
+        return HierarchicalReducer(self._team, self._leader, self._is_leader, between)
+
+    def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
+        if self._team is None:
+            return Stage(more=more)
+        return Stage(tuple(Collective(kind, self._team, buffer, self._leader) for buffer in buffers), more)
+
+    @property
+    def leaders_group(self) -> Any:
+        """The leaders' group; None where there is one team only."""
+        plain = self.without_cast()._between
+        return plain.group if isinstance(plain, FlatReducer) else None
+
+
+def without_cast(reducer: Reducer) -> Reducer:
+    """For parameters: what compresses gradients between leaders must not round them."""
+    return reducer.without_cast() if isinstance(reducer, HierarchicalReducer) else reducer
+
+
+def make_reducers(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Reducer]:
+    """One reducer per communicator; called by all ranks in the same order.
+
+    ``hierarchical_ranks``: ranks per team, 0 = flat. ``between_dtype``: the dtype between teams.
+    """
+    if not hierarchical_ranks:
+        return [FlatReducer(group) for group in job.communicators(number)]
+    return [_hierarchical(job, teams(job.world_size, hierarchical_ranks), between_dtype) for _ in range(number)]
+
+
+def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Reducer:
+    mine = next(team for team in members if job.cluster.rank in team)
+    groups = {team[0]: new_group(job, team) if len(team) > 1 else None for team in members}
+    leaders = leaders_of(members)
+    between: Reducer | None = FlatReducer(new_group(job, leaders)) if len(leaders) > 1 else None
+    if between is not None and between_dtype != "float32":
+        between = CastReducer(between, between_dtype, cast_for(job.engine.reads_values))
+    return HierarchicalReducer(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)

@@ -1,0 +1,35 @@
+"""A bucket's gradients in few bits, as a bucket method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleet_train.collectives.engines.stages import HAND_OVER, Stages
+from fleet_train.collectives.methods.base import Cut, flatten, unflatten
+from fleet_train.collectives.methods.error_feedback import KeptErrors
+from fleet_train.collectives.methods.quantised_sum import Carried
+from fleet_train.plan import Bucket
+
+
+class QuantisedMethod(KeptErrors):
+    """Whole numbers with a scale per block; with teams between their leaders only."""
+
+    def __init__(self, bucket: Bucket, carried: Carried, world_size: int, cut: Cut | None = None) -> None:
+        super().__init__("quantised", bucket.gradients, carried.rounded)
+        self._bucket = bucket
+        self._sums = carried.sums
+        self._scale = 1.0 / world_size
+        self._cut = cut or unflatten
+
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        if self._sums is self._rounded:
+            self._rounded.add(gradients)
+            yield HAND_OVER
+            total = yield from self._rounded.sum_added(self._scale)
+        else:
+            flat = flatten(gradients)
+            yield HAND_OVER
+            (total,) = yield from self._sums.sum([flat])
+            total = total.scale_(self._scale)
+        return self._cut(total, [gradient.shape for gradient in self._bucket.gradients])

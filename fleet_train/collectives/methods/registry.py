@@ -1,0 +1,103 @@
+"""From a plan's bucket to the method that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.methods.allreduce import CastReducer, Reducer
+from fleet_train.collectives.methods.base import BucketMethod, DenseMethod, cut_for
+from fleet_train.collectives.methods.dgc import DgcMethod
+from fleet_train.collectives.methods.host_casts import cast_for
+from fleet_train.collectives.methods.powersgd import PowerSgdMethod
+from fleet_train.collectives.methods.quantised import QuantisedMethod
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.errors import ConversionError
+from fleet_train.plan import Bucket, CommPlan
+from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
+from fleet_train.plan.compressions import compression_of, entry_of
+from fleet_train.plan.quantised import gradient_settings
+from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a method is made of. ``reducer`` is its communicator's; it casts already where the plan is hierarchical."""
+
+    bucket: Bucket
+    job: Job
+    plan: CommPlan
+    profile: Profile
+    reducer: Reducer
+    dgc: DgcSettings | None
+    quantised: QuantisedSums | None
+
+
+def _dense(parts: _Parts) -> BucketMethod:
+    return DenseMethod(parts.bucket, parts.reducer, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
+
+
+def _in_16_bits(parts: _Parts) -> BucketMethod:
+    if parts.plan.team_size:
+        return _dense(parts)
+    on_host = parts.job.engine.reads_values
+    reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype, cast_for(on_host))
+    return DenseMethod(parts.bucket, reducer, parts.plan.world_size, cut_for(on_host))
+
+
+def _in_few_bits(parts: _Parts) -> BucketMethod:
+    bucket = parts.bucket
+    if parts.quantised is None:
+        raise ConversionError(f"compression: {bucket.compression} was planned without links for whole numbers")
+    settings = gradient_settings(parts.profile)
+    name = bucket.gradients[0].name
+    carried = parts.quantised.make(bucket.communicator, name, bucket.elements, settings)
+    return QuantisedMethod(bucket, carried, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
+
+
+def _powersgd(parts: _Parts) -> BucketMethod:
+    settings, engine = powersgd_settings(parts.profile), parts.job.engine
+    return PowerSgdMethod(
+        parts.bucket, parts.reducer, parts.plan.world_size, settings, engine.reads_values, engine.device.to_device
+    )
+
+
+def _dgc(parts: _Parts) -> BucketMethod:
+    if parts.dgc is None:
+        raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
+    group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
+    reads_values = parts.job.engine.reads_values
+    return DgcMethod(parts.bucket, group, parts.reducer, parts.plan.world_size, parts.dgc, reads_values)
+
+
+METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
+    "none": _dense,
+    "bf16": _in_16_bits,
+    "fp16": _in_16_bits,
+    "int8": _in_few_bits,
+    "int4": _in_few_bits,
+    "powersgd": _powersgd,
+    "dgc": _dgc,
+}
+"""By the bucket's compression: `fleet_train.plan.compressions.COMPRESSIONS` has the same keys."""
+
+
+def make_method(
+    bucket: Bucket,
+    job: Job,
+    plan: CommPlan,
+    profile: Profile,
+    reducer: Reducer,
+    dgc: DgcSettings | None,
+    quantised: QuantisedSums | None,
+) -> BucketMethod:
+    """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
+    make = entry_of(bucket.compression, METHODS, "method on real ranks")
+    return make(_Parts(bucket, job, plan, profile, reducer, dgc, quantised))
+
+
+def dtype_between_teams(compression: str) -> str:
+    """The dtype in which the leaders of a hierarchical allreduce send float32 gradients to one another."""
+    return compression_of(compression).wire_dtype or "float32"

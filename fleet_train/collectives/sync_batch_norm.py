@@ -1,0 +1,157 @@
+"""How synchronised batch norm talks to the other ranks: at once, on a process group of its own.
+
+What goes with an exchange, Chan's formula among it, is computed in its host operator: an eager call of small tensors
+costs half of what an operator of the program and those for its constants do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.engines.engine import Place
+from fleet_train.collectives.engines.stages import Collective, Stage, Stages
+from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, passed_on, token
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job.process_groups import new_group
+from fleet_train.plan.legs import Sent
+from fleet_train.plan.plan import ITEM_BYTES
+
+# An allreduce on a ring takes twice as many messages one after the other as an allgather, and sums here are a few
+# kilobytes: on two ranks over loopback 340 us, not 150. With more ranks the allgather's bytes outweigh that.
+_MOST_RANKS_THAT_GATHER = 4
+
+
+@dataclass(frozen=True)
+class Local:
+    """Of a layer on this rank: its ``values``, whose shape says how many, and their mean and variance [channels]."""
+
+    values: Any
+    mean: Any
+    variance: Any
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of a layer on all ranks: number of values per channel [1], their mean and variance [channels]."""
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
+class RankStatistics:
+    """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same moment.
+
+    Where communicators have threads, its group is not one of the gradients': those send while the backward pass goes
+    on, in an order that the statistics do not share. On streams it is the first of them: the program has one order for
+    all, and a device that runs two communicators' kernels at a time may choose another one than its peer.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._group: Any = None
+        self.exchanges: list[Sent] = []
+        """What one forward and backward pass exchanges, in order: for the plan."""
+        self._moment = f"statistics of program {job.count('statistics')}"
+
+    def connect(self) -> None:
+        """Form the group. Not done while emitting: a plan for a cluster that is not there emits, too."""
+        job = self._job
+        alone = job.engine.side_by_side
+        self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
+
+    def start(self) -> Any:
+        """A token behind the meeting of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
+        return emit_meeting(self._job, self._moment, token())
+
+    def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
+        """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""
+        layers = len(local)
+
+        def run(link: Any, *tensors: Any) -> Any:
+            values, rest = tensors[:layers], tensors[layers:]
+            rows = yield from self._gathered(packed(values, rest[:layers], rest[layers:]))
+            return (passed_on(link), *combined(rows, [mean.shape[0] for mean in rest[:layers]]))
+
+        means = [each.mean for each in local]
+        self._count("allgather", [1 + 2 * int(mean.shape[0]) for mean in means], means[0].dtype)
+        shapes = [(shape, mean.dtype) for mean in means for shape in ([1], mean.shape, mean.shape)]
+        inputs = [*(each.values for each in local), *means, *(each.variance for each in local)]
+        link, *found = self._emit("gather", what, shapes, run, chain, inputs)
+        return [Statistics(*found[first : first + 3]) for first in range(0, len(found), 3)], link
+
+    def average(
+        self, what: str, sums: Sequence[tuple[Any, Any]], counts: Sequence[Any], chain: Any
+    ) -> tuple[list[tuple[Any, Any]], Any]:
+        """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token."""
+
+        def run(link: Any, *tensors: Any) -> Any:
+            parts = tensors[: 2 * len(sums)]
+            total = yield from self._summed(paddle.concat(list(parts)))
+            split = paddle.split(total, [part.shape[0] for part in parts])
+            return (passed_on(link), *(part / tensors[len(parts) + i // 2] for i, part in enumerate(split)))
+
+        parts = [part for pair in sums for part in pair]
+        kind = "allgather" if self._gathers_sums else "allreduce"
+        self._count(kind, [int(part.shape[0]) for part in parts], parts[0].dtype)
+        shapes = [(part.shape, part.dtype) for part in parts]
+        link, *means = self._emit("total", what, shapes, run, chain, [*parts, *counts])
+        return list(zip(means[::2], means[1::2], strict=True)), link
+
+    @property
+    def _gathers_sums(self) -> bool:
+        return self._job.world_size <= _MOST_RANKS_THAT_GATHER
+
+    def _gathered(self, row: Any) -> Stages[Any]:
+        """``row`` [n] of every rank, in rank order: [world_size, n]."""
+        rows = paddle.empty([self._job.world_size * row.shape[0]], row.dtype)
+        yield Stage((Collective("all_gather", self._group, row, output=rows),))
+        return rows.reshape([self._job.world_size, -1])
+
+    def _summed(self, row: Any) -> Stages[Any]:
+        """The sum of ``row`` [n] over the ranks: the same bits on each. May overwrite ``row``."""
+        if self._gathers_sums:
+            return (yield from self._gathered(row)).sum(0)
+        yield Stage((Collective("all_reduce", self._group, row),))
+        return row
+
+    def _count(self, kind: str, elements: Sequence[int], dtype: Any) -> None:
+        item_bytes = ITEM_BYTES["float64" if dtype == paddle.float64 else "float32"]
+        self.exchanges.append(Sent(kind, sum(elements) * item_bytes, item_bytes, flat=True))
+
+    def _emit(
+        self, name: str, what: str, outputs: Sequence[Any], run: Callable[..., Stages[Any]], chain: Any, inputs: Any
+    ) -> Any:
+        def carry_out(*tensors: Any) -> Any:
+            return self._job.engine.run_here(run(*tensors), Place(self._moment, what, self._job.timeout_seconds))
+
+        return _host_operator(name, 1 + len(inputs), [_TOKEN, *outputs], carry_out)(chain, *inputs)
+
+
+def packed(values: Sequence[Any], means: Sequence[Any], variances: Sequence[Any]) -> Any:
+    """One row of a rank: for each layer the number of values per channel, the means and the variances."""
+    parts = []
+    for each, mean, variance in zip(values, means, variances, strict=True):
+        count = math.prod(each.shape) // mean.shape[0]
+        parts += [paddle.full([1], count, mean.dtype), mean, variance]
+    return paddle.concat(parts)
+
+
+def combined(rows: Any, channels: Sequence[int]) -> list[Any]:
+    """Count, mean and variance of all values, layer after layer, from the ranks' ``packed`` rows [ranks, n].
+
+    Chan, Golub and LeVeque's formula: unlike mean(x * x) - mean * mean, it does not cancel.
+    """
+    results = []
+    parts = paddle.split(rows, [size for each in channels for size in (1, each, each)], axis=1)
+    for counts, means, variances in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        total = counts.sum(0)
+        shares = counts / total
+        mean = (shares * means).sum(0)
+        results += [total, mean, (shares * (variances + (means - mean).square())).sum(0)]
+    return results

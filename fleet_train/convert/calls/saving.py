@@ -1,0 +1,167 @@
+"""The facade's calls that save, load and export. Fleet's argument names stand beside ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fleet_train.convert.session import current, exchange_of, program_or_last
+from fleet_train.convert.settings.keywords import ArgumentError, needed, one_of, refuse
+from fleet_train.convert.state import save_load
+from fleet_train.convert.state.inference_export import export_inference_model
+from fleet_train.convert.state.local_state import make_equal
+from fleet_train.convert.state.program_state import ProgramState
+from fleet_train.convert.state.save_load import Captured
+from fleet_train.errors import ConversionError
+
+Folder = str | os.PathLike[str]
+
+_FILES = (
+    "the files' names are fixed (persistables.safetensors, persistables.json); leave filename out, and give each state "
+    "a dirname of its own"
+)
+_TABLES = "modes of parameter servers' tables do not exist here; leave mode out"
+
+
+def synchronize_parameters(main_program: Any = None) -> None:
+    """Make parameters and batch-norm statistics equal on all ranks now, as means over the ranks.
+
+    LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised takes its statistics from
+    each rank's own batches. Call it on all ranks before an evaluation. It is done by itself before every save.
+    """
+    program = program_or_last(main_program)
+    exchange = exchange_of(program)
+    if exchange is not None:
+        state = ProgramState(program, paddle.static.global_scope())
+        with current().job.inside("fleet.synchronize_parameters()"):
+            make_equal(current().job, state, exchange, with_optimizer=False)
+
+
+def first_not_finite(main_program: Any = None) -> str | None:
+    """The name of the first parameter or batch-norm statistic of this rank that holds NaN or infinity."""
+    return ProgramState(program_or_last(main_program), paddle.static.global_scope()).first_not_finite()
+
+
+def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
+    """What ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a thread.
+
+    All ranks call it after the same step. ``memory``: an earlier capture that is written; its memory is used again.
+    """
+    program, scope = program_or_last(main_program), paddle.static.global_scope()
+    with current().job.inside("fleet.capture_persistables()"):
+        return save_load.capture(current().job, program, scope, exchange_of(program), memory)
+
+
+def save_persistables(
+    exe: Any = None,
+    dirname: Folder | None = None,
+    main_program: Any = None,
+    filename: str | None = None,
+    mode: int = 0,
+    *,
+    executor: Any = None,
+) -> None:
+    """Save all that a resumed run needs of the program: rank 0 writes, all return when it is done.
+
+    Parameters, statistics, optimizer state, what the profile's passes, LocalSGD and compression keep, also where each
+    rank has its own. With LocalSGD, parameters and optimizer state are averaged first. Writes
+    ``persistables.safetensors``, ``persistables.json`` and, for what differs between ranks, ``ranks.safetensors`` into
+    ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
+
+    All ranks call it, without ``if rank == 0``. ``exe``, Fleet's ``executor``, is not needed: the state is read from
+    the scope. ``filename`` and ``mode`` of Fleet are refused.
+    """
+    one_of("save_persistables", executor=executor, exe=exe)
+    folder = Path(needed("save_persistables", dirname=dirname))
+    refuse("save_persistables", "filename", filename, _FILES)
+    refuse("save_persistables", "mode", mode or None, _TABLES)
+    program, scope = program_or_last(main_program), paddle.static.global_scope()
+    with current().job.inside(f"fleet.save_persistables({str(folder)!r})"):
+        save_load.save(current().job, program, scope, exchange_of(program), folder)
+
+
+def load_persistables(
+    exe: Any = None,
+    dirname: Folder | None = None,
+    main_program: Any = None,
+    filename: str | None = None,
+    *,
+    executor: Any = None,
+) -> None:
+    """Load what ``save_persistables`` wrote. Rank 0 reads, the others get its values over the network.
+
+    The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
+    offending tensor, for state that is missing, cut off, altered, or of another model. The number of ranks may be
+    another one.
+    """
+    one_of("load_persistables", executor=executor, exe=exe)
+    folder = Path(needed("load_persistables", dirname=dirname))
+    refuse("load_persistables", "filename", filename, _FILES)
+    program, scope = program_or_last(main_program), paddle.static.global_scope()
+    with current().job.inside(f"fleet.load_persistables({str(folder)!r})"):
+        save_load.load(current().job, program, scope, exchange_of(program), folder)
+
+
+def save_inference_model(
+    exe: Any = None,
+    dirname: Folder | None = None,
+    feeds: list[Any] | None = None,
+    targets: list[Any] | None = None,
+    main_program: Any = None,
+    export_for_deployment: bool = True,
+    mode: int = 0,
+    *,
+    executor: Any = None,
+    feeded_var_names: list[Any] | None = None,
+    target_vars: list[Any] | None = None,
+) -> None:
+    """Export the forward program, pruned to ``feeds`` -> ``targets``, with its parameters, for Paddle's inference.
+
+    ``targets`` (Fleet's ``target_vars``): values of the training program or, better, of one built with
+    ``layer.eval()`` that has the same parameters. ``feeds`` (``feeded_var_names``): values or names of its inputs.
+    LocalSGD's parameters are averaged first. Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all
+    ranks call it, and return once they are on disk.
+    """
+    name = "save_inference_model"
+    executor = needed(name, executor=executor, exe=exe)
+    folder = Path(needed(name, dirname=dirname))
+    wanted = _as_list(needed(name, target_vars=target_vars, targets=targets))
+    inputs = _as_list(needed(name, feeded_var_names=feeded_var_names, feeds=feeds))
+    refuse(name, "mode", mode or None, _TABLES)
+    if not export_for_deployment:
+        raise ArgumentError(
+            f"fleet.{name}: export_for_deployment=False asks for a program to train on; use fleet.save_persistables, "
+            "and build the network again"
+        )
+    _refuse_other_program(wanted, main_program)
+    scope = paddle.static.global_scope()
+    with current().job.inside(f"fleet.{name}({str(folder)!r})"):
+        synchronize_parameters()
+        save_load.on_first_worker(
+            current().job,
+            f"export to {folder}",
+            lambda: export_inference_model(executor, folder, inputs, wanted, scope),
+        )
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Paddle takes a single value where a list is meant, and so do we."""
+    return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def _refuse_other_program(targets: list[Any], main_program: Any) -> None:
+    names = [target for target in targets if isinstance(target, str)]
+    if names or not targets:
+        raise ConversionError(
+            f"fleet.save_inference_model: targets={targets!r}: values of today's programs have no names to be found "
+            "by; give the values themselves, such as the network's output"
+        )
+    # A program is compared by its operators: each access to it makes a new Python object.
+    if main_program is not None and main_program.global_block() != targets[0].block.program.global_block():
+        raise ConversionError(
+            "fleet.save_inference_model: main_program is not the program of the targets; leave it out, the targets "
+            "name their program"
+        )

@@ -1,0 +1,109 @@
+"""Planning without a cluster: a script runs up to ``minimize`` as if it were rank 0 of a job that is not there."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fleet_train.cluster import Cluster
+from fleet_train.cluster.store.client import Variants
+from fleet_train.collectives.job.job import Array, Job, refuse_unreducible
+from fleet_train.convert import fleet, session
+from fleet_train.errors import ConversionError
+from fleet_train.plan import CommPlan
+from fleet_train.plan.price.choose import PAPER
+from fleet_train.plan.price.predict import Network
+from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the profile that it was made from."""
+
+    plan: CommPlan
+    profile: Profile
+
+
+class _PlanIsReady(BaseException):
+    """Ends the script at its first conversion. A BaseException: a script's ``except Exception`` lets it pass."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__("plan is ready")
+        self.planned = planned
+
+
+class _ImaginedJob(Job):
+    """Rank 0 of a job whose other ranks always agree and never come."""
+
+    def __init__(self, cluster: Cluster, place: Any, network: Network) -> None:
+        super().__init__(cluster, place)
+        self.network, self.network_source = network, "on paper"
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Nobody is waited for."""
+
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
+        del name, timeout_seconds
+        return dict.fromkeys(range(self.world_size), value)
+
+    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
+        del name, source, timeout_seconds
+        return value
+
+    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
+        del name, value, timeout_seconds
+        return []
+
+    def reduce(self, values: Array, op: str) -> Array:
+        refuse_unreducible(values, op)
+        return values * self.world_size if op == "sum" else values.copy()
+
+    def agreed(self, plan: CommPlan) -> None:
+        raise _PlanIsReady(Planned(plan, fleet.profile()))
+
+
+@contextmanager
+def _imagined(cluster: Cluster, network: Network) -> Iterator[None]:
+    fleet.shutdown()
+    session.join_as(lambda: _ImaginedJob(cluster, paddle.CPUPlace(), network))
+    try:
+        yield
+    finally:
+        fleet.shutdown()
+        session.join_as(None)
+
+
+def plan_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent. What the profile
+    leaves open is chosen for ``network``.
+
+    Raises ConversionError when ``action`` ends without having converted a program.
+    """
+    if cluster.world_size == 1:
+        raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")
+    with _imagined(cluster, network):
+        try:
+            action()
+        except _PlanIsReady as ready:
+            return ready.planned
+        except SystemExit as end:
+            raise ConversionError(f"the script ended (exit {end.code}) before optimizer.minimize was called") from None
+    raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
+
+
+def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of a training script, run with these arguments up to its ``minimize``; ``network`` as in `plan_of`."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
+    finally:
+        sys.argv, sys.path[:] = before

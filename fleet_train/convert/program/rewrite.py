@@ -1,0 +1,106 @@
+"""Carries out a plan in a program: launch and wait operators among the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import (
+    HeldValues,
+    emit_arrive,
+    emit_begin,
+    emit_launch,
+    emit_wait,
+    is_link,
+    is_meeting,
+    passes_a_token,
+    token,
+)
+from fleet_train.convert.program.gradients import ReadyGradient
+from fleet_train.plan import Bucket, CommPlan
+
+# Operators whose second and third operand are a running mean and variance.
+_HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
+
+
+def insert_launches(
+    exchange: GradientExchange,
+    plan: CommPlan,
+    ready: Sequence[ReadyGradient],
+    values: HeldValues,
+    boundary: Any = None,
+) -> Any:
+    """Insert what starts the plan's buckets into the current program; returns the token of the last operator.
+
+    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on. Behind
+    another optimizer of the same program its chain goes on: all ranks then talk in one order.
+    The ranks begin to meet at the very start of a step, if every run of the program is one (``boundary`` is None) and
+    they do not meet inside it for something else: two meetings at a time could cross.
+    """
+    by_name = {item.parameter.name: item for item in ready}
+    operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
+    chain, behind = _chain_of_others(operators)
+    if chain is None and boundary is None and not any(is_meeting(operator) for operator in operators):
+        paddle.pir.set_insertion_point(operators[0])
+        chain = emit_arrive(exchange, token())
+    for bucket in plan.buckets:
+        members = [by_name[gradient.name] for gradient in bucket.gradients]
+        position = max(member.position for member in members)
+        # Two buckets can end at one operator: the second launch then stands behind the first.
+        anchor = operators[position] if position > behind else chain.get_defining_op()
+        paddle.pir.set_insertion_point_after(anchor)
+        if bucket.index == 0:
+            chain = token() if chain is None else chain
+            if exchange.looks_at_parameters:
+                chain = emit_begin(exchange, values.parameters, chain)
+        gradients = [member.value for member in members]
+        chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)
+        behind = max(behind, position)
+    paddle.pir.reset_insertion_point_to_end()
+    return chain
+
+
+def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
+    """The last token of what earlier conversions have inserted, and its operator's position; None and -1 for none."""
+    links = [position for position, operator in enumerate(operators) if is_link(operator)]
+    return (operators[links[-1]].result(0), links[-1]) if links else (None, -1)
+
+
+def insert_waits(
+    exchange: GradientExchange, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """Append what waits for ``buckets``; returns (parameter, averaged gradient) pairs and the next token."""
+    by_name = {item.parameter.name: item for item in ready}
+    averaged = []
+    for bucket in buckets:
+        members = [by_name[gradient.name] for gradient in bucket.gradients]
+        chain, results = emit_wait(exchange, bucket, [member.value.dtype for member in members], chain)
+        averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
+    return averaged, chain
+
+
+def chain_in_program_order(operators: Sequence[Any]) -> None:
+    """Give all operators that talk one chain, in the order in which they stand.
+
+    What a pass has put among the backward pass has a chain of its own, which may run before or behind a bucket's: the
+    executor would choose, on each rank for itself.
+    """
+    behind = None
+    for operator in operators:
+        if passes_a_token(operator):
+            if behind is not None:
+                operator.operand(0).set_source(behind)
+            behind = operator.result(0)
+
+
+def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> HeldValues:
+    """What LocalSGD and the divergence sentinel look at in ``program``."""
+    statistics = {}
+    for operator in program.global_block().ops:
+        if operator.name() in _HAS_STATISTICS:
+            for source in operator.operands_source()[1:3]:
+                statistics[source.get_defining_op().id()] = source
+    return HeldValues(list(trained), list(statistics.values()), list(accumulators))

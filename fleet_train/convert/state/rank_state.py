@@ -1,0 +1,48 @@
+"""State that each rank has of its own: errors of compression, gradient merge's sums in the middle of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job.transfer import collect, hand_out, share
+from fleet_train.collectives.methods import state as method_state
+from fleet_train.convert.state.local_state import PREFIX
+from fleet_train.convert.state.program_state import ProgramState
+from fleet_train.convert.state.safetensors_file import Arrays
+
+
+def read_methods(exchange: GradientExchange) -> tuple[Arrays, Arrays]:
+    """What compression remembers: (alike on every rank, this rank's own)."""
+    alike, own = method_state.read(exchange.memories)
+    return {PREFIX + name: alike[name] for name in alike}, {PREFIX + name: own[name] for name in own}
+
+
+def gather_own(job: Job, state: ProgramState, own_of_methods: Arrays) -> list[Arrays]:
+    """Every rank's own state on rank 0, by rank; empty on the others, and where there is none."""
+    own = {**own_of_methods, **state.read(state.sums_under_way)}
+    return collect(job, own) if own else []
+
+
+def spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
+    """This rank's own state of what rank 0 has read (``number_saved`` ranks; every rank knows that number).
+
+    On as many ranks as it was saved on, each takes back its own. On another number each takes the mean: what all of
+    them together still have to give to the average of gradients stays the same.
+    """
+    if number_saved == 0:
+        return {}
+    if number_saved == job.world_size:
+        return hand_out(job, saved)
+    return share(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
+
+
+def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
+    """The mean over ranks of each array, in its dtype."""
+    return {
+        name: np.mean([arrays[name] for arrays in saved], axis=0, dtype=np.float64).astype(array.dtype)
+        for name, array in saved[0].items()
+    }

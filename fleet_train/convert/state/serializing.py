@@ -1,0 +1,117 @@
+"""What Paddle writes of a converted program: the program of one card, without our operators.
+
+A host operator holds a pointer to its function, which Paddle cannot write (``Unknown Attr``), so ``paddle.static.save``
+would die after the training. Scripts call it on Paddle itself, and all of Paddle's ways to write a program end in one
+function of its core; that one is replaced, and changes only what could not be written before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from fleet_train.convert.settings.apply_profile import say
+from fleet_train.errors import ConversionError
+
+_OURS = "fleet_train_"
+_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
+_BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "meet", "broadcast", "hold")
+
+_original: Callable[..., Any] | None = None
+_is_drifting: Callable[[Any], bool] = bool
+
+
+def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
+    """From now on Paddle writes converted programs as one card has them. ``is_drifting``: is it one of LocalSGD's?"""
+    global _original, _is_drifting
+    _is_drifting = is_drifting
+    if _original is None:
+        _original = paddle.base.core.serialize_pir_program
+        paddle.base.core.serialize_pir_program = _serialize
+
+
+def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
+    assert _original is not None
+    if not any(_is_ours(operator) for operator in program.global_block().ops):
+        return _original(program, *arguments, **options)
+    if _is_drifting(program):
+        notice = (
+            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
+            "call fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
+        )
+        say([notice], rank=0)
+    return _original(for_one_card(program), *arguments, **options)
+
+
+def for_one_card(program: Any) -> Any:
+    """A copy of a converted program in which each gradient goes to its update directly.
+
+    Raises ConversionError for programs that need other ranks inside the forward pass.
+    """
+    twin = program.clone()
+    ours = [operator for operator in twin.global_block().ops if _is_ours(operator)]
+    starts = [operator.operand_source(0).get_defining_op() for operator in ours]
+    local: dict[str, list[Any]] = {}
+    for operator in ours:
+        _bypass(operator, local)
+    for operator in reversed(ours):
+        if not _is_unused(operator):
+            raise ConversionError(_needs_peers(operator.name()))
+        twin.global_block().remove_op(operator)
+    removed: set[int] = set()
+    for start in starts:
+        if start.id() not in removed and start.name() == "pd_op.full" and _is_unused(start):
+            removed.add(start.id())
+            twin.global_block().remove_op(start)
+    return twin
+
+
+def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
+    """Give the readers of a host operator what has gone into it. ``local``: gradients of launched buckets."""
+    kind, bucket = _kind(operator)
+    given, gives = operator.operands_source(), operator.results()
+    pairs: list[tuple[Any, Any]] = []
+    match kind:
+        case "launch":
+            local[bucket] = given[1:]
+        case "wait":
+            pairs = list(zip(gives[1:], local[bucket], strict=False))
+        case "broadcast":
+            pairs = [(gives[1], given[1])]
+        case "hold":
+            pairs = list(zip(gives, given[:-1], strict=True))
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+
+
+def unwritable(program: Any) -> str:
+    """What to say of a converted program that Paddle cannot write; empty for one that it can."""
+    for operator in program.global_block().ops:
+        if _is_ours(operator) and _kind(operator)[0] not in _BYPASSED:
+            return f"paddle.static.save: {_needs_peers(operator.name())}"
+    return ""
+
+
+def _needs_peers(name: str) -> str:
+    return (
+        f"the program cannot be written without '{name.rpartition('_')[0]}', which talks to other ranks in its forward "
+        "pass (synchronised batch norm); use fleet.save_persistables to resume, and fleet.save_inference_model with a "
+        "program built with layer.eval()"
+    )
+
+
+def _kind(operator: Any) -> tuple[str, str]:
+    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
+    found = _NAME.search(operator.name())
+    return (found[1], found[2] or "") if found else ("", "")
+
+
+def _is_unused(operator: Any) -> bool:
+    return all(result.use_empty() for result in operator.results())
+
+
+def _is_ours(operator: Any) -> bool:
+    return _OURS in operator.name()

@@ -1,0 +1,187 @@
+"""Which rank reads which sample at which step. Pure numpy: equal arguments give equal indices on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from fleet_train.data.core.datasets import Indices
+from fleet_train.errors import DataError
+
+LAST_BATCHES = ("keep", "merge", "refuse")
+
+
+class BatchSampler(Protocol):
+    """What a loader asks of a sampler."""
+
+    seed: int
+    epoch: int
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None: ...
+
+    def __len__(self) -> int:
+        """Steps left in the epoch."""
+
+    def batch(self, step: int) -> Indices:
+        """This rank's indices at that step of those left."""
+
+    def consumed_after(self, steps: int) -> int:
+        """`consumed_samples` of a resume after that many of the steps left."""
+
+
+class ShardedBatchSampler:
+    """Batches of sample indices for one rank; every rank gets the same number of batches, each of the same size.
+
+    Step k of all ranks together is a contiguous slice of one global order (rank r takes every world_size-th index of
+    it). So the joint batch does not depend on the number of ranks, only on the global batch size, and the rest of an
+    epoch can be read by another number of ranks: see `set_epoch`. Without `rank` and `world_size` every process reads
+    everything.
+
+    Args:
+        batch_size: samples per rank and step.
+        shuffle: a new order each epoch, from (seed, epoch). Every rank must be given the same seed.
+        drop_last: False pads to equal counts by repeating the first samples of the epoch's order and keeps a smaller
+            last batch; True repeats nothing and drops what does not fill a whole batch on every rank.
+        last_batch: what becomes of a last batch of one sample per rank, whose batch-norm statistics have no variance:
+            `keep` it, `merge` it into the batch before it (batch_size + 1 samples), or `refuse` with a DataError.
+    Source: the semantics of torch's DistributedSampler and Paddle's DistributedBatchSampler, made step-addressable.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        last_batch: str = "keep",
+    ) -> None:
+        check_sizes(num_samples, batch_size, rank, world_size)
+        if last_batch not in LAST_BATCHES:
+            raise DataError(f"last_batch={last_batch!r}; use one of {', '.join(LAST_BATCHES)}")
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.last_batch = last_batch
+        self._order: tuple[int, Indices] | None = None
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the epoch, or what is left of it; without it every pass repeats epoch 0's order.
+
+        consumed_samples: samples of the global order that are done, by whatever number of ranks (`consumed_after`).
+        The rest is shared out over the present ranks: none is read twice, none is left out but by `drop_last`.
+        """
+        if not 0 <= consumed_samples <= self.num_samples:
+            raise DataError(
+                f"consumed_samples={consumed_samples} of an epoch with {self.num_samples} samples; "
+                "has the data changed since the checkpoint was written?"
+            )
+        self.epoch = epoch
+        self._consumed = consumed_samples
+        if self.last_batch == "refuse" and self._has_single_rest():
+            raise DataError(
+                f"{self.num_samples - consumed_samples} samples on {self.world_size} rank(s) with batch_size="
+                f"{self.batch_size} leave a last batch of 1 sample per rank, in which batch norm has no variance; use "
+                "last_batch='merge', drop_last=True or another batch size"
+            )
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples that each rank reads in what is left of the epoch, padding included."""
+        left = self.num_samples - self._consumed
+        if self.drop_last:
+            return left // self.world_size // self.batch_size * self.batch_size
+        return -(-left // self.world_size)
+
+    def __len__(self) -> int:
+        """Steps left in the epoch, equal on every rank."""
+        merged = self.last_batch == "merge" and self._has_single_rest()
+        return -(-self.samples_per_rank // self.batch_size) - merged
+
+    def batch(self, step: int) -> Indices:
+        """This rank's indices at one of the steps left: step 0 is the first one after `consumed_samples`."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of an epoch with {len(self)} steps")
+        places = self._consumed + self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
+        # Past the end it goes on with the first samples of the order, also when there are fewer samples than ranks.
+        return self._global_order()[places % self.num_samples]
+
+    def consumed_after(self, steps: int) -> int:
+        """Samples of the global order that are done after that many of the steps left; padding does not count."""
+        done = self._end(steps - 1) if steps else 0
+        return min(self.num_samples, self._consumed + done * self.world_size)
+
+    def __iter__(self) -> Iterator[Indices]:
+        return (self.batch(step) for step in range(len(self)))
+
+    def _end(self, step: int) -> int:
+        """Samples of this rank up to and with that step."""
+        return self.samples_per_rank if step >= len(self) - 1 else (step + 1) * self.batch_size
+
+    def _has_single_rest(self) -> bool:
+        return self.samples_per_rank > self.batch_size > 1 and self.samples_per_rank % self.batch_size == 1
+
+    def _global_order(self) -> Indices:
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = (self.epoch, epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle))
+        return self._order[1]
+
+
+class EvaluationSampler:
+    """This rank's share of an evaluation: over all ranks each sample exactly once, so shards may be uneven or empty."""
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self._batches = evaluation_batches(num_samples, batch_size, rank, world_size)
+        self.seed = 0
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Every epoch is the same and read from its start."""
+        if consumed_samples:
+            raise DataError(f"consumed_samples={consumed_samples}: an evaluation is always done in one go")
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, step: int) -> Indices:
+        return self._batches[step]
+
+    def consumed_after(self, steps: int) -> int:
+        del steps
+        return 0
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> Indices:
+    """All sample indices in the order of that epoch, int64 [num_samples]."""
+    if not shuffle:
+        return np.arange(num_samples, dtype=np.int64)
+    # A sequence as seed: seed 0 in epoch 1 must not be seed 1 in epoch 0.
+    return np.random.default_rng([seed, epoch]).permutation(num_samples).astype(np.int64)
+
+
+def evaluation_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[Indices]:
+    """This rank's share of an evaluation, in order: rank r reads every world_size-th sample."""
+    check_sizes(num_samples, batch_size, rank, world_size)
+    mine = np.arange(rank, num_samples, world_size, dtype=np.int64)
+    return [mine[start : start + batch_size] for start in range(0, len(mine), batch_size)]
+
+
+def check_sizes(num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
+    """DataError where the numbers leave nothing to read or nobody to read it."""
+    if num_samples < 1:
+        raise DataError(f"num_samples={num_samples}; there is nothing to read, at least 1 sample is needed")
+    if batch_size < 1:
+        raise DataError(f"batch_size={batch_size}; samples per rank and step must be at least 1")
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank={rank} with world_size={world_size}; ranks run from 0 to world_size - 1")

@@ -1,0 +1,122 @@
+"""Every machine with data of its own, of its own size: how many steps all ranks take is decided before the first one.
+
+A rank that runs out of batches earlier than the others leaves them waiting in a collective. So each rank proposes the
+steps that its data is good for, the proposals are exchanged (`fleet.gather`), and `agree_steps` answers the same number
+on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleet_train.data.core.datasets import Indices
+from fleet_train.data.core.sampler import check_sizes, epoch_order
+from fleet_train.errors import DataError
+
+UNEVEN_POLICIES = ("truncate", "pad", "error")
+
+
+def agree_steps(counts: Sequence[int], policy: str = "truncate") -> int:
+    """Steps per epoch for all ranks, from the steps that each rank's data is good for, by rank.
+
+    `truncate` takes the smallest count (the others leave out some samples, other ones each epoch), `pad` the largest
+    (the others repeat some), `error` accepts equal counts only. A rank without any step is a DataError that names it.
+    """
+    if policy not in UNEVEN_POLICIES:
+        raise DataError(f"--uneven {policy!r} is unknown; use one of {', '.join(UNEVEN_POLICIES)}")
+    empty = [rank for rank, count in enumerate(counts) if count < 1]
+    if empty or not counts:
+        raise DataError(
+            f"steps per epoch by rank: {_listed(counts)}; rank(s) {_listed(empty)} have too few samples for one step: "
+            "use a smaller --batch_size or give them more data"
+        )
+    if policy == "error" and len(set(counts)) > 1:
+        raise DataError(
+            f"steps per epoch by rank: {_listed(counts)}; with --uneven error they must be equal. Use --uneven "
+            f"truncate ({min(counts)} steps for all) or --uneven pad ({max(counts)} steps, short ranks repeat samples)"
+        )
+    return max(counts) if policy == "pad" else min(counts)
+
+
+class OwnDataSampler:
+    """Batches from a shard that only this machine has, shared by the ranks of this machine.
+
+    Every step of every rank has exactly batch_size samples, so that equal weights in the average of gradients are
+    right. Call `agree` with the `proposed_steps` of all ranks before the first epoch.
+
+    Args:
+        num_samples: of this shard. Shards of different machines may differ.
+        rank, world_size: among the ranks that read this shard.
+        total_ranks: of the whole job. `consumed_samples` counts the samples of all of them, so going on in the middle
+            of an epoch needs the same machines with the same shards, each with the same share of the ranks.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        total_ranks: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        policy: str = "truncate",
+    ) -> None:
+        check_sizes(num_samples, batch_size, rank, world_size)
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.total_ranks = total_ranks
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self._policy = policy
+        self._steps = self.proposed_steps
+        self._consumed = 0
+        self._order: tuple[int, Indices] | None = None
+
+    @property
+    def proposed_steps(self) -> int:
+        """Steps per epoch that this shard is good for: whole batches, with policy `pad` also one to be filled up."""
+        per_rank = self.num_samples / self.world_size / self.batch_size
+        return math.ceil(per_rank) if self._policy == "pad" else math.floor(per_rank)
+
+    def agree(self, counts: Sequence[int]) -> int:
+        """Take on the steps per epoch that follow from all ranks' proposals (by rank), and return them."""
+        self._steps = agree_steps(counts, self._policy)
+        return self._steps
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the epoch, or what is left of it after that many samples of all ranks together."""
+        whole = self._steps * self.batch_size * self.total_ranks
+        if not 0 <= consumed_samples <= whole:
+            raise DataError(f"consumed_samples={consumed_samples} of an epoch in which all ranks read {whole} samples")
+        self.epoch = epoch
+        self._consumed = consumed_samples
+
+    def __len__(self) -> int:
+        """Steps left in the epoch, equal on every rank."""
+        return self._steps - math.ceil(self._consumed / (self.batch_size * self.total_ranks))
+
+    def batch(self, step: int) -> Indices:
+        """This rank's indices in the shard at one of the steps left; past the shard's end it starts again."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of an epoch with {len(self)} steps")
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = (self.epoch, epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle))
+        done = self._consumed * self.world_size // self.total_ranks
+        mine = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        return self._order[1][(done + self.rank + self.world_size * mine) % self.num_samples]
+
+    def consumed_after(self, steps: int) -> int:
+        """Samples of all ranks together that are done after that many of the steps left."""
+        return self._consumed + steps * self.batch_size * self.total_ranks
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -1,0 +1,200 @@
+"""Image folders: `train/<class>/*.jpg` and `val/<class>/*.jpg`, or lists `train.txt` and `val.txt` of "path label"."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fleet_train.data.core.datasets import Arrays, Indices, Splits
+from fleet_train.data.core.rng import Draws
+from fleet_train.data.images.corrupt import CorruptImages
+from fleet_train.data.images.geometry import ImageSettings
+from fleet_train.errors import DataError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
+DEFAULT_MAX_CORRUPT = 0.001
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Images that are decoded when they are read; `features` are float32 [batch, 3, size, size]."""
+
+    name: str
+    root: Path
+    paths: tuple[str, ...]
+    """Relative to root."""
+    labels: Indices
+    """int64 [num_samples]"""
+    class_names: tuple[str, ...]
+    settings: ImageSettings = field(default_factory=ImageSettings)
+    max_corrupt: float = DEFAULT_MAX_CORRUPT
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.paths)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        return self.settings.shape
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self.paths[index])
+
+    def corrupt_images(self) -> CorruptImages:
+        """A new count of this dataset's unreadable files."""
+        return CorruptImages(self.num_samples, self.max_corrupt, self.name)
+
+    def fingerprint(self) -> str:
+        """Equal on two machines that have the same files with the same labels (contents are not compared)."""
+        return _digest(f"{path}\0{label}" for path, label in zip(self.paths, self.labels.tolist(), strict=True))
+
+    def classes_digest(self) -> str:
+        """Equal on two machines on which equal labels mean equal classes."""
+        return _digest(self.class_names)
+
+    def arrays(self, indices: Indices) -> Arrays:
+        """Decoded for evaluation in this thread; the loaders do it with worker processes."""
+        return self.augmented(Draws(0, 0, indices), "none", self.corrupt_images())
+
+    def augmented(self, draws: Draws, augment: str, corrupt: CorruptImages) -> Arrays:
+        """Decoded in this thread with the named augmentation; unreadable images are replaced."""
+        from fleet_train.data.images.decode import ImageDecoder, UnreadableImage
+
+        decoder = ImageDecoder(self.settings, augment, draws.seed)
+        features = np.empty((len(draws.indices), *self.sample_shape), np.float32)
+        taken = np.array(draws.indices)
+        for row, wanted in enumerate(draws.indices.tolist()):
+            index = corrupt.skip(wanted)
+            while True:
+                try:
+                    decoder.decode(self.path(index), index, draws.epoch, features[row])
+                    break
+                except UnreadableImage as error:
+                    index = corrupt.replacement(index, self.paths[index], str(error))
+            taken[row] = index
+        return {"features": features, "labels": self.labels[taken]}
+
+
+def image_splits(root: Path, settings: ImageSettings | None = None, max_corrupt: float = DEFAULT_MAX_CORRUPT) -> Splits:
+    """The training and evaluation images below `root`.
+
+    Lists win over folders where both are there. Classes are numbered in the order of `classes.txt` (a name per line)
+    or, without it, of the sorted folder names of `train/`.
+    """
+    settings = settings or ImageSettings()
+    if not root.is_dir():
+        raise DataError(f"image folder {root}: there is no such folder on this machine")
+    read = _read_lists if (root / "train.txt").is_file() else _read_folders
+    class_names, parts = read(root)
+    train, test = (
+        ImageFolder(
+            f"{root}/{part}", root, tuple(paths), np.array(labels, np.int64), class_names, settings, max_corrupt
+        )
+        for part, (paths, labels) in parts.items()
+    )
+    return Splits(train, test)
+
+
+_Part = tuple[list[str], list[int]]
+
+
+def _read_folders(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
+    missing = [part for part in ("train", "val") if not (root / part).is_dir()]
+    if missing:
+        raise DataError(
+            f"image folder {root}: no folder {' and no folder '.join(missing)} in it; needed are train/<class>/*.jpg "
+            'and val/<class>/*.jpg, or the lists train.txt and val.txt with a line "path label" per image'
+        )
+    names = _declared_classes(root) or tuple(sorted(entry.name for entry in _folders(root / "train")))
+    numbers = {name: number for number, name in enumerate(names)}
+    parts: dict[str, _Part] = {}
+    for part in ("train", "val"):
+        paths: list[str] = []
+        labels: list[int] = []
+        for folder in sorted(_folders(root / part), key=lambda entry: entry.name):
+            if folder.name not in numbers:
+                raise DataError(
+                    f"{root}/{part}/{folder.name}: there is no such class among the {len(names)} of "
+                    f"{'classes.txt' if (root / 'classes.txt').is_file() else 'train/'}; remove it or name it there"
+                )
+            files = sorted(_images(folder.path))
+            paths += [f"{part}/{folder.name}/{file}" for file in files]
+            labels += [numbers[folder.name]] * len(files)
+        parts[part] = _not_empty(root / part, paths, labels)
+    return names, parts
+
+
+def _read_lists(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
+    parts = {part: _read_list(root / f"{part}.txt") for part in ("train", "val")}
+    names = _declared_classes(root)
+    highest = max(max(labels) for _, labels in parts.values())
+    if names and highest >= len(names):
+        raise DataError(f"{root}: a label is {highest}, classes.txt names {len(names)} classes (0 to {len(names) - 1})")
+    return names or tuple(str(label) for label in range(highest + 1)), parts
+
+
+def _read_list(file: Path) -> _Part:
+    paths: list[str] = []
+    labels: list[int] = []
+    try:
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; train.txt and val.txt are both needed") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        path, _, label = line.strip().rpartition(" ")
+        if not path or not label.isdecimal():
+            raise DataError(f'{file}:{number}: {line!r} is not "path label" with a label from 0 on')
+        paths.append(path.strip())
+        labels.append(int(label))
+    return _not_empty(file, paths, labels)
+
+
+def _not_empty(where: Path, paths: list[str], labels: list[int]) -> _Part:
+    if not paths:
+        raise DataError(f"{where} has no images; known are {', '.join(IMAGE_SUFFIXES)}")
+    return paths, labels
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _declared_classes(root: Path) -> tuple[str, ...]:
+    file = root / "classes.txt"
+    if not file.is_file():
+        return ()
+    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(set(names)) != len(names):
+        raise DataError(f"{file}: {next(name for name in names if names.count(name) > 1)!r} is named twice")
+    return tuple(names)
+
+
+def _folders(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _images(folder: str) -> Iterator[str]:
+    """Names below the folder, also in folders inside it, relative to it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from (f"{entry.name}/{name}" for name in _images(entry.path))
+            elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                yield entry.name

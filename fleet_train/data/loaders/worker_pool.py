@@ -1,0 +1,206 @@
+"""Worker processes that decode images: start them, feed them evenly, say which one died over which file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet_train.data.loaders.protocol import MAX_MESSAGE_BYTES, parse, send
+from fleet_train.data.loaders.shared_memory import Slot
+from fleet_train.errors import DataError
+
+# Ctrl-C goes to the trainer only, also in the moment before a worker ignores it. A session of its own would do that as
+# well, but Linux shares out processor time by sessions (autogroup): workers would get more of it than the trainer.
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+_PROGRAM = "fleet_train.data.loaders.decode_worker"
+TASK_SECONDS = 120.0
+"""How long one task (a handful of images) may take before the disk is taken for gone."""
+# A second task waits at the worker while it is busy with the first. More would only delay the end of an epoch.
+TASKS_PER_WORKER = 2
+_NAMES_SHOWN = 3
+_MOMENT_SECONDS = 0.5
+_DRAIN_SECONDS = 3.0
+
+
+@dataclass
+class Task:
+    """Images for consecutive rows of a slot."""
+
+    slot: Slot
+    row: int
+    epoch: int
+    images: list[tuple[str, int]]
+    """(path, dataset index) per row."""
+    number: int = 0
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    """(position in `images`, reason) of those that cannot be read; filled in when the task is done."""
+
+
+class _Worker:
+    def __init__(self, number: int, hello: dict[str, Any]) -> None:
+        self.number = number
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                **_OWN_GROUP,
+            )
+        self.slots: set[int] = set()
+        self.tasks: dict[int, Task] = {}
+        self.last_answer = time.monotonic()
+        send(self.connection, hello)
+
+    def give(self, task: Task) -> None:
+        if not self.tasks:
+            self.last_answer = time.monotonic()
+        self.tasks[task.number] = task
+        slot = task.slot
+        if slot.number not in self.slots:
+            send(self.connection, {"slot": slot.number, "bytes": slot.num_bytes}, slot.descriptor)
+            self.slots.add(slot.number)
+        message = {"task": task.number, "slot": slot.number, "row": task.row, "epoch": task.epoch}
+        send(self.connection, {**message, "images": task.images})
+
+    def reading(self) -> str:
+        names = [path for task in self.tasks.values() for path, _ in task.images]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return f"{', '.join(names[:_NAMES_SHOWN])}{more}"
+
+
+class WorkerPool:
+    """`count` processes that work on tasks in the order in which they were added. For one thread at a time.
+
+    Args:
+        hello: settings, augment and seed for the workers (see decode_messages).
+        task_seconds: a worker that is silent for longer is reported, with the files that it was given.
+    """
+
+    def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = TASK_SECONDS) -> None:
+        if count < 1:
+            raise DataError(f"--workers {count}: a pool needs at least 1 worker process")
+        self._task_seconds = task_seconds
+        self._waiting: deque[Task] = deque()
+        self._next_number = 0
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        # Also without close(): at the interpreter's end, or when the pool is dropped.
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._selector)
+        for number in range(count):
+            worker = _Worker(number, hello)
+            self._workers.append(worker)
+            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def add(self, task: Task, first: bool = False) -> None:
+        """Have the task done after those added before, or before them."""
+        task.number = self._next_number
+        self._next_number += 1
+        (self._waiting.appendleft if first else self._waiting.append)(task)
+        self._hand_out()
+
+    def done(self) -> list[Task]:
+        """Tasks that have been done meanwhile; waits a moment for one if there is none."""
+        finished: list[Task] = []
+        for key, _ in self._selector.select(timeout=min(_MOMENT_SECONDS, self._task_seconds)):
+            finished += self._receive(key.data)
+        self._check_silence()
+        self._hand_out()
+        return finished
+
+    def drain(self) -> bool:
+        """Forget what no worker has begun and wait for the rest: no slot is being written then. False if one hangs."""
+        self._waiting.clear()
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(worker.tasks for worker in self._workers):
+            if time.monotonic() > deadline:
+                return False
+            self.done()
+        return True
+
+    def close(self) -> None:
+        """End the workers and wait for them. May be called twice."""
+        self._finalizer()
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            worker = min(self._workers, key=lambda one: len(one.tasks))
+            if len(worker.tasks) >= TASKS_PER_WORKER:
+                return
+            try:
+                worker.give(self._waiting.popleft())
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._died(worker) from None
+
+    def _receive(self, worker: _Worker) -> list[Task]:
+        try:
+            data = worker.connection.recv(MAX_MESSAGE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise self._died(worker)
+        answer = parse(data)
+        worker.last_answer = time.monotonic()
+        task = worker.tasks.pop(answer["task"])
+        task.failed = [(place, reason) for place, reason in answer["failed"]]
+        return [task]
+
+    def _check_silence(self) -> None:
+        for worker in self._workers:
+            silent = time.monotonic() - worker.last_answer
+            if worker.tasks and silent > self._task_seconds:
+                raise DataError(
+                    f"data worker {worker.number} (process {worker.process.pid}) has not answered for {silent:.0f} s "
+                    f"while reading {worker.reading()}; is the disk or network file system gone?"
+                )
+
+    def _died(self, worker: _Worker) -> DataError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(5)
+        code = worker.process.returncode
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            hint = "out of memory is the usual reason (fewer --workers, smaller --batch_size), or a file that crashes"
+        else:
+            how, hint = f"ended with exit code {code}", "its own message stands above"
+        return DataError(
+            f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {how} while reading "
+            f"{worker.reading() or 'nothing'}; {hint}"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """One thread per worker, and this very package, wherever the script was started."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _end(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
+    """A closed socket tells a worker to end; one that is stuck in the disk is killed."""
+    selector.close()
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        try:
+            worker.process.wait(2)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(2)

@@ -1,0 +1,162 @@
+"""Watches the ranks of this node until all have ended well, one has failed, or somebody wants the job to end."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.errors import WorkerFailed
+from fleet_train.launch.agent.graceful_stop import GracefulStop
+from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
+from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, with_reports
+from fleet_train.launch.workers import processes
+from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
+
+_TICK_SECONDS = 0.1
+_STORE_EVERY_SECONDS = 0.5
+# How long a failure that may only be an echo (another rank was lost) waits for the news of its cause.
+_ECHO_SECONDS = 2.0
+# A rank whose failure the store knows is about to exit: its own exit code and its last lines are worth this wait. It
+# may take longer (exit handlers, threads); then we end it.
+_EXIT_SECONDS = 5.0
+# One that others have missed (frozen, in a loop) will not end by itself: this is for those who have noticed.
+_MISSED_SECONDS = 2.0
+_NOTICED_SECONDS = 1.0
+# How long the launcher of another node may need to say how such a rank has ended, beyond that.
+_NEWS_SECONDS = 3.0
+# After the stock launcher's end, for records that are being written.
+_RECORD_SECONDS = 1.0
+
+
+class Cause(Enum):
+    ALL_ENDED_WELL = "all ranks of this node have ended with 0"
+    PREEMPTED = "all ranks of this node have ended, and some stopped in good order because they were asked to"
+    STOPPED = "the job was asked to stop, and the ranks of this node have not stopped in good order"
+    RANK_FAILED = "a rank of this node has failed"
+    TOLD = "somebody else has reported a failure"
+    STORE_LOST = "the leader's launcher has vanished"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why watching ended. ``report`` is what the store was told, where there is one."""
+
+    cause: Cause
+    report: dict[str, object] | None = None
+    message: str = ""
+    culprit: WorkerResult | None = None
+
+
+class Monitor:
+    """One look per tick at: rank 0's output, the end records, signals, the store, and the stock launcher itself."""
+
+    def __init__(
+        self,
+        files: RankFiles,
+        rendezvous: Rendezvous,
+        stock: subprocess.Popen[bytes],
+        follower: Follower | NoFollower,
+        stop: GracefulStop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files = files
+        self.rendezvous = rendezvous
+        self.stock = stock
+        self.follower = follower
+        self.stop = stop
+        self._clock = clock
+        self._next_look_at_store = 0.0
+        self._frozen = False
+        self._stock_ended_at: float | None = None
+        self._failed_at: float | None = None
+        self._reports: list[FailureReport] = []
+        self._finished: set[int] = set()
+
+    def watch(self) -> Verdict:
+        while True:
+            verdict = self.look()
+            if verdict is not None:
+                self.follower.pump()
+                return verdict
+            time.sleep(_TICK_SECONDS)
+
+    def look(self) -> Verdict | None:
+        self.follower.pump()
+        if not self._frozen and self.files.all_have_started():
+            processes.freeze(self.stock)
+            self._frozen = True
+        ends = self.ends()
+        self._tell_finished(ends)
+        all_ended = len(ends) == self.files.node.processes
+        if all_ended and all(end.succeeded or end.preempted for end in ends):
+            return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
+        failed = any(not end.succeeded and not end.preempted for end in ends)
+        if failed or self._reports or self._clock() >= self._next_look_at_store:
+            self._next_look_at_store = self._clock() + polling_seconds(self.files.node, _STORE_EVERY_SECONDS)
+            verdict = self._ask_store()
+            if verdict is not None:
+                return verdict
+        self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
+        if self.stop.is_over or (self.stop.wanted_here and all_ended):
+            return Verdict(Cause.STOPPED)
+        return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+
+    def _tell_finished(self, ends: list[WorkerResult]) -> None:
+        for end in ends:
+            if end.succeeded and end.rank not in self._finished:
+                self._finished.add(end.rank)
+                self.rendezvous.tell_finished(end.rank)
+
+    def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
+        node = self.files.node
+        culprit = choose_culprit(with_reports(ends, self._reports, node))
+        if culprit is None:  # reports of ranks that this job does not have
+            return None
+        self._failed_at = self._failed_at or self._clock()
+        is_missed = culprit.report is not None and not culprit.report.is_own
+        if self.stop.is_announced and (culprit.followed or is_missed):
+            return None  # ranks that have stopped are missed by others
+        if self._clock() < self._failed_at + _patience(culprit, is_here=culprit.rank in node.ranks):
+            return None
+        if culprit.rank in node.ranks:
+            return Verdict(Cause.RANK_FAILED, culprit=culprit)
+        assert culprit.report is not None
+        return Verdict(Cause.TOLD, culprit.report.to_json())
+
+    def _ask_store(self) -> Verdict | None:
+        try:
+            word, self._reports = self.rendezvous.failures()
+        except WorkerFailed as error:
+            return Verdict(Cause.STORE_LOST, message=str(error))
+        if word is not None:
+            return Verdict(Cause.TOLD, word)
+        self.stop.ask_store()
+        return None
+
+    def ends(self) -> list[WorkerResult]:
+        """How ranks have ended so far; when the stock launcher is gone, the rest has ended without a trace."""
+        since_start = self._clock() - self.rendezvous.start
+        ends = self.files.ends(self.rendezvous.start)
+        for local in self.files.without_wrapper():
+            ends.setdefault(local, self.files.result_without_trace(local, since_start))
+        if self.stock.poll() is not None:
+            self._stock_ended_at = self._stock_ended_at or self._clock()
+            if self._clock() > self._stock_ended_at + _RECORD_SECONDS:
+                for local in range(self.files.node.processes):
+                    ends.setdefault(local, self.files.result_without_trace(local, since_start))
+        return [ends[local] for local in sorted(ends)]
+
+
+def _patience(culprit: WorkerResult, *, is_here: bool) -> float:
+    """How long after the first sign of a failure its conclusion is drawn, when this is the root cause so far."""
+    report = culprit.report
+    if report is None:
+        return _ECHO_SECONDS if culprit.followed else 0.0
+    if is_here and culprit.has_ended:
+        return 0.0 if report.is_own else _NOTICED_SECONDS
+    own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
+    return own if is_here else own + _NEWS_SECONDS

@@ -1,0 +1,261 @@
+"""This node's share of one attempt: start the ranks, watch them, end them, say how they ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fleet_train.errors import ClusterError, Preempted, WorkerFailed
+from fleet_train.launch.agent.graceful_stop import GracefulStop, WaitingNodes
+from fleet_train.launch.agent.monitor import Cause, Monitor, Verdict
+from fleet_train.launch.agent.prepare import Launch
+from fleet_train.launch.rendezvous.restart_policy import Kind, RunResult
+from fleet_train.launch.rendezvous.round import Rendezvous, Say
+from fleet_train.launch.report.text import counted, headline
+from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.workers import processes
+from fleet_train.launch.workers.chatter import Chatter, Everything
+from fleet_train.launch.workers.holding import take_log_dir
+from fleet_train.launch.workers.inbox import Inbox
+from fleet_train.launch.workers.paddle_launch import PrivateFolder
+from fleet_train.launch.workers.signals import Stopping, StopRequested, signal_name
+from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
+
+_OTHERS_END_WITHIN_SECONDS = 20.0
+_EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
+# Whoever misses a rank has a line to say, before the launchers end it.
+_LAST_LINE_SECONDS = 1.0
+
+
+@dataclass
+class _WorkerGroup:
+    """What has to be ended and looked at: the stock launcher and the ranks of this node, which it started."""
+
+    launch: Launch
+    rendezvous: Rendezvous
+    files: RankFiles
+    stock: subprocess.Popen[bytes]
+    private: Path
+    follower: Follower | NoFollower
+    stop: GracefulStop
+    say: Say
+
+    def end(self) -> list[WorkerResult]:
+        """Stop everything; how every rank of this node has ended, with its last lines."""
+        processes.end_everything(self.stock, self.files.wrapper_pids())
+        self.follower.close()
+        found = self.files.ends(self.rendezvous.start)
+        for local in self.files.records():
+            seconds = max((end.seconds for end in found.values()), default=0.0)
+            found.setdefault(local, self.files.result_without_trace(local, seconds))
+        return self.tell(found)
+
+    def tell(self, found: Mapping[int, WorkerResult]) -> list[WorkerResult]:
+        """Let the other nodes know how the ranks of this one have ended (by local index)."""
+        ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
+        self.rendezvous.tell_results(ends)
+        return ends
+
+
+def run_worker_group(
+    launch: Launch,
+    rendezvous: Rendezvous,
+    environ: Mapping[str, str],
+    number: int,
+    stopping: Stopping,
+    waiting_nodes: WaitingNodes,
+    say: Say,
+) -> RunResult:
+    """Start this node's ranks and stay with them until the attempt is over, here and (within bounds) elsewhere."""
+    node = launch.node
+    processes.adopt_orphans()
+    token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    inbox = Inbox(token, say)
+    with _unwritable_logs_refused(launch, rendezvous, number, say):
+        launch = _with_own_log_dir(launch, rendezvous, say)
+        RankFiles(node, launch.log_dir, token, number).prepare()
+    files = RankFiles(node, launch.log_dir, token, number, inbox.look, launch.verbose)
+    private = PrivateFolder(node.ranks)
+    passing = Everything() if launch.verbose else Chatter()
+    follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
+    say(launch.summary() + (f"; attempt {number}" if number else ""))
+    stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
+    stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)
+    group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, say)
+    try:
+        with stopping.gracefully():
+            verdict = Monitor(files, rendezvous, stock, follower, stop).watch()
+        return _CONCLUSIONS[verdict.cause](group, verdict)
+    except StopRequested as request:
+        return _stopped(group, request.number)
+    finally:
+        if stock.poll() is None:
+            processes.kill_now(stock)
+        private.remove()
+        inbox.close()
+
+
+@contextmanager
+def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int, say: Say) -> Iterator[None]:
+    """A first attempt must be able to write logs: raises ClusterError, on the other nodes too. A later one goes on."""
+    try:
+        yield
+    except OSError as error:
+        message = f"--log_dir={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
+        if number == 0:
+            message += "; make room, or choose another folder"
+            rendezvous.fail(message, ClusterError.exit_code, no_culprit=True, final=True)
+            raise ClusterError(message) from None
+        say(f"{message}; the job goes on, logs are not complete")
+
+
+def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous, say: Say) -> Launch:
+    """Where nodes share a folder, the first of them keeps it and each other gets one of its own below it.
+
+    Another job's folder is nobody's to share: two of them would write into the same files.
+    """
+    launch.log_dir.mkdir(parents=True, exist_ok=True)
+    shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
+    return replace(
+        launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir, say)
+    )
+
+
+def _succeed(group: _WorkerGroup, _: Verdict) -> RunResult:
+    return _end_well(group, RunResult(Kind.DONE, 0))
+
+
+def _preempted(group: _WorkerGroup, _: Verdict) -> RunResult:
+    notice = _stop_notice(group)
+    if notice.get("again"):
+        group.say(f"{notice['why']}: the ranks have saved their state")
+        return _end_well(group, RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
+    message = f"{notice['why']}; the job has saved its state and stopped: start it again to go on"
+    return _end_well(group, RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
+
+
+def _stop_notice(group: _WorkerGroup) -> dict[str, Any]:
+    return group.rendezvous.stop_announced() or {"why": "a rank was asked to stop"}
+
+
+def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
+    processes.end_idle_launcher(group.stock)
+    group.follower.close()
+    ends = group.tell(group.files.ends(group.rendezvous.start))
+    patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.faults.grace_seconds)
+    if result.kind is Kind.DONE:
+        # Another rank may still need those of this node, at its next step, whenever that is: then their end is a
+        # failure. A launcher that is lost ends the wait.
+        patience = math.inf
+    failure = group.rendezvous.exit_barrier(patience, group.say)
+    if failure is None:
+        return replace(result, ends=tuple(ends))
+    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
+    _own_up(group, ends)
+    return _told(group, ends, failure)
+
+
+def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
+    """Where a rank of this node has left too early, it is this launcher that says so: others wait for its word."""
+    node = group.launch.node
+    culprit = choose_culprit(with_reports(ends, group.rendezvous.reports(), node))
+    if culprit is not None and culprit.rank in node.ranks:
+        time.sleep(_LAST_LINE_SECONDS)
+        group.rendezvous.fail(headline(culprit), culprit.shell_code)
+
+
+def _fail(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    if not group.files.records():
+        return _never_started(group)
+    assert verdict.culprit is not None
+    group.rendezvous.fail(headline(verdict.culprit), verdict.culprit.shell_code)
+    return _over_all_nodes(group, group.end())
+
+
+def _follow(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    return _told(group, group.end(), verdict.report or {})
+
+
+def _told(group: _WorkerGroup, ends: list[WorkerResult], report: Mapping[str, Any]) -> RunResult:
+    """What somebody else has reported."""
+    message = str(report.get("message", "another rank has reported a failure"))
+    final = bool(report.get("final"))
+    if not report.get("no_culprit"):
+        return replace(_over_all_nodes(group, ends, message), final=final)
+    code = int(report.get("exit_code", WorkerFailed.exit_code))
+    group.rendezvous.fail(message, code, no_culprit=True, final=final)
+    message = f"{message}; {counted(len(ends), 'rank')} of {group.launch.node.describe()} ended with it"
+    return RunResult(Kind.FAILED, code, message, tuple(ends), without_culprit=True, final=final)
+
+
+def _abandon(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    ends = group.end()
+    message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {group.launch.node.describe()}"
+    return RunResult(Kind.FAILED, WorkerFailed.exit_code, message, tuple(ends), without_culprit=True, store_lost=True)
+
+
+def _over_all_nodes(
+    group: _WorkerGroup, ends: list[WorkerResult], fallback: str = "another node has failed"
+) -> RunResult:
+    others, silent = group.rendezvous.results_of_others(_OTHERS_END_WITHIN_SECONDS)
+    every = tuple(with_reports((*ends, *others), group.rendezvous.reports(), group.launch.node))
+    culprit = choose_culprit(every)
+    code = culprit.shell_code if culprit is not None else WorkerFailed.exit_code
+    return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), culprit)
+
+
+def _never_started(group: _WorkerGroup) -> RunResult:
+    """The stock launcher has ended before any rank began: only its own words can say why."""
+    try:
+        words = last_lines((group.private / "stock.log").read_text(errors="replace"), count=12)
+    except OSError:
+        words = ()
+    node = group.launch.node.describe()
+    group.rendezvous.fail(f"paddle.distributed.launch has started no rank on {node}", 1, no_culprit=True, final=True)
+    message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it had started a rank"
+    return RunResult(Kind.FAILED, 1, f"{message}; it said:", final=True, without_culprit=True, output=words)
+
+
+def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    if group.stop.by_signal:
+        return _stopped(group, group.stop.signal_number)
+    notice = _stop_notice(group)
+    if notice.get("again"):  # without a saved state, the next attempt is a restart like any other
+        report = {"message": notice["why"], "no_culprit": True}
+        return _follow(group, replace(verdict, report=report))
+    return _end_by_force(group, str(notice["why"]), 128 + signal.SIGTERM)
+
+
+def _stopped(group: _WorkerGroup, number: int) -> RunResult:
+    """Ctrl-C, a second signal, or ranks of this node that did not stop in good order after the first one."""
+    message = f"{group.launch.node.describe()} was stopped by {signal_name(number)}"
+    return _end_by_force(group, message, 128 + number)
+
+
+def _end_by_force(group: _WorkerGroup, message: str, exit_code: int) -> RunResult:
+    still_there = len(group.files.wrapper_pids())
+    if still_there and group.stop.is_over:
+        message += f" ({counted(still_there, 'rank')} did not end within {group.launch.faults.grace_seconds:g} s)"
+    group.rendezvous.fail(message, exit_code, no_culprit=True, final=True)
+    ends = group.end()
+    message = f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
+    return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_culprit=True)
+
+
+_CONCLUSIONS: dict[Cause, Callable[[_WorkerGroup, Verdict], RunResult]] = {
+    Cause.ALL_ENDED_WELL: _succeed,
+    Cause.PREEMPTED: _preempted,
+    Cause.STOPPED: _was_stopped,
+    Cause.RANK_FAILED: _fail,
+    Cause.TOLD: _follow,
+    Cause.STORE_LOST: _abandon,
+}

@@ -1,0 +1,276 @@
+"""Between two attempts: the leader decides whether there is another one, and with which nodes; the others wait."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, WorkerFailed
+from fleet_train.launch.rendezvous.membership import Membership
+from fleet_train.launch.rendezvous.restart_policy import Attempt, Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.rendezvous.round import Facts, Say, refuse_differences
+from fleet_train.launch.report.text import counted, headline
+from fleet_train.launch.spec.request import FaultPolicy
+
+_POLL_SECONDS = 0.2
+_SAY_EVERY_SECONDS = 10.0
+# What the leader may need beside waiting for nodes: ending its ranks, hearing how the others ended, the pause.
+_LEADER_IS_BUSY_SECONDS = 40.0
+# How often a leader that waits for nodes asks whether they follow another by now.
+_LOOK_EVERY_SECONDS = 2.0
+
+
+class _OtherLeads(Exception):
+    """While this launcher waited for nodes they have followed another."""
+
+
+class JobEnded(Exception):
+    """The leader has ended the job while this launcher waited to take part."""
+
+    def __init__(self, exit_code: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Coordinator:
+    """This launcher's part in deciding what comes next."""
+
+    def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, say: Say, run: str = "") -> None:
+        self.membership = membership
+        self.policy = policy
+        self._facts = facts
+        self._say = say
+        self._earlier: list[RunResult] = []
+        self._restarts = 0
+        self.launched = run or secrets.token_hex(8)
+        """What tells this job from every other that was ever launched: the leader's at the first attempt."""
+        self._last_word = ""
+        self._takes_part = False
+        self._every_node = tuple(range(len(membership.node.addresses)))
+
+    # the first attempt
+
+    def first(self) -> Attempt:
+        """All nodes, from the beginning; or, when the job is at work already, the attempt that this node joins.
+
+        Raises ScheduleMismatch when this launcher was started differently, JobEnded when the job ends before that.
+        """
+        decision = self.membership.decision()
+        if decision is None:
+            return Attempt(0, 0, self._every_node)
+        if self.policy.max_restarts == 0:
+            raise ClusterError(
+                f"the job of {self.membership.node.store_endpoint} has begun without this launcher of "
+                f"{self.membership.node.describe()}; end it first, or choose another --started_port (a launcher can "
+                "join a job that is at work when all are started with --max_restarts)"
+            )
+        refuse_differences(self.membership.node, self._facts, self.membership.leader, self.membership.facts())
+        self._say(f"the job is at work; {self.membership.node.describe()} joins at the next restart")
+        while True:
+            try:
+                return self._await_decision(int(decision.get("round", 0)), deadline=None)
+            except WorkerFailed:
+                self._say(f"{self._lost_leader()}; waiting for another")
+                self.membership.wait_for_leader(self.policy.rejoin_timeout_seconds)
+
+    def _lost_leader(self) -> str:
+        leader = self.membership.node.describe(self.membership.leader)
+        return f"the launcher of {leader}, which led the job, cannot be reached"
+
+    def begun(self, attempt: Attempt) -> None:
+        """All nodes of the attempt have met; after the first one, who comes later has to wait for the next."""
+        self._takes_part = True
+        if self.membership.is_leader and attempt.round == 0:
+            self.membership.set_facts(self._facts)
+            self._decide(attempt)
+
+    def _decide(self, attempt: Attempt) -> None:
+        """``restarts``: how many there have been, so that a new leader goes on counting."""
+        decision = {"round": attempt.round, "nodes": list(attempt.nodes), "restarts": self._restarts}
+        self.membership.decide(decision)
+
+    # every next one
+
+    def waiting_nodes(self, attempt: Attempt) -> str | None:
+        """The leader asks while ranks run on fewer nodes than the job has: who has come back since."""
+        if not self.membership.is_leader or len(attempt.nodes) == len(self._every_node):
+            return None
+        new = sorted(self.membership.here(attempt.round + 1) - set(attempt.nodes))
+        return f"{', '.join(map(self.membership.node.describe, new))} can join again" if new else None
+
+    def next(self, attempt: Attempt, result: RunResult) -> Attempt | None:
+        """The attempt after this one; None when this result is the job's."""
+        if self.policy.max_restarts == 0 or result.kind in (Kind.DONE, Kind.PREEMPTED) or result.final:
+            return None
+        if self.membership.is_leader and not self._gives_way(attempt):
+            following = self._lead(attempt, result)
+        else:
+            following = self._follow(attempt, result)
+        self._earlier.append(result)
+        return following
+
+    def _gives_way(self, attempt: Attempt) -> bool:
+        """Whether the others follow a new leader by now: this one was frozen, or cut off from them."""
+        if len(attempt.nodes) == 1 or not self.membership.gives_way():
+            return False
+        leader = self.membership.node.describe(self.membership.leader)
+        self._say(f"this launcher was away for too long, and {leader} leads now")
+        return True
+
+    def end(self, result: RunResult) -> None:
+        """The leader tells launchers that wait how the job has ended."""
+        if self.membership.is_leader:
+            self.membership.decide({"end": result.exit_code, "message": self._last_word or result.kind.value})
+
+    def stop(self, exit_code: int, message: str) -> None:
+        """This launcher is stopped on purpose while no rank is running: the job, if it has part in it, is to end."""
+        if self.membership.is_leader:
+            self.membership.decide({"end": exit_code, "message": message})
+        elif self._takes_part:
+            self.membership.stop(exit_code, message)
+
+    def _no_more(self, why: str) -> None:
+        self._last_word = f"not restarted: {why}"
+        self._say(self._last_word)
+
+    def _lead(self, attempt: Attempt, result: RunResult) -> Attempt | None:
+        if result.kind is Kind.FAILED and not self._tries_again(attempt, result):
+            return None
+        try:
+            nodes = self._await_nodes(attempt)
+        except _OtherLeads:
+            return self._await_leaders_decision(attempt)
+        if nodes is None:
+            return None
+        following = Attempt(attempt.round + 1, attempt.number + 1, nodes)
+        self._decide(following)
+        return following
+
+    def _tries_again(self, attempt: Attempt, result: RunResult) -> bool:
+        why = why_not_again(result, self._earlier, self._restarts, self.policy)
+        if why is not None:
+            if why:
+                self._no_more(why)
+            return False
+        self._restarts += 1
+        restart, pause = self._restarts, pause_seconds(self._restarts)
+        self._say(f"{what_failed(attempt, result)}; restart {restart} of {self.policy.max_restarts} in {pause:g} s")
+        time.sleep(pause)
+        return True
+
+    def _await_nodes(self, attempt: Attempt) -> tuple[int, ...] | None:
+        """Those who take part next, or None when too few came back. Waits for the nodes of the attempt that failed."""
+        began, word_at, look_at = time.monotonic(), time.monotonic() + 2.0, time.monotonic() + _LOOK_EVERY_SECONDS
+        timeout = self.policy.rejoin_timeout_seconds
+        needed = self.policy.min_nodes or len(self._every_node)
+        while True:
+            here = self.membership.here(attempt.round + 1)
+            missing = set(attempt.nodes) - here
+            if not missing and len(here) >= needed:
+                return tuple(sorted(here))
+            away = ", ".join(map(self.membership.node.describe, sorted(missing or set(self._every_node) - here)))
+            waited = time.monotonic() - began
+            if (stopped := self.membership.stopped()) is not None:
+                self._no_more(str(stopped["message"]))
+                return None
+            if waited > timeout:
+                return self._go_on_without(away, missing, here, needed)
+            if time.monotonic() > word_at:
+                self._say(f"waiting for {away} to come back ({timeout - waited:.0f} s more, --rejoin_timeout)")
+                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+            if missing and time.monotonic() > look_at:
+                look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+                if self._gives_way(attempt):
+                    raise _OtherLeads
+            time.sleep(_POLL_SECONDS)
+
+    def _go_on_without(self, away: str, missing: set[int], here: set[int], needed: int) -> tuple[int, ...] | None:
+        timeout = self.policy.rejoin_timeout_seconds
+        if len(here) < needed:
+            self._no_more(
+                f"{away} did not come back within {timeout:g} s (--rejoin_timeout), and {counted(needed, 'node')} "
+                "are needed (--min_nodes)"
+            )
+            return None
+        if not self.membership.may_go_on_without(missing, here):
+            self._no_more(
+                f"{away} cannot be reached and may be alive, and this side of the network, with "
+                f"{counted(len(here), 'node')}, is not the larger one: both going on would train two models"
+            )
+            return None
+        self._say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); going on without")
+        return tuple(sorted(here))
+
+    def _follow(self, attempt: Attempt, result: RunResult) -> Attempt | None:
+        leader = self.membership.node.describe(self.membership.leader)
+        self._say(f"{what_failed(attempt, result)}; waiting for the decision of {leader}")
+        if result.store_lost or not self._is_member(attempt.round + 1):
+            return self._find_leader(attempt, result)
+        try:
+            return self._await_leaders_decision(attempt)
+        except WorkerFailed:
+            return self._find_leader(attempt, result)
+
+    def _await_leaders_decision(self, attempt: Attempt) -> Attempt | None:
+        patience = self.policy.rejoin_timeout_seconds + _LEADER_IS_BUSY_SECONDS
+        try:
+            return self._await_decision(attempt.round, time.monotonic() + patience, attempt.number)
+        except JobEnded as end:
+            if str(end) and end.exit_code:
+                leader = self.membership.node.describe(self.membership.leader)
+                self._say(f"{leader} has ended the job: {end}")
+            return None
+
+    def _is_member(self, round_number: int) -> bool:
+        """Whether the leader still knows us; on the way there we say what we are ready for."""
+        try:
+            self.membership.ready_for(round_number)
+            return True
+        except FleetTrainError:
+            return False
+
+    def _find_leader(self, attempt: Attempt, result: RunResult) -> Attempt | None:
+        """The leader cannot be reached: find it again, or another, or lead."""
+        timeout = self.policy.rejoin_timeout_seconds
+        self._say(f"{self._lost_leader()}; looking for another leader")
+        try:
+            self.membership.find_again(attempt.nodes, timeout)
+            leader = self.membership.node.describe(self.membership.leader)
+            if not self.membership.is_leader:
+                self._say(f"{leader} leads the job")
+                return self._await_leaders_decision(attempt)
+            self._say(f"{leader} leads the job from now on")
+            self.membership.set_facts(self._facts)
+            self.membership.decide(self.membership.last_decision or {"round": attempt.round, "nodes": []})
+            return self._lead(attempt, result)
+        except (JoinTimeout, ClusterError, WorkerFailed) as error:
+            self._no_more(str(error))
+            return None
+
+    def _await_decision(self, round_number: int, deadline: float | None, number: int = 0) -> Attempt:
+        """The first attempt after that round in which this node takes part. Raises JobEnded."""
+        self.membership.ready_for(round_number + 1)
+        while deadline is None or time.monotonic() < deadline:
+            decision: dict[str, Any] = self.membership.decision() or {}
+            if "end" in decision:
+                raise JobEnded(int(decision["end"]), str(decision["message"]))
+            self._restarts = int(decision.get("restarts", self._restarts))
+            if decision.get("round", round_number) > round_number:
+                round_number = int(decision["round"])
+                if self.membership.node.index in decision["nodes"]:
+                    # Our number is a proposal: the highest that any node knows will count.
+                    return Attempt(round_number, number + 1, tuple(decision["nodes"]))
+                self._say("the job goes on without this node, which joins at the next restart")
+                self.membership.ready_for(round_number + 1)
+                deadline = None  # as long as the leader keeps the store
+            time.sleep(_POLL_SECONDS)
+        leader = self.membership.node.describe(self.membership.leader)
+        raise JobEnded(WorkerFailed.exit_code, f"{leader} has not said how to go on")
+
+
+def what_failed(attempt: Attempt, result: RunResult) -> str:
+    """One line for a failed attempt: ``attempt 0: rank 1 (10.0.0.2:6170) failed first: exit code 1 after 3 s``."""
+    if result.kind is Kind.FAILED and result.culprit is not None and not result.without_culprit:
+        return f"attempt {attempt.number}: {headline(result.culprit)}"
+    return f"attempt {attempt.number}: {result.message}"

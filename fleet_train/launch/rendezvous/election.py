@@ -1,0 +1,157 @@
+"""Who leads the job's launchers: what each says of itself, and who may lead when the leader is lost. Mostly pure.
+
+A term belongs to one leader; the higher term is right. A leader that has been away (frozen, cut off) finds a higher one
+and follows. No two sides of a broken network may both go on: a side that cannot reach others who may be alive goes on
+only when it is the larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Refused
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
+from fleet_train.launch.spec.node import Node
+
+STATUS_ROUND = "status"
+STATUS_KEY = "status"
+ASK_SECONDS = 1.0
+_ASKED_AT_ONCE = 64
+
+
+class State(str, Enum):
+    FRESH = "fresh"
+    """Has just been started and knows of no leader yet."""
+    LOOKING = "looking"
+    """Has lost its leader."""
+    FOLLOWING = "following"
+    LEADING = "leading"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a launcher says of itself. ``leader`` and ``term`` are the last that it has known; -1: none."""
+
+    state: State
+    leader: int = -1
+    term: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Any) -> Status:
+        """Raises ValueError, TypeError, KeyError for what ``to_json`` has not made."""
+        return cls(State(told["state"]), int(told["leader"]), int(told["term"]))
+
+
+class Unheard(Enum):
+    """Why a launcher has not said how it is."""
+
+    DEAD = "nothing listens there: its launcher has ended, and its ranks with it"
+    SILENT = "it may be alive behind a broken network, or frozen"
+    DEAF = "it is alive and does not know our address yet: our name had another one"
+
+
+Heard = Mapping[int, Status | Unheard]
+
+
+def leader_among(heard: Heard, term: int) -> int | None:
+    """Who leads with this term or a later one, by its own word."""
+    leading = [
+        (said.term, index)
+        for index, said in heard.items()
+        if isinstance(said, Status) and said.state is State.LEADING and said.term >= term
+    ]
+    return max(leading)[1] if leading else None
+
+
+def is_at_work(heard: Heard) -> bool:
+    """Whether some launcher has known a leader: the job has begun without whoever asks."""
+    return any(isinstance(said, Status) and said.term >= 0 for said in heard.values())
+
+
+def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int | None:
+    """The term with which ``me`` may lead now; None while it may not.
+
+    ``last_nodes``: who took part when the leader was lost. The first of the list that is alive leads, once all that can
+    be heard of have lost their leader, and no larger side may be alive elsewhere.
+    """
+    others = [index for index in last_nodes if index != me]
+    alive = {i: said for i in others if isinstance(said := heard.get(i, Unheard.SILENT), Status)}
+    members = {index: said for index, said in alive.items() if said.state is not State.FRESH}
+    if any(said.state is not State.LOOKING for said in members.values()) or any(index < me for index in members):
+        return None
+    if not may_go_on({me, *members}, silent(heard, others)):
+        return None
+    return 1 + max([term, *(said.term for said in members.values())])
+
+
+def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
+    return {index for index in nodes if heard.get(index, Unheard.SILENT) in (Unheard.SILENT, Unheard.DEAF)}
+
+
+def someone_is_deaf(heard: Heard) -> bool:
+    """Whether somebody is alive who will answer once it has looked our name up again."""
+    return Unheard.DEAF in heard.values()
+
+
+def may_go_on(here: set[int], silent: set[int]) -> bool:
+    """Whether these nodes may go on without those that are silent: the larger side, or of two halves the one that has
+    the first node. Nodes that are known to be dead do not count."""
+    return len(here) > len(silent) or (len(here) == len(silent) and min(here) < min(silent))
+
+
+class Neighbours:
+    """The other launchers, asked one by one how they are."""
+
+    def __init__(self, node: Node, access: Access) -> None:
+        self._node = node
+        self._access = access
+        self.refusals: dict[int, ClusterError] = {}
+        """Why a store that listens there has refused us: it is another job's, or does not know our secret."""
+
+    def ask(self, nodes: Iterable[int]) -> dict[int, Status | Unheard]:
+        """What these say, or why they do not; takes about a second where some are silent."""
+        others = [index for index in nodes if index != self._node.index]
+        if not others:
+            return {}
+        with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(others))) as pool:
+            return dict(zip(others, pool.map(self._ask, others), strict=True))
+
+    def _ask(self, index: int) -> Status | Unheard:
+        self.refusals.pop(index, None)
+        endpoint = f"{self._node.store_of(index)}/{STATUS_ROUND}"
+        try:
+            client = StoreClient.connect(
+                endpoint,
+                self._node.index,
+                group="node",
+                timeout_seconds=0.0,
+                watched=False,
+                answer_seconds=ASK_SECONDS,
+                dial_seconds=ASK_SECONDS,
+                access=self._access,
+            )
+        except JoinTimeout as error:
+            if isinstance(error.__cause__, Refused) and error.__cause__.kind == "address":
+                return Unheard.DEAF
+            is_dead = isinstance(error.__cause__, (ConnectionRefusedError, ConnectionResetError))
+            return Unheard.DEAD if is_dead else Unheard.SILENT
+        except ClusterError as refusal:
+            self.refusals[index] = refusal
+            return Unheard.DEAD
+        except FleetTrainError:
+            return Unheard.SILENT
+        try:
+            return Status.from_json(client.get(STATUS_KEY))
+        except (FleetTrainError, ValueError, TypeError, KeyError):
+            return Unheard.SILENT
+        finally:
+            client.close()

@@ -1,0 +1,381 @@
+"""This launcher's membership in the job, from the first attempt to the last: who leads, who is here, what was decided.
+
+Every launcher hosts a server of the job store at its own node. The leader's is the root: there the launchers meet, each
+with a heartbeat from a thread of its own, and a machine that falls silent is lost for all. At the start node 0 leads;
+when the leader is lost, the first living node of the list takes over (``election.py``), and decisions are remembered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.tree import FAN_IN, below, parent_of
+from fleet_train.cluster.store.servers.callers import Callers
+from fleet_train.cluster.store.servers.relay import Parent
+from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
+from fleet_train.launch.rendezvous.election import (
+    STATUS_KEY,
+    STATUS_ROUND,
+    Heard,
+    Neighbours,
+    State,
+    Status,
+    Unheard,
+    elected,
+    is_at_work,
+    leader_among,
+    may_go_on,
+    silent,
+    someone_is_deaf,
+)
+from fleet_train.launch.spec.node import Node
+from fleet_train.launch.spec.request import FaultPolicy
+
+_GROUP = "member"
+_DECISION = "decision"
+_FACTS = "facts"
+_STOPPED = "stopped"
+_POLL_SECONDS = 0.2
+_LOOK_SECONDS = 0.5
+_SAY_EVERY_SECONDS = 10.0
+_BEATS_PER_TIMEOUT = 4
+_GOODBYE_SECONDS = 1.5  # three looks of a launcher that is still at work
+# Of a long list, whoever is new asks the first node and so many others at a time who leads.
+_ASKED_AT_A_TIME = 8
+
+Facts = dict[str, Any]
+Decision = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class Membership:
+    """Who is here, over all attempts. Raises JoinTimeout when no leader is found, ClusterError when it refuses us."""
+
+    def __init__(
+        self,
+        node: Node,
+        policy: FaultPolicy,
+        timeout_seconds: float,
+        access: Access,
+        say: Say,
+        direct_ranks: int = FAN_IN,
+    ) -> None:
+        self.node = node
+        self.access = access
+        self.leader = -1
+        self.term = -1
+        self.last_decision: Decision | None = None
+        self._policy = policy
+        self._say = say
+        self._direct_ranks = direct_ranks
+        self._neighbours = Neighbours(node, access)
+        self._closing = threading.Event()
+        self._client: StoreClient | None = None
+        self._heart: threading.Thread | None = None
+        most = node.processes + max(direct_ranks, FAN_IN) + len(node.addresses)
+        callers = Callers(node.every_host)
+        self._server = StoreServer(node.address, node.store_port, access, callers, most, say).start()
+        try:
+            self._publish(State.FRESH)
+            self._find_at_start(timeout_seconds)
+        except BaseException:
+            self._server.stop()
+            raise
+
+    # who leads
+
+    @property
+    def is_leader(self) -> bool:
+        return self.leader == self.node.index
+
+    @property
+    def _every(self) -> range:
+        return range(len(self.node.addresses))
+
+    def _publish(self, state: State) -> None:
+        self._server.publish(STATUS_ROUND, STATUS_KEY, Status(state, self.leader, self.term).to_json())
+
+    def _find_at_start(self, timeout_seconds: float) -> None:
+        """Node 0 leads, unless the job is at work already under another leader."""
+        if self.node.index == 0:
+            can_be_at_work = self._policy.max_restarts > 0 and len(self._every) > 1
+            if not (can_be_at_work and is_at_work(self._ask_at_start(timeout_seconds))):
+                self._lead(0)
+                return
+        self.wait_for_leader(timeout_seconds)
+
+    def _ask_at_start(self, timeout_seconds: float) -> Heard:
+        """What the others say, once all who are alive know our address. Raises JoinTimeout."""
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+        while someone_is_deaf(heard := self._neighbours.ask(self._every)):
+            deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
+            if time.monotonic() > deadline:
+                raise JoinTimeout(
+                    f"{deaf} refuses connections from {self.node.address}: the name {self.node.host(self.node.index)} "
+                    f"still has another address there after {timeout_seconds:g} s (--join_timeout)"
+                )
+            if time.monotonic() > word_at:
+                self._say(f"waiting until {deaf} knows this node's new address, {self.node.address}")
+                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        return heard
+
+    def wait_for_leader(self, timeout_seconds: float) -> None:
+        """Follow whoever leads, without a part in choosing it: for launchers that take no part in the job yet.
+
+        Raises JoinTimeout, and ClusterError when node 0's store is another job's or does not know our secret.
+        """
+        self._disconnect()
+        self._publish(State.FRESH)
+        deadline = time.monotonic() + timeout_seconds
+        turn = 1
+        while True:
+            some = {0, *(1 + (turn + i) % max(1, len(self._every) - 1) for i in range(_ASKED_AT_A_TIME))}
+            if self._follow_one_of(self._neighbours.ask(index for index in some if index in self._every), deadline):
+                return
+            if 0 in self._neighbours.refusals:
+                raise self._neighbours.refusals[0]
+            turn += _ASKED_AT_A_TIME
+            if time.monotonic() > deadline:
+                raise JoinTimeout(
+                    f"the launcher of {self.node.describe(0)}, which hosts the job store at {self.node.store_endpoint},"
+                    f" did not come within {timeout_seconds:g} s; start it with the same --cluster_node_ips and "
+                    "--started_port, or check that this port is not blocked by a firewall"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def find_again(self, last_nodes: Iterable[int], timeout_seconds: float) -> None:
+        """The leader was lost: follow another, or the same again, or lead. Raises JoinTimeout.
+
+        ``last_nodes``: who took part in the attempt that has ended with it.
+        """
+        self._disconnect()
+        self._publish(State.LOOKING)
+        last_nodes = tuple(last_nodes)
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+        while True:
+            heard = self._neighbours.ask(self._every)
+            if self._follow_one_of(heard, deadline):
+                return
+            term = elected(self.node.index, self.term, heard, last_nodes)
+            if term is not None:
+                self._lead(term)
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise JoinTimeout(self._nobody_leads(heard, last_nodes, timeout_seconds))
+            if time.monotonic() > word_at:
+                away = ", ".join(map(self.node.describe, sorted(silent(heard, last_nodes) - {self.node.index})))
+                self._say(f"waiting for {away or 'a launcher'} to lead ({left:.0f} s more, --rejoin_timeout)")
+                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+            time.sleep(_LOOK_SECONDS)
+
+    def _nobody_leads(self, heard: Heard, last_nodes: tuple[int, ...], timeout_seconds: float) -> str:
+        away = silent(heard, [index for index in last_nodes if index != self.node.index])
+        what = f"no launcher of this job has taken the lead within {timeout_seconds:g} s (--rejoin_timeout)"
+        if not away:
+            return what
+        names = ", ".join(map(self.node.describe, sorted(away)))
+        return (
+            f"{what}: {names} cannot be reached and may be alive, so this side of the network must not go on alone "
+            "unless it is the larger one, or has the first of two halves"
+        )
+
+    def _follow_one_of(self, heard: Heard, deadline: float) -> bool:
+        leader = leader_among(heard, self.term)
+        if leader is None:
+            return False
+        said = heard[leader]
+        assert isinstance(said, Status)
+        with suppress(JoinTimeout):
+            self._follow(leader, said.term, deadline)
+            return True
+        return False
+
+    def _follow(self, leader: int, term: int, deadline: float) -> None:
+        self._disconnect()
+        self._connect(leader, term, deadline)
+        self._publish(State.FOLLOWING)
+
+    def _lead(self, term: int) -> None:
+        self._disconnect()
+        self._server.open_root(_round_of(term))
+        self._connect(self.node.index, term, time.monotonic() + self._policy.lost_node_timeout_seconds)
+        self._publish(State.LEADING)
+
+    def gives_way(self) -> bool:
+        """Whether another launcher leads with a later term, since this one was away; then it is followed."""
+        heard = self._neighbours.ask(self._every)
+        later = leader_among(heard, self.term + 1)
+        return later is not None and self._follow_one_of({later: heard[later]}, time.monotonic() + _LOOK_SECONDS)
+
+    def may_go_on_without(self, missing: Iterable[int], here: Iterable[int]) -> bool:
+        """Whether those who are here are the larger side, of all that may be alive."""
+        missing = set(missing)
+        return may_go_on(set(here), silent(self._neighbours.ask(missing), missing)) if missing else True
+
+    def _connect(self, leader: int, term: int, deadline: float) -> None:
+        # The place of a launcher that this one replaces may not be known to be empty yet.
+        patient_until = time.monotonic() + (self._policy.lost_node_timeout_seconds if self._policy.max_restarts else 0)
+        timeout = self._policy.lost_node_timeout_seconds
+        while True:
+            try:
+                client = StoreClient.connect(
+                    f"{self.node.store_of(leader)}/{_round_of(term)}",
+                    self.node.index,
+                    group=_GROUP,
+                    timeout_seconds=max(0.1, deadline - time.monotonic()),
+                    describe=self.node.describe,
+                    machine=self.node.address,
+                    silence_seconds=None if leader == self.node.index else timeout,
+                    answer_seconds=timeout,
+                    access=self.access,
+                )
+                break
+            except JoinTimeout:
+                raise
+            except ClusterError:
+                if time.monotonic() > patient_until:
+                    raise
+                time.sleep(_POLL_SECONDS)
+        self._client, self.leader, self.term = client, leader, term
+        self._heart = self._start_heart(client)
+
+    def _start_heart(self, client: StoreClient) -> threading.Thread:
+        pause = self._policy.lost_node_timeout_seconds / _BEATS_PER_TIMEOUT
+
+        def beat() -> None:
+            with suppress(FleetTrainError):  # the store has gone: the main thread notices at its next question
+                while not self._closing.wait(pause):
+                    client.beat()
+
+        heart = threading.Thread(target=beat, name="fleet_train heartbeat", daemon=True)
+        heart.start()
+        return heart
+
+    def _disconnect(self) -> None:
+        self._stop_heart()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _stop_heart(self) -> None:
+        if self._heart is not None:
+            self._closing.set()
+            self._heart.join(timeout=self._policy.lost_node_timeout_seconds + 1.0)
+            self._heart = None
+            self._closing = threading.Event()
+
+    @property
+    def _store(self) -> StoreClient:
+        assert self._client is not None
+        return self._client
+
+    # where an attempt meets
+
+    def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
+        """Where these nodes are now."""
+        now = dict(zip(nodes, addresses, strict=True))
+        self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
+
+    def place_of(self, nodes: tuple[int, ...]) -> Node:
+        """This node in a job of these nodes, which meet at the leader's."""
+        return self.node.led_by(self.leader).among(nodes)
+
+    def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
+        """Where this node's ranks speak to the store in that round: at the leader's server when they are few, else at
+        their own node's, which relays. Raises ClusterError when its parent does not answer."""
+        if node.world_size <= self._direct_ranks or len(node.addresses) == 1:
+            return f"{node.store_endpoint}/{round_name}"
+        order = [node.leader, *(index for index in range(len(node.addresses)) if index != node.leader)]
+        place = order.index(node.index)
+        if place == 0:
+            self._server.open_root(round_name)
+        else:
+            ranks = [range(index * node.processes, (index + 1) * node.processes) for index in order]
+            host, port = node.addresses[order[parent_of(place)]], node.store_port
+            silence = self._policy.lost_node_timeout_seconds
+            parent = Parent(host, port, round_name, place, node.describe(), below(place, ranks), self.access, silence)
+            self._server.open_relay(parent, timeout_seconds)
+        return f"{node.address}:{node.store_port}/{round_name}"
+
+    def close_tree(self, round_name: str) -> None:
+        with suppress(FleetTrainError, TimeoutError):
+            self._server.close_round(round_name)
+
+    # what was decided
+
+    def decision(self) -> Decision | None:
+        """The leader's last decision; None before the job has begun. Raises WorkerFailed when it does not answer."""
+        decision: Decision | None = self._store.get(_DECISION)
+        self.last_decision = decision or self.last_decision
+        return decision
+
+    def decide(self, decision: Decision) -> None:
+        self.last_decision = decision
+        with suppress(FleetTrainError):
+            self._store.set(_DECISION, decision)
+
+    def set_facts(self, facts: Facts) -> None:
+        self._store.set(_FACTS, facts)
+
+    def facts(self) -> Facts:
+        """How the leader was started."""
+        facts: Facts = self._store.get(_FACTS) or {}
+        return facts
+
+    def stop(self, exit_code: int, message: str) -> None:
+        """Tell the leader that this launcher was stopped on purpose while no rank was running."""
+        with suppress(FleetTrainError):
+            self._store.set(_STOPPED, {"end": exit_code, "message": message})
+
+    def stopped(self) -> Decision | None:
+        """What a launcher that was stopped on purpose has said."""
+        decision: Decision | None = self._store.get(_STOPPED)
+        return decision
+
+    # who is here
+
+    def ready_for(self, round_number: int) -> None:
+        self._store.set(f"ready/{self.node.index}", round_number)
+
+    def here(self, round_number: int) -> set[int]:
+        """The leader asks: which launchers are connected and ready for this round, itself included."""
+        connected = self._server.connected_members(_GROUP, _round_of(self.term))
+        ready = {index for index in connected if (self._store.get(f"ready/{index}") or 0) >= round_number}
+        return {self.node.index} | ready
+
+    # at the end
+
+    def exit_barrier(self, seconds: float) -> None:
+        """The leader keeps the store while other launchers are connected, at most this long; the others go at once."""
+        deadline = time.monotonic() + seconds
+        while self._others() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def _others(self) -> set[int]:
+        if not self.is_leader:
+            return set()
+        return self._server.connected_members(_GROUP, _round_of(self.term)) - {self.node.index}
+
+    def close(self) -> None:
+        """Leave, and end this node's server."""
+        self._stop_heart()
+        if self._client is not None:
+            with suppress(FleetTrainError):
+                self._client.leave()
+            if self._others():
+                time.sleep(_GOODBYE_SECONDS)  # so that those who are still at work can see that we left in order
+            self._client.close()
+        self._server.stop()
+
+
+def _round_of(term: int) -> str:
+    return f"term-{term}"

@@ -1,0 +1,130 @@
+"""How one attempt of a job ended, and whether another one makes sense. Pure data and pure choices."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fleet_train.errors import (
+    CheckpointError,
+    ClusterError,
+    ConversionError,
+    DataError,
+    NotFinite,
+    PaddleUnusable,
+    ProfileError,
+    ScheduleMismatch,
+)
+from fleet_train.launch.report.worker_result import WorkerResult
+from fleet_train.launch.spec.request import FaultPolicy
+
+_USAGE = 2  # what argparse and click end with
+_FAILS_AGAIN = {_USAGE} | {
+    kind.exit_code
+    for kind in (
+        PaddleUnusable,
+        ProfileError,
+        ClusterError,
+        ConversionError,
+        ScheduleMismatch,
+        CheckpointError,
+        DataError,
+        NotFinite,
+    )
+}
+# These come from outside: an operator, the kernel out of memory, a batch system.
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+# An attempt that ran for so long has trained something: the same end of it may be another cause.
+_PROGRESS_SECONDS = 600.0
+_LONGEST_PAUSE_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """``round`` is the rendezvous round, ``number`` the attempt of the job, both from 0.
+
+    A launcher that comes anew knows the round only; the highest number that any launcher knows is the attempt's.
+    """
+
+    round: int
+    number: int
+    nodes: tuple[int, ...]
+    """Positions in --cluster_node_ips of the nodes that take part, in the order of ranks."""
+
+
+class Kind(Enum):
+    DONE = "all ranks ended with 0"
+    PREEMPTED = "all ranks have saved their state and stopped, as they were asked to"
+    RESUMES = "all ranks have saved their state, to go on with nodes that have come back"
+    FAILED = "a rank, a launcher or a machine has failed"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one attempt came to, as this launcher knows it."""
+
+    kind: Kind
+    exit_code: int
+    message: str = ""
+    ends: tuple[WorkerResult, ...] = ()
+    """Of all nodes that were heard."""
+    silent: tuple[str, ...] = ()
+    culprit: WorkerResult | None = None
+    final: bool = False
+    """Whoever ended it does not want it tried again."""
+    without_culprit: bool = False
+    """No rank is to blame: the message is all there is to say."""
+    store_lost: bool = False
+    """The leader's launcher, and the store with it, could not be reached any more."""
+    output: tuple[str, ...] = ()
+    """Lines of the stock launcher, when no rank has started."""
+
+    @property
+    def seconds(self) -> float:
+        return max((end.seconds for end in self.ends), default=0.0)
+
+
+def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int, policy: FaultPolicy) -> str | None:
+    """Why this failure is the last word ("": that needs no words); None when another attempt makes sense."""
+    culprit = result.culprit
+    if result.final or policy.max_restarts == 0:
+        return ""
+    is_mistake = culprit is not None and culprit.shell_code in _FAILS_AGAIN
+    # With a node that is silent, a rank's error may only be how it has met that node's end.
+    if is_mistake and not result.without_culprit and not result.silent:
+        mistake = "a mistake in flags, profile, data or numbers"
+        return f"exit code {result.exit_code} stands for {mistake}; a restart would fail again"
+    if earlier and _same_failure(result, earlier[-1]):
+        return "it has failed twice in the same way"
+    if restarts >= policy.max_restarts:
+        return f"all restarts are used up (--max_restarts={policy.max_restarts})"
+    return None
+
+
+def _same_failure(one: RunResult, other: RunResult) -> bool:
+    mine, before = _signature(one), _signature(other)
+    return mine is not None and mine == before and one.seconds < _PROGRESS_SECONDS
+
+
+def _signature(result: RunResult) -> tuple[Any, ...] | None:
+    """What two failures of one cause have in common; None for those that came from outside or only followed."""
+    culprit = result.culprit
+    if result.without_culprit or culprit is None or culprit.followed:
+        return None
+    if culprit.report is not None and culprit.report.traceback:  # whatever it has printed since, and however it ended
+        return culprit.rank, culprit.shell_code, None, re.sub(r"\d+", "#", culprit.report.traceback[-1])
+    if culprit.signal_number in _FROM_OUTSIDE:
+        return None
+    if culprit.without_trace:
+        return None
+    last = culprit.last_lines[-1] if culprit.last_lines else ""
+    return culprit.rank, culprit.exit_code, culprit.signal_number, re.sub(r"\d+", "#", last)
+
+
+def pause_seconds(restart: int) -> float:
+    """How long to wait before restart 1, 2, ...: short, but not a storm when every attempt fails at once."""
+    return min(2.0 ** (restart - 1), _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,316 @@
+"""The rendezvous of one attempt's launchers: before its first rank starts, while its ranks run, at its end.
+
+Each attempt has a round of its own in the job store, where its ranks meet too. Launchers are the group ``node``.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.store.client import StoreClient, Variants
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.launch.report.worker_result import WorkerResult
+from fleet_train.launch.spec.node import Node
+
+GROUP = "node"
+_STOP = "launch/stop"
+_ZERO = "launch/zero"
+_ENDS = "launch/ends/"
+_POLL_SECONDS = 0.2
+# How many launchers may ask the leader something within a second, all together.
+_NODES_PER_SECOND = 250
+# Of so many nodes all ends are read.
+_MOST_READ = 32
+_SAY_EVERY_SECONDS = 10.0
+_FOLDER_SECONDS = 60.0
+
+Facts = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class Rendezvous:
+    """This launcher's place in one attempt. ``start`` is the monotonic time at which all nodes had come."""
+
+    def __init__(self, node: Node, client: StoreClient) -> None:
+        self.node = node
+        self.start = time.monotonic()
+        self._client = client
+        self.launched = ""
+        """What tells this job from every other that was ever launched; known once all have joined."""
+        self.addresses = node.addresses
+        """Where the nodes are in this attempt; known once all have joined."""
+        self._host_left = False
+
+    @classmethod
+    def open(
+        cls,
+        node: Node,
+        round_number: int,
+        timeout_seconds: float,
+        answer_seconds: float = 10.0,
+        access: Access | None = None,
+    ) -> Rendezvous:
+        """Take the place. Raises JoinTimeout when the leader, which hosts the store, does not come."""
+        client = StoreClient.connect(
+            f"{node.store_endpoint}/{round_number}",
+            node.index,
+            group=GROUP,
+            timeout_seconds=timeout_seconds,
+            describe=node.describe,
+            machine=node.address,
+            answer_seconds=answer_seconds,
+            access=access,
+        )
+        return cls(node, client)
+
+    # before the first rank
+
+    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say, launched: str = "") -> int:
+        """The attempt's number (the highest that a node proposed), when every node has come with the same facts.
+
+        Raises JoinTimeout naming the nodes that are missing, ScheduleMismatch naming what differs.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        count = len(self.node.addresses)
+        try:
+            brought = self._compare(facts, deadline, timeout_seconds, say)
+            refuse_variants(self.node, facts, brought)
+            left = max(1.0, deadline - time.monotonic())
+            told = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
+            self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
+        except FleetTrainError as error:
+            self.fail(str(error), type(error).exit_code)
+            raise
+        self.start = time.monotonic()
+        if self.node.is_leader:
+            self._client.set(_ZERO, self._client.clock())
+        self.addresses = tuple(str(told[index][1]) for index in range(count))
+        return int(max(number for number, _ in told.values()))
+
+    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
+        """Who was started with which facts, once all have come; says now and then for whom it waits."""
+        count, patience = len(self.node.addresses), 1.0
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._client.compare("facts", facts, count, max(0.1, min(patience, left)))
+            except JoinTimeout as error:
+                self._refuse_failure()
+                awaited = ", ".join(self.node.describe(each.member) for each in error.absent) or "the other nodes"
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise JoinTimeout(
+                        f"{awaited} did not come within {timeout_seconds:g} s (--join_timeout); start the launcher "
+                        "there with the same node list in the same order"
+                    ) from None
+                say(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
+                patience = _SAY_EVERY_SECONDS
+            except WorkerFailed:
+                self._refuse_failure()
+                raise
+
+    def _refuse_failure(self) -> None:
+        failure = self.failure()
+        if failure is not None:
+            kind = ScheduleMismatch if failure.get("exit_code") == ScheduleMismatch.exit_code else WorkerFailed
+            raise kind(f"the job ends before it has started: {failure.get('message', 'another node has failed')}")
+
+    def shares_folder(self, folder: Path) -> bool:
+        """Whether a node before this one in the list writes into the very same folder (a network file system)."""
+        marker = f".launcher-{secrets.token_hex(8)}"
+        with suppress(OSError):  # a disk that is full since: the others wait for our word all the same
+            (folder / marker).touch()
+        try:
+            told = self._client.all_gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
+            shared = any((folder / told[index]).exists() for index in range(self.node.index))
+            self._client.barrier("folders compared", None, len(self.node.addresses), _FOLDER_SECONDS)
+            return shared
+        finally:
+            (folder / marker).unlink(missing_ok=True)
+
+    # while the job runs
+
+    def failure(self) -> dict[str, Any] | None:
+        """What a launcher or a rank has reported, or that a launcher was lost; None while all is well.
+
+        Raises WorkerFailed when the leader, and with it the store, has vanished before its ranks had ended.
+        """
+        word, reports = self.failures()
+        return word or (reports[0].to_json() if reports else None)
+
+    def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
+        """(what a launcher has said, or that one was lost; what ranks have reported). Raises as ``failure`` does."""
+        if self._host_left:
+            return None, []
+        try:
+            gone = self._client.gone(GROUP)
+            told = self._client.failures()
+            zero = self._zero() if told else 0.0
+        except FleetTrainError:
+            raise WorkerFailed(
+                f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
+                f"{self.node.store_endpoint}, has vanished: it was killed, or its machine cannot be reached any more"
+            ) from None
+        reports = [report for told_, at in told if (report := _report_of(told_, at - zero)) is not None]
+        word = next((report for report, _ in told if "node" in report), None) or self._lost(gone)
+        self._host_left = not told and gone.get(self.node.leader) == "left" and not self.node.is_leader
+        return word, reports
+
+    def _lost(self, gone: Mapping[int, str]) -> dict[str, Any] | None:
+        """A launcher that was lost takes its ranks with it: what others say of these is no news."""
+        lost = [self.node.describe(index) for index, how in sorted(gone.items()) if how != "left"]
+        if not lost:
+            return None
+        silent = next((how for how in gone.values() if how.startswith("not heard")), "")
+        message = f"the launcher of {', '.join(lost)} was lost{silent and f' ({silent})'}"
+        message += ": it was killed, or its machine cannot be reached"
+        return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_culprit": True}
+
+    def reports(self) -> list[FailureReport]:
+        """What ranks have reported so far; empty when the store does not answer."""
+        with suppress(FleetTrainError):
+            return self.failures()[1]
+        return []
+
+    def _zero(self) -> float:
+        """When the launchers had met, on the store's clock."""
+        return float(self._client.get(_ZERO) or 0.0)
+
+    def fail(self, message: str, exit_code: int, *, no_culprit: bool = False, final: bool = False) -> None:
+        """Tell everybody why the attempt ends; the first report stands. ``final``: it is not to be tried again."""
+        report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_culprit": no_culprit}
+        with suppress(FleetTrainError):
+            self._client.fail({**report, "final": final})
+
+    def tell_finished(self, rank: int) -> None:
+        """Its process has ended with 0: those who wait for it in ``fleet.init`` are told that it will not come."""
+        with suppress(FleetTrainError):
+            self._client.ended("rank", rank)
+
+    def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
+        """Tell everybody that ranks are to save their state, in that time. ``again``: there is another attempt."""
+        with suppress(FleetTrainError):
+            self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds, "again": again})
+
+    def stop_announced(self) -> dict[str, Any] | None:
+        """What ``announce_stop`` said on some node; None while nobody has, or when the store does not answer."""
+        with suppress(FleetTrainError):
+            notice: dict[str, Any] | None = self._client.get(_STOP)
+            return notice
+        return None
+
+    # at the end
+
+    def tell_results(self, ends: list[WorkerResult]) -> None:
+        with suppress(FleetTrainError):
+            self._client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
+
+    def results_of_others(self, timeout_seconds: float) -> tuple[list[WorkerResult], list[str]]:
+        """(ends of the other nodes' ranks, nodes that have not told theirs within the bound).
+
+        Of a job of many nodes only those are read whose ranks have failed first, by their reports.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        missing = self._others_of_interest()
+        ends: list[WorkerResult] = []
+        silent: set[int] = set()
+        with suppress(FleetTrainError):  # the store may be gone: what was heard is what there is
+            while missing - silent and time.monotonic() < deadline:
+                silent = {index for index, how in self._client.gone(GROUP).items() if how != "left"}
+                for index in sorted(missing & self._ended_nodes()):
+                    missing.remove(index)
+                    told = self._client.get(f"{_ENDS}{index}") or []
+                    ends += [WorkerResult.from_json(end) for end in told]
+                time.sleep(self._poll_seconds if missing - silent else 0)
+        return ends, [self.node.describe(index) for index in sorted(missing)]
+
+    def _others_of_interest(self) -> set[int]:
+        count = len(self.node.addresses)
+        if count <= _MOST_READ:
+            return set(range(count)) - {self.node.index}
+        first = [report.rank // self.node.processes for report in self.reports()]
+        return {index for index in list(dict.fromkeys(first))[:_MOST_READ] if index < count} - {self.node.index}
+
+    def _ended_nodes(self) -> set[int]:
+        """Whose launchers have told how their ranks ended."""
+        return {int(key.removeprefix(_ENDS)) for key in self._client.keys(_ENDS)}
+
+    @property
+    def _poll_seconds(self) -> float:
+        return polling_seconds(self.node, _POLL_SECONDS)
+
+    def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
+        """After this node's ranks have ended well: wait until those of the others have ended, at most so long.
+
+        A failure elsewhere ends the wait and is returned, also one that came before it. A launcher that has left will
+        say no more.
+        """
+        deadline = time.monotonic() + seconds
+        word_at = time.monotonic() + 2.0
+        missing = set(range(len(self.node.addresses))) - {self.node.index}
+        while True:
+            try:
+                failure = self.failure()
+                missing -= self._ended_nodes()
+                # Who is lost is not left out: the next look finds it, as a failure.
+                missing -= {index for index, how in self._client.gone(GROUP).items() if how == "left"}
+            except FleetTrainError:
+                return None  # the host has ended; our ranks have ended well
+            if failure is not None or not missing or time.monotonic() > deadline:
+                return failure
+            if time.monotonic() > word_at:
+                awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
+                bound = f", {seconds:g} s at most" if math.isfinite(seconds) else ""
+                say(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
+                word_at = deadline
+            time.sleep(self._poll_seconds)
+
+    def close(self) -> None:
+        with suppress(FleetTrainError):
+            self._client.leave()
+        self._client.close()
+
+
+def polling_seconds(node: Node, least: float) -> float:
+    """How often a launcher asks the leader something: the more of them there are, the less often."""
+    return max(least, len(node.addresses) / _NODES_PER_SECOND)
+
+
+def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:
+    """A rank's report; None for a launcher's word, or for what is no report."""
+    with suppress(TypeError, KeyError, ValueError):
+        if "reporter" in told:
+            return FailureReport.from_json(told).at(seconds)
+    return None
+
+
+def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:
+    """Raises ScheduleMismatch that names the first node that was started differently from this one."""
+    for ranges, theirs in brought:
+        if theirs is not None and theirs != ours:
+            refuse_differences(node, ours, ranges[0][0], theirs)
+
+
+def refuse_differences(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
+    """Raises ScheduleMismatch that lists every fact in which two launchers differ."""
+    different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+    if different:
+        parts = [f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in different]
+        raise ScheduleMismatch(
+            f"{node.describe(index)} and {node.describe()} were not started alike: {'; '.join(parts)}; start every "
+            "node with the same flags (except --node_ip) and the same installation"
+        )
+
+
+def check_told(facts: Facts) -> Facts:
+    """Facts travel as JSON: a tuple would come back as a list and differ from itself."""
+    assert all(isinstance(value, (str, int)) for value in facts.values()), facts
+    return facts

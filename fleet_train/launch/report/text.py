@@ -1,0 +1,80 @@
+"""The failure report: what is last on the screen when a job has failed. Text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit
+
+_ROWS_FOR_FOLLOWERS = 8
+
+
+def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
+    """The culprit's last log lines, then a table: the culprit first, then those who followed.
+
+    ``silent_nodes`` are nodes that have not told how their ranks ended.
+    """
+    every = sorted(ends, key=lambda end: (end.seconds, end.rank))
+    culprit = choose_culprit(every)
+    if culprit is None:
+        return "the job has failed, but no rank of the nodes that were heard has"
+    parts = [_last_lines(culprit), _table(culprit, [end for end in every if end is not culprit])]
+    if silent_nodes:
+        parts.append(f"not heard from: {', '.join(silent_nodes)}")
+    return "\n".join(parts)
+
+
+def headline(culprit: WorkerResult) -> str:
+    """One line for other nodes and for whoever waits in the store."""
+    return (
+        f"rank {culprit.rank} ({culprit.endpoint}) failed first: {culprit.how()} after {culprit.failed_seconds:.1f} s"
+    )
+
+
+def _last_lines(culprit: WorkerResult) -> str:
+    host = culprit.endpoint.rpartition(":")[0]
+    told = culprit.report.traceback if culprit.report else ()
+    if told and told[-1] not in culprit.last_lines:  # much was printed since, or the log cannot be reached
+        lines = "\n".join(f"  | {line}" for line in told)
+        return f"rank {culprit.rank} has reported ({host}:{culprit.log_file}):\n{lines}"
+    if not culprit.last_lines:
+        return f"rank {culprit.rank} has written nothing to its log ({host}:{culprit.log_file})"
+    lines = "\n".join(f"  | {line}" for line in culprit.last_lines)
+    return f"last lines of rank {culprit.rank} ({host}:{culprit.log_file}):\n{lines}"
+
+
+def _table(culprit: WorkerResult, others: list[WorkerResult]) -> str:
+    rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", culprit)]
+    followers = [end for end in others if not end.succeeded or end.failed]
+    rows += [_row("followed", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += _rest("followed", followers[_ROWS_FOR_FOLLOWERS:])
+    lines += _rest("finished", [end for end in others if end.succeeded and not end.failed])
+    return "\n".join(lines)
+
+
+def _row(role: str, end: WorkerResult) -> tuple[str, ...]:
+    return (role, str(end.rank), end.endpoint, end.how(), f"{end.failed_seconds:.1f} s", end.log_file)
+
+
+def _rest(role: str, ends: list[WorkerResult]) -> list[str]:
+    if not ends:
+        return []
+    return [f"{role}: {'rank' if len(ends) == 1 else 'ranks'} {spans(sorted(end.rank for end in ends))}"]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, span)) for span in found)

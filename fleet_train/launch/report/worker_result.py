@@ -1,0 +1,181 @@
+"""How ranks ended, and which of them was the root cause. Pure data and pure choices.
+
+What ranks have told the store (``FailureReport``) says more than the order in which processes end: a rank that has
+raised may take long to end, and one that others have missed would never end by itself, or has ended with 0.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.errors import Preempted, WorkerFailed
+from fleet_train.launch.spec.node import Node
+
+_SHELL_SIGNAL_BASE = 128
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The end of one rank. ``seconds`` count from the moment at which all launchers had met, on every node alike."""
+
+    rank: int
+    endpoint: str
+    node_index: int
+    exit_code: int | None  # None: a signal ended it, or it ended without a trace
+    signal_number: int | None
+    seconds: float
+    asked_to_stop: bool
+    log_file: str
+    last_lines: tuple[str, ...] = ()
+    report: FailureReport | None = None
+    """What the store was told of this rank's failure, by itself or by a rank that has missed it."""
+    has_ended: bool = True
+    """False where its report is all that is known: it still runs, or its node is silent."""
+
+    @property
+    def failed(self) -> bool:
+        """Also with exit code 0: when others still needed it, or when it has told of a failure itself."""
+        return self.report is not None or not (self.succeeded or self.preempted)
+
+    @property
+    def failed_seconds(self) -> float:
+        """When it failed, which may be long before its process has ended."""
+        return self.seconds if self.report is None else min(self.seconds, self.report.seconds)
+
+    @property
+    def _says_enough(self) -> bool:
+        """Whether the end of its process alone shows a failure."""
+        return self.has_ended and not (self.asked_to_stop or self.succeeded or self.preempted)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def preempted(self) -> bool:
+        """It was asked to stop, has saved its state, and stopped."""
+        return self.exit_code == Preempted.exit_code
+
+    @property
+    def without_trace(self) -> bool:
+        """Its wrapper was killed, so nobody wrote down how it ended."""
+        return self.exit_code is None and self.signal_number is None
+
+    @property
+    def followed(self) -> bool:
+        """It ended because something else had failed: we stopped it, or it reported that another rank was lost."""
+        return (
+            self.report is None
+            and not self.succeeded
+            and not self.preempted
+            and (self.asked_to_stop or self.exit_code == WorkerFailed.exit_code)
+        )
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a trace.
+
+        A failure that the process's own end does not show (we had to end it, or it ended with 0) has the report's.
+        """
+        if self.report is not None and not self._says_enough:
+            return self.report.exit_code
+        if self.exit_code is not None:
+            return self.exit_code
+        return _SHELL_SIGNAL_BASE + (self.signal_number or signal.SIGKILL)
+
+    def how(self) -> str:
+        """``exit code 3``, ``killed by SIGKILL``, ``exit code 1 (ValueError)``, ``... , then stopped by SIGTERM``."""
+        if self.report is None or (self.report.kind == "lost" and self._says_enough):
+            return self._end()
+        if not self.has_ended:
+            return self.report.what
+        if self.asked_to_stop:
+            return f"{self.report.what}, then {self._end()}"
+        ending = self._end() if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"{ending} ({self.report.what})"
+
+    def _end(self) -> str:
+        if self.without_trace:
+            return "ended without a trace (its wrapper process was killed)"
+        if self.signal_number is not None:
+            return f"{'stopped' if self.asked_to_stop else 'killed'} by {signal_name(self.signal_number)}"
+        if self.exit_code == WorkerFailed.exit_code:
+            return f"exit code {self.exit_code} (another rank was lost)"
+        if self.preempted:
+            return f"exit code {self.exit_code} (stopped in good order)"
+        return "finished" if self.succeeded else f"exit code {self.exit_code}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WorkerResult:
+        report = None if data["report"] is None else FailureReport.from_json(data["report"])
+        return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report})
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def choose_culprit(ends: Iterable[WorkerResult]) -> WorkerResult | None:
+    """The rank that failed first by itself; None when all succeeded or stopped in good order.
+
+    Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
+    """
+    failed = [end for end in ends if end.failed]
+    return min(
+        failed,
+        key=lambda end: (end.asked_to_stop and end.report is None, end.followed, end.failed_seconds, end.rank),
+        default=None,
+    )
+
+
+def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
+    """The ends with what was reported of each rank, its own words first; and who was reported and is not among them."""
+    found = {end.rank: end for end in ends}
+    told: dict[int, FailureReport] = {}
+    for report in reports:
+        earlier = told.setdefault(report.rank, report)
+        if report.is_own and not earlier.is_own:
+            told[report.rank] = report.at(min(earlier.seconds, report.seconds))
+    for rank, report in told.items():
+        if 0 <= rank < node.world_size:
+            found[rank] = replace(found.get(rank) or _not_ended(rank, report, node), report=report)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
+    index, local = divmod(rank, node.processes)
+    endpoint = f"{node.addresses[index]}:{node.started_port + local}"
+    return WorkerResult(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
+
+
+def result_from_record(
+    record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str
+) -> WorkerResult:
+    """The end that a worker wrapper wrote down; ``start`` is on the same monotonic clock as the record."""
+    return WorkerResult(
+        rank=record["rank"],
+        endpoint=endpoint,
+        node_index=node_index,
+        exit_code=record["exit_code"],
+        signal_number=record["signal"],
+        seconds=round(record["ended_monotonic"] - start, 3),
+        asked_to_stop=record["asked_to_stop"] is not None,
+        log_file=log_file,
+    )
+
+
+def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
+    """The last lines that say something; of a progress bar only its last state, of a very long line its beginning."""
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    told = [line for line in lines if line]
+    return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in told[-count:])

@@ -1,0 +1,30 @@
+"""Packages whose names are loaded on first use: what nobody asks for costs no import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def load_on_use(
+    package: str, homes: Mapping[str, str], beforehand: Callable[[], None] = lambda: None
+) -> Callable[[str], Any]:
+    """A ``__getattr__`` for ``package`` (PEP 562) that knows its public names by the module that each lives in.
+
+    A home ``"a.b"`` is the module ``<package>.a.b`` of which the name is an attribute; ``"=a.b"`` is a name of the
+    module itself, given in full. ``beforehand`` is called before the first import. Raises AttributeError, with the
+    names that there are, for any other.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
+        beforehand()
+        home = homes[name]
+        value = import_module(home[1:]) if home.startswith("=") else getattr(import_module(f"{package}.{home}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load

@@ -1,0 +1,251 @@
+"""Seconds per step on a network given by latency and bandwidth: a model, every result of it a prediction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan.backend_bytes import rounds
+from fleet_train.plan.legs import Leg, Sent, legs_of
+from fleet_train.plan.plan import Averaging, Bucket, CommPlan
+from fleet_train.plan.price.costs import NOTHING, Costs
+from fleet_train.plan.price.schedule import Phase, Task, finish_times
+
+BACKWARD_SHARE = 2 / 3
+"""Of the computing time, where nothing else was measured: the backward pass costs about two forward passes."""
+_TURNS = 4
+LOCAL_SGD_STEPS = 8
+"""Period of the LocalSGD that a plan without it is compared with."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Latency in seconds of one message of a collective, bandwidth in bytes per second and direction."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """``between``: what a node sends to other nodes, shared by its ranks. ``inside``: what one rank sends on a node."""
+
+    between: Link
+    inside: Link
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rank's computing time of a step in seconds: forward pass, backward pass, update."""
+
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: float, backward_share: float = BACKWARD_SHARE) -> Compute:
+        return cls(seconds * (1 - backward_share), seconds * backward_share)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.update
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step, in seconds; LocalSGD: the mean of a period."""
+
+    compute: float
+    communication: float
+    """From a collective's start to its end, added up over the step, each as if alone on the link."""
+    exposed: float
+    """What the step takes longer for communication."""
+    step: float
+    samples_per_second: float
+    """Of all ranks together; 0 when no batch size was given."""
+
+
+def predict(
+    plan: CommPlan,
+    cluster: Cluster,
+    network: Network,
+    compute: Compute,
+    batch_size: int = 0,
+    warm_up: bool = False,
+    costs: Costs = NOTHING,
+    paths: Paths | None = None,
+) -> Prediction:
+    """Price one update. ``batch_size``: samples per rank and micro-batch. ``compute``: of one micro-batch. ``warm_up``:
+    an update of LocalSGD's synchronous warm-up. ``paths``: those of ``cluster`` and ``network``, where several plans
+    of one cluster are priced.
+
+    Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
+    communicators share the link and, by ``costs``, the processors with what they hide behind. An averaging of LocalSGD
+    hides behind its overlap's steps, the statistics of batch norm behind nothing.
+    """
+    paths = paths or Paths(cluster, network, costs)
+    if plan.averaging is not None and not warm_up:
+        communication, exposed = _averagings(plan, plan.averaging, compute, paths)
+    else:
+        statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
+        communication, exposed = _buckets(plan, compute, paths)
+        communication, exposed = communication + statistics, exposed + statistics
+    computing = compute.total * plan.accumulate_steps
+    step = computing + exposed
+    samples = batch_size * plan.accumulate_steps * cluster.world_size / step if step else 0.0
+    return Prediction(computing, communication, exposed, step, samples)
+
+
+class Paths:
+    """How exchanges go over a cluster's links, worked out once for each: plans to choose from share most of them."""
+
+    def __init__(self, cluster: Cluster, network: Network, costs: Costs = NOTHING) -> None:
+        self.network = network
+        self.costs = costs
+        self._cluster = cluster
+        self._known: dict[tuple[int, Sent], list[Phase]] = {}
+
+    def of(self, plan: CommPlan, sent: Sent) -> list[Phase]:
+        """The phases of one exchange of ``plan``, which is one for this cluster."""
+        key = plan.team_size, sent
+        if key not in self._known:
+            legs = legs_of(plan.world_size, plan.team_size, sent)
+            self._known[key] = [phase for leg in legs for phase in self._leg(leg)]
+        return self._known[key]
+
+    def _leg(self, leg: Leg) -> list[Phase]:
+        """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
+        edges = leg.flows()
+        if not edges:
+            return []
+        ports: dict[tuple[str, int, str], float] = defaultdict(float)
+        for (sender, receiver), flow in edges.items():
+            nodes = self._cluster.ranks[sender].node_index, self._cluster.ranks[receiver].node_index
+            between = nodes[0] != nodes[1]
+            one, other = nodes if between else (sender, receiver)
+            for direction, place in (("out", one), ("in", other)):
+                ports["between" if between else "inside", place, direction] += flow.nbytes
+        seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
+        resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
+        waiting = self._link(resource).latency_seconds * rounds(leg.kind, max(len(group) for group in leg.groups))
+        return [Phase("", waiting + self.costs.collective_seconds), Phase(resource, seconds)]
+
+    def _link(self, kind: str) -> Link:
+        return self.network.between if kind == "between" else self.network.inside
+
+
+def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of communication per step of a period, and how many a step takes longer for it: what outlasts the steps
+    beside which it travels, and what it takes from them.
+    """
+    costs, name = paths.costs, averaging.compression
+    beside = averaging.overlap_steps * plan.accumulate_steps * compute.total
+    communication = exposed = 0.0
+    for part in range(len(averaging.parts)):
+        nbytes = averaging.bytes_of(part)
+        coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
+        seconds = _seconds(plan, averaging.sent_of(part), paths) + coding * nbytes
+        hidden = min(seconds, beside)
+        taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
+        communication += seconds
+        exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
+    return communication / averaging.period, exposed / averaging.period
+
+
+def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of the gradients' communication, and how many of them end after the backward pass, with what the
+    computing thread does for them and what they take from it.
+
+    What is exchanged during the backward pass makes it longer, so that more is exchanged during it: found by turns.
+    """
+    costs = paths.costs
+    alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
+    communication = sum(phase.seconds for one in alone for phase in one)
+    beside = sum(_handing(bucket, costs) for bucket in plan.buckets)
+    if plan.waits_for_each:
+        return communication, communication + beside
+    computed = compute.forward + compute.backward
+    shares, taken, ends = [0.0] * len(plan.buckets), 0.0, [0.0]
+    for _ in range(_TURNS if costs.share_processors else 1):
+        ready = _ready_times(plan, replace(compute, backward=compute.backward + taken), costs)
+        ends = finish_times(
+            [
+                Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), start)
+                for bucket, share, start in zip(plan.buckets, shares, ready, strict=True)
+            ]
+        )
+        shares = _shares_before(computed + taken + beside, plan, ready, ends)
+        taken = sum(
+            costs.taken(bucket.compression) * bucket.nbytes * share
+            for bucket, share in zip(plan.buckets, shares, strict=True)
+        )
+    return communication, max(beside + taken, max(ends, default=0.0) - computed)
+
+
+def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """How much of each bucket's exchange is beside the computing that ends then."""
+    free: dict[int, float] = defaultdict(float)
+    shares = []
+    for bucket, start, finish in zip(plan.buckets, ready, ends, strict=True):
+        start = max(start, free[bucket.communicator])
+        free[bucket.communicator] = finish
+        shares.append(min(1.0, max(0.0, (end - start) / (finish - start))) if finish > start else 1.0)
+    return shares
+
+
+def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
+    """``share``: of the exchange that is beside computing. Communicators share what processors are left to them."""
+    name, costs = bucket.compression, paths.costs
+    codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
+    return [
+        Phase("processors" if costs.share_processors else "", codec),
+        *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
+    ]
+
+
+def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
+    """Seconds from the start of the step to the last gradient of each bucket."""
+    done, handed, times = 0, 0.0, []
+    for bucket in plan.buckets:
+        done += bucket.nbytes
+        handed += _handing(bucket, costs)
+        times.append(compute.forward + compute.backward * done / max(plan.gradient_bytes, 1) + handed)
+    return times
+
+
+def _handing(bucket: Bucket, costs: Costs) -> float:
+    """Seconds of the computing thread for a bucket."""
+    return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
+
+
+def _seconds(plan: CommPlan, exchanges: Sequence[Sent], paths: Paths) -> float:
+    """One after the other, with nothing beside them."""
+    return sum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
+
+
+def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:
+    """The same buckets and strategy on another number of nodes."""
+    cluster = Cluster.imagined(nodes, ranks_per_node)
+    if cluster.world_size < 2:
+        raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
+    if plan.team_size and cluster.world_size % plan.team_size:
+        raise ConversionError(
+            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which teams of {plan.team_size} do not "
+            "divide: choose other --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+        )
+    return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
+
+
+def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
+    """The plan beside what else could be done with its buckets: flat, hierarchical by node, LocalSGD."""
+    flat = replace(plan, team_size=0, averaging=None)
+    found = {"as planned": plan, "flat": flat}
+    if 1 < ranks_per_node < plan.world_size:
+        found["hierarchical"] = replace(flat, team_size=ranks_per_node)
+    values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
+    averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
+    found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
+    return found

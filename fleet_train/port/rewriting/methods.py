@@ -1,0 +1,108 @@
+"""Method calls that mean Paddle's whatever the object is called: ``exe.run``, ``program.clone``, ``opt.minimize``."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from fleet_train.port.rewriting import fetches
+from fleet_train.port.rewriting.calls import source
+from fleet_train.port.rewriting.special import keyword
+from fleet_train.port.rewriting.transformer import Transformer
+
+_BY_HAND = {
+    "all_parameters": "program.global_block().all_parameters()",
+    "train_from_dataset": "a loop of exe.run over paddle.io.DataLoader",
+    "infer_from_dataset": "a loop of exe.run over paddle.io.DataLoader",
+    "decorate_paddle_reader": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
+    "decorate_sample_list_generator": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
+    "decorate_batch_generator": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
+    "decorate_tensor_provider": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
+    "_global_learning_rate": "optimizer.get_lr(), a number to print",
+    "with_data_parallel": "delete it: the program itself runs, one process per device",
+}
+_CLONE = "build the network a second time, for testing: docs/old-programs.md shows how"
+
+
+def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    """``updated`` with what can be done; marks for the rest."""
+    function = original.func
+    if not script.facts.uses_paddle or not isinstance(function, cst.Attribute):
+        return updated
+    method = function.attr.value
+    if method == "with_data_parallel" and _was_compiled(script, function.value):
+        return updated.func.value if isinstance(updated.func, cst.Attribute) else updated
+    if method == "all_parameters" and source(function.value).endswith("global_block()"):
+        return updated
+    if method in _BY_HAND:
+        script.mark(original, f"{source(function.value).strip()}.{method}", _BY_HAND[method])
+    elif method == "clone" and _literal(original, "for_test") == "True":
+        script.mark(original, "clone(for_test=True)", _CLONE)
+    elif method == "run":
+        return _run(script, original, updated)
+    elif method == "minimize":
+        return _minimize(script, original, updated)
+    elif method == "append" and script.is_fetch_list(function.value):
+        return fetches.appended_without_name(updated)
+    return updated
+
+
+def index(node: cst.Subscript) -> str:
+    """The source text of a single index."""
+    if len(node.slice) != 1 or not isinstance(node.slice[0].slice, cst.Index):
+        return ""
+    return source(node.slice[0].slice.value)
+
+
+def without_array(node: cst.BaseExpression) -> cst.BaseExpression:
+    """``x`` of ``np.array(x)``."""
+    if isinstance(node, cst.Call) and len(node.args) == 1 and source(node.func) in _ARRAYS:
+        return node.args[0].value
+    return node
+
+
+_ARRAYS = {f"{module}.{name}" for module in ("np", "numpy") for name in ("array", "asarray")}
+
+
+def _was_compiled(script: Transformer, node: cst.BaseExpression) -> bool:
+    meaning = script.meaning_of(node.func) if isinstance(node, cst.Call) else None
+    return meaning is not None and meaning.name.endswith(".CompiledProgram")
+
+
+def _literal(call: cst.Call, name: str) -> str:
+    argument = keyword(call, name)
+    if argument is None and name == "for_test" and len(call.args) == 1 and call.args[0].keyword is None:
+        argument = call.args[0]
+    return source(argument.value) if argument is not None else ""
+
+
+def _third(call: cst.Call) -> cst.Arg | None:
+    """The third argument, if it is given by position: the list to fetch of ``exe.run(program, feed, [loss.name])``."""
+    plain = [one for one in call.args if one.keyword is None and not one.star]
+    return call.args[2] if len(plain) > 2 and plain[2] is call.args[2] else None
+
+
+def _run(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
+    argument = keyword(original, "fetch_list") or _third(original)
+    if argument is None:
+        return updated
+    for text in fetches.texts_in(argument.value):
+        script.mark(original, f"fetching {text}", "fetch the Python variable: values have no names today")
+    return updated.with_changes(
+        args=[
+            one.with_changes(value=fetches.without_names(one.value)) if old is argument else one
+            for old, one in zip(original.args, updated.args, strict=True)
+        ]
+    )
+
+
+def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
+    if keyword(original, "grad_clip") is not None:
+        script.mark(original, "minimize(grad_clip=...)", "give grad_clip to the optimizer")
+    return updated.with_changes(
+        args=[
+            one.with_changes(keyword=cst.Name("parameters"))
+            if one.keyword is not None and one.keyword.value == "parameter_list"
+            else one
+            for one in updated.args
+        ]
+    )

@@ -1,0 +1,220 @@
+"""One pass over a script: old names become new ones as the table says; the rest is marked."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import libcst as cst
+from libcst.metadata import Scope
+
+from fleet_train.port.rewriting import fetches, guards, methods, special
+from fleet_train.port.rewriting.calls import Undecided, dotted, rewritten, source
+from fleet_train.port.rewriting.facts import defining_scopes, is_run
+from fleet_train.port.rewriting.heads import HEADS, brings, call_of, outer_names, shown
+from fleet_train.port.rewriting.names import Meaning, means_only
+from fleet_train.port.rewriting.transformer import Transformer
+from fleet_train.port.tables.index import FLEET, canonical, is_module, is_old
+from fleet_train.port.tables.rules import Rule, To, Todo
+
+_UNKNOWN = "no entry in the table: look for its equal in Paddle 3, which has no paddle.fluid"
+_UNKNOWN_FLEET = "not in fleet_train: see docs/old-programs.md"
+
+
+class Rewriter(Transformer):
+    """Renames, and marks what it cannot rename."""
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        return self._reference(original_node, updated_node)
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        return self._reference(original_node, updated_node)
+
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        if isinstance(node.names, cst.ImportStar) and node.module and is_old(source(node.module)):
+            self.mark(node, f"from {source(node.module)} import *", "import by name what is used, and port again")
+        return False
+
+    def _reference(self, original: cst.Name | cst.Attribute, updated: cst.Name | cst.Attribute) -> cst.BaseExpression:
+        parent = self.parent_of(original)
+        if self._is_no_reference(original, parent) or self._site_of(original) is not original:
+            return updated
+        meaning, rule = self.meaning_of(original), self.rule_of(original)
+        if meaning is None or (isinstance(parent, cst.Call) and parent.func is original and rule is not None):
+            return updated  # leave_Call sees it with its arguments
+        return self._referred(original, updated, meaning, rule)
+
+    def _site_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The part of the whole chain of names around ``node`` that a row is about, or that no row knows."""
+        while isinstance(parent := self.parent_of(node), cst.Attribute) and parent.value is node:
+            node = parent
+        unknown: cst.CSTNode | None = None
+        whole = node
+        while True:
+            if self.rule_of(node) is not None:
+                return node
+            meaning = self.meaning_of(node)
+            if meaning is not None and is_old(meaning.name) and not is_module(meaning.name):
+                unknown = node
+            if not isinstance(node, cst.Attribute):
+                break
+            node = node.value
+        meaning = self.meaning_of(whole)
+        return unknown or (whole if meaning is not None and is_old(meaning.name) else None)
+
+    def _is_no_reference(self, node: cst.CSTNode, parent: cst.CSTNode) -> bool:
+        """Attribute names, keywords, and names that are being assigned."""
+        if isinstance(parent, cst.Attribute):
+            return parent.attr is node
+        if isinstance(parent, (cst.Arg, cst.Param)):
+            return node in (getattr(parent, "keyword", None), getattr(parent, "name", None))
+        return isinstance(parent, (cst.AssignTarget, cst.FunctionDef, cst.ClassDef, cst.NameItem, cst.AsName)) and (
+            isinstance(node, cst.Name)
+        )
+
+    def _referred(
+        self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning, rule: Rule | None
+    ) -> cst.BaseExpression:
+        """A name that is not called."""
+        if isinstance(rule, To) and rule.takes_the_same:
+            return self._renamed(node, updated, meaning, rule.new)
+        what = shown(meaning.name)
+        if rule is None and canonical(meaning.name).startswith(FLEET) and isinstance(updated, cst.Attribute):
+            self.mark(node, what, _UNKNOWN_FLEET)
+            front = self.meaning_of(cast("cst.Attribute", node).value)
+            owner = canonical(front.name) if front else ""
+            new = "fleet" if owner == FLEET.rstrip(".") else None
+            return updated.with_changes(value=self._written(new)) if new else self._stays(updated, meaning)
+        if isinstance(rule, Todo):
+            self.mark(node, what, rule.do)
+        elif isinstance(rule, To):
+            self.mark(node, what, f"{call_of(rule)}: its arguments differ, so it cannot be handed on by name")
+        elif is_module(meaning.name):
+            self.mark(node, what, "write the functions that are used by their full names, and port again")
+        else:
+            self.mark(node, what, _UNKNOWN)
+        return self._todo(updated, meaning)
+
+    def _todo(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
+        """What stays by its old name; of Fleet's, below the new ``fleet``, which says what it does not have."""
+        name = canonical(meaning.name)
+        if (
+            name.startswith(FLEET)
+            and name.count(".") == FLEET.count(".")
+            and isinstance(updated, (cst.Attribute, cst.Name))
+        ):
+            last = name.rpartition(".")[2]
+            return cst.Attribute(self._written("fleet"), cst.Name(last))
+        return self._stays(updated, meaning)
+
+    def _stays(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
+        self.keep(meaning)
+        return updated
+
+    def _renamed(
+        self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning, new: str
+    ) -> cst.BaseExpression:
+        if problem := self._why_not(node, meaning, new):
+            self.mark(node, shown(meaning.name), problem)
+            return self._stays(updated, meaning)
+        return self._written(new)
+
+    def _why_not(self, node: cst.CSTNode, meaning: Meaning, new: str) -> str | None:
+        """Why a certain row cannot be written at this place."""
+        if not meaning.certain:
+            return f"{new}, if it is what this name stands for: it is also bound to something else"
+        head = new.partition(".")[0]
+        if head in HEADS and not means_only(head, HEADS[head], node, self.scope_of, brings(head)):
+            return f"{new}: `{head}` is the name of something else here; rename that, and port again"
+        return None
+
+    def _written(self, new: str) -> cst.BaseExpression:
+        self.needed.add(new.partition(".")[0])
+        return dotted(new)
+
+    # Calls
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        meaning = self.meaning_of(original_node.func)
+        rule = self.rule_of(original_node.func)
+        if meaning is None or rule is None:
+            return methods.rewritten(self, original_node, updated_node)
+        if isinstance(rule, Todo) and canonical(meaning.name) not in special.CALLS:
+            self.mark(original_node, shown(meaning.name), rule.do)
+            return updated_node.with_changes(func=self._todo(updated_node.func, meaning))
+        try:
+            return self._call(original_node, updated_node, meaning, rule)
+        except Undecided as undecided:
+            hand = rule.hand or call_of(rule) if isinstance(rule, To) else rule.do
+            self.mark(original_node, shown(meaning.name), f"{hand} ({undecided})")
+            return updated_node.with_changes(func=self._todo(updated_node.func, meaning))
+
+    def _call(self, original: cst.Call, updated: cst.Call, meaning: Meaning, rule: Rule) -> cst.BaseExpression:
+        special_case = special.CALLS.get(canonical(meaning.name))
+        if special_case is not None:
+            result = special_case(self, original, updated)
+            if result is not None:
+                return self._checked(original, updated, meaning, result)
+        if not isinstance(rule, To):
+            raise Undecided("see above")
+        if rule.arguments is None:
+            return self._checked(original, updated, meaning, updated.with_changes(func=dotted(rule.new)))
+        try:
+            result = rewritten(original, updated, rule)
+        except Undecided:
+            if not rule.otherwise:
+                raise
+            result = updated.with_changes(func=dotted(rule.otherwise))
+        return self._checked(original, updated, meaning, result)
+
+    def _checked(
+        self, original: cst.Call, updated: cst.Call, meaning: Meaning, result: cst.BaseExpression
+    ) -> cst.BaseExpression:
+        """``result``, unless one of the names that it needs means something else here."""
+        new = outer_names(result)
+        for name in new:
+            if problem := self._why_not(original, meaning, name):
+                self.mark(original, shown(meaning.name), problem)
+                return self._stays(updated, meaning)
+        self.needed |= {name.partition(".")[0] for name in new}
+        return result
+
+    # Fetches and rank guards
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        if any(self.is_fetch_list(target.target) for target in original_node.targets):
+            for text in fetches.texts_in(original_node.value):
+                self.mark(original_node, f"fetching {text}", "fetch the Python variable: values have no names today")
+            return updated_node.with_changes(value=fetches.without_names(updated_node.value))
+        return updated_node
+
+    def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.Subscript:
+        if self.facts.uses_paddle and methods.index(original_node) == "0":
+            value = methods.without_array(original_node.value)
+            scope = self.scope_of(value)
+            fetched = isinstance(value, cst.Name) and scope is not None
+            if fetched and defining_scopes(cast("cst.Name", value).value, cast("Scope", scope)) & self.facts.fetched:
+                self._mark_fetched(original_node, source(value))
+            elif isinstance(value, cst.Subscript) and is_run(value.value):
+                self._mark_fetched(original_node, "the fetched value")
+        return updated_node
+
+    def _mark_fetched(self, node: cst.Subscript, value: str) -> None:
+        self.mark(
+            node, f"`{source(node)}` of a fetched value", f"{value}.item() for a scalar: it has no dimension today"
+        )
+
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        if not self.facts.is_fleet_script:
+            return updated_node
+        if not isinstance(self.parent_of(original_node), cst.If):  # an elif belongs to its if
+            result = guards.opened(updated_node)
+            if result is not None:
+                return result
+        if guards.hides_a_save(updated_node):
+            self.mark(original_node, *guards.BY_HAND)
+        return updated_node

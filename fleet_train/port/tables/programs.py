@@ -1,0 +1,113 @@
+"""Programs, executors, places, readers, saving outside of fleet: names directly below ``paddle.fluid``."""
+
+from __future__ import annotations
+
+from fleet_train.port.tables.rules import Rule, To, Todo
+
+_LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
+_DYNAMIC = "fleet_train converts static programs; dynamic mode is not supported"
+_STATE = "paddle.static.save(program, prefix) / paddle.static.load(program, prefix)"
+
+PROGRAMS: dict[str, Rule] = {
+    **{
+        name: To(f"paddle.static.{name}")
+        for name in (
+            "Executor",
+            "Program",
+            "Variable",
+            "append_backward",
+            "cpu_places",
+            "cuda_places",
+            "default_main_program",
+            "default_startup_program",
+            "device_guard",
+            "global_scope",
+            "gradients",
+            "name_scope",
+            "program_guard",
+            "scope_guard",
+        )
+    },
+    "CPUPlace": To("paddle.CPUPlace"),
+    "CUDAPlace": To("paddle.CUDAPlace"),
+    "CUDAPinnedPlace": To("paddle.CUDAPinnedPlace"),
+    "is_compiled_with_cuda": To("paddle.is_compiled_with_cuda"),
+    "core.is_compiled_with_cuda": To("paddle.is_compiled_with_cuda"),
+    "core.get_cuda_device_count": To("paddle.device.cuda.device_count"),
+    "core.Scope": To("paddle.base.core.Scope", ""),
+    "core.EOFException": Todo("a DataLoader ends its loop by itself: no exception is raised"),
+    "set_flags": To("paddle.set_flags"),
+    "get_flags": To("paddle.get_flags"),
+    "unique_name": To("paddle.utils.unique_name"),
+    "unique_name.guard": To("paddle.utils.unique_name.guard"),
+    "unique_name.generate": To("paddle.utils.unique_name.generate"),
+    "data": To("paddle.static.data", "name shape dtype / lod_level-0", hand="pad sequences: levels of detail are gone"),
+    "embedding": To("compat.embedding_v2"),
+    "one_hot": To(
+        "paddle.nn.functional.one_hot",
+        "input>x depth>num_classes / allow_out_of_range-False",
+        hand="clip the indices, then paddle.nn.functional.one_hot(x, num_classes)",
+    ),
+    "DataFeeder": To("compat.DataFeeder"),
+    "CompiledProgram": Todo("the program itself; its build and execution settings belong to DistributedStrategy"),
+    "BuildStrategy": To("paddle.static.BuildStrategy"),
+    "ExecutionStrategy": Todo(
+        "nothing: threads are FLAGS today; in a fleet script, DistributedStrategy().exec_strategy"
+    ),
+    "ParallelExecutor": Todo("paddle.static.Executor with one process per device (python -m fleet_train launch)"),
+    "DistributeTranspiler": Todo("fleet.distributed_optimizer; parameter servers are not supported"),
+    "DistributeTranspilerConfig": Todo("DistributedStrategy; parameter servers are not supported"),
+    "memory_optimize": Todo("delete the call: the executor frees memory by itself"),
+    "release_memory": Todo("delete the call: the executor frees memory by itself"),
+    "LoDTensor": Todo("numpy arrays, padded"),
+    "create_lod_tensor": Todo("numpy arrays, padded"),
+    "enable_dygraph": Todo(_DYNAMIC),
+    "disable_dygraph": To("paddle.enable_static", ""),
+    "dygraph": Todo(_DYNAMIC),
+    "metrics": Todo("paddle.metric, or numpy over fetched values"),
+    "profiler": Todo("paddle.profiler.Profiler"),
+    "contrib": Todo("today's place of it; mixed precision is strategy.amp = True"),
+    "contrib.mixed_precision.decorate": Todo("strategy.amp = True, and give the optimizer itself to fleet"),
+    "transpiler": Todo("fleet.distributed_optimizer"),
+    "io.DataLoader": Todo(_LOADER),
+    "io.DataLoader.from_generator": To("compat.from_generator"),
+    "io.PyReader": Todo(_LOADER),
+    "io.batch": To("paddle.batch", "reader batch_size drop_last"),
+    "io.save": To("paddle.static.save", "program model_path"),
+    "save": To("paddle.static.save", "program model_path"),
+    "io.load": To("paddle.static.load", "program model_path executor var_list"),
+    "load": To("paddle.static.load", "program model_path executor var_list"),
+    "io.save_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read"),
+    "io.load_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read"),
+    "io.save_params": Todo(_STATE),
+    "io.load_params": Todo(_STATE),
+    "io.save_vars": Todo(_STATE),
+    "io.load_vars": Todo(_STATE),
+    "io.save_inference_model": Todo("paddle.static.save_inference_model(path_prefix, feed_vars, fetch_vars, executor)"),
+    "io.load_inference_model": Todo("paddle.static.load_inference_model(path_prefix, executor)"),
+    **{
+        f"io.{name}": To(f"paddle.reader.{name}")
+        for name in ("shuffle", "buffered", "cache", "chain", "compose", "firstn", "map_readers", "xmap_readers")
+    },
+}
+
+# Of Paddle 2.x: what its static programs use that Paddle 3 does not have any more.
+STATIC: dict[str, Rule] = {
+    "paddle.CUDAPlace": To("paddle.CUDAPlace"),
+    "paddle.static.nn.conv2d": To("compat.conv2d"),
+    "paddle.static.nn.conv2d_transpose": To("compat.conv2d_transpose"),
+    "paddle.static.nn.batch_norm": To("compat.batch_norm"),
+    "paddle.static.nn.layer_norm": To("compat.layer_norm"),
+    "paddle.static.nn.group_norm": To("compat.group_norm"),
+    "paddle.static.nn.embedding": To("compat.embedding_v2"),
+    "paddle.static.create_global_var": Todo(
+        "paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=...)"
+    ),
+    "paddle.static.CompiledProgram": PROGRAMS["CompiledProgram"],
+    "paddle.static.ExecutionStrategy": PROGRAMS["ExecutionStrategy"],
+    "paddle.static.ParallelExecutor": PROGRAMS["ParallelExecutor"],
+    "paddle.static.amp.decorate": PROGRAMS["contrib.mixed_precision.decorate"],
+    "paddle.io.DataLoader.from_generator": To("compat.from_generator"),
+    "paddle.static.nn.instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
+    "paddle.static.nn.prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
+}

@@ -1,0 +1,145 @@
+"""The knobs that change what is computed: gradient merge, precision, batch norm, recompute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fleet_train.profile.knobs import OnlyWith, knob
+from fleet_train.profile.schema.compression import CompressionKnobs
+
+
+class ProgramKnobs(CompressionKnobs):
+    """Passes over the program."""
+
+    accumulate_steps: int = knob(
+        1,
+        fate="carried out",
+        unit="micro-batches",
+        ge=1,
+        le=100_000,
+        meaning="Gradient merge: micro-batches per update, their gradients averaged.",
+        reason="Gradients are summed in the program and sent once per update, beside the last backward pass. A step of "
+        "the script is one micro-batch; step the learning rate once per update.",
+    )
+    amp_level: Literal["O0", "O1", "O2"] = knob(
+        "O0",
+        fate="carried out",
+        meaning="Mixed precision: O0 = float32, O1 = matrix products and convolutions in amp_dtype, O2 = also what "
+        "follows them.",
+        refused={
+            "O3": "Apex's pure half precision keeps parameters in 16 bits, too, where an update smaller than "
+            "1/256 of a bfloat16 parameter is lost; use O2, which keeps float32 parameters"
+        },
+        reason="A pass over the forward program. Parameters, gradients and communication stay float32. Apex's O3 (pure "
+        "half precision) is refused: small updates would be lost.",
+    )
+    amp_dtype: Literal["bfloat16", "float16"] = knob(
+        "bfloat16",
+        fate="carried out",
+        only_with=OnlyWith("amp_level", ("O1", "O2")),
+        meaning="The low precision. float16 needs a GPU and a loss scale.",
+        reason="float16 is refused on CPU: Paddle has no such matrix product there.",
+    )
+    amp_keep_batch_norm_fp32: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("amp_level", ("O2",)),
+        meaning="Batch norm computes in float32 in O2 as well (in O1 it always does). false needs a GPU.",
+        reason="Statistics and their update are float32 in any case. Refused when false on CPU, which has no bfloat16 "
+        "batch norm.",
+    )
+    amp_init_loss_scaling: float = knob(
+        32768.0,
+        fate="carried out",
+        ge=1,
+        le=2.0**32,
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="First loss scale of float16.",
+        reason="An overflow is judged after the gradients were averaged, so that all ranks skip the same updates. The "
+        "scale is saved.",
+    )
+    amp_dynamic_loss_scaling: bool = knob(
+        True,
+        fate="carried out",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Raise and lower the loss scale by itself. false = it stays amp_init_loss_scaling.",
+        reason="An update with an overflow is skipped on every rank in either case.",
+    )
+    amp_incr_every_n_steps: int = knob(
+        1000,
+        fate="carried out",
+        unit="updates",
+        ge=1,
+        le=1_000_000_000,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Raise the loss scale after so many updates without overflow in a row.",
+        reason="Fleet's default. The count is saved.",
+    )
+    amp_decr_every_n_nan_or_inf: int = knob(
+        2,
+        fate="carried out",
+        unit="updates",
+        ge=1,
+        le=1_000_000,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Lower the loss scale after so many overflows in a row.",
+        reason="Fleet's default. The count is saved.",
+    )
+    amp_incr_ratio: float = knob(
+        2.0,
+        fate="carried out",
+        gt=1,
+        le=1024,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Raise the loss scale to so many times what it was.",
+        reason="Fleet's default; powers of two change no digit of a gradient.",
+    )
+    amp_decr_ratio: float = knob(
+        0.8,
+        fate="carried out",
+        gt=0,
+        le=0.99,
+        needs="amp_dynamic_loss_scaling",
+        only_with=OnlyWith("amp_dtype", ("float16",)),
+        meaning="Lower the loss scale to this share of what it was, but not below 1.",
+        reason="Fleet's default.",
+    )
+    sync_batch_norm: bool = knob(
+        False,
+        fate="carried out",
+        meaning="Batch norm over the batches of all ranks, forward and backward.",
+        reason="Paddle's kernels on CPUs, single operators on GPUs, around two small exchanges per layer and step, "
+        "which nothing hides; layers that do not wait for one another share theirs.",
+    )
+    recompute_segments: int = knob(
+        0,
+        fate="carried out",
+        unit="segments",
+        ge=0,
+        le=10_000,
+        meaning="Recompute: cut the forward pass into so many pieces and keep only what crosses a cut; the rest is "
+        "computed again in the backward pass. 0 = off.",
+        reason="Operators are cloned in front of their gradients; results are the same bit by bit. Random "
+        "operators run "
+        "once. Saves memory, costs up to a second forward pass.",
+    )
+    recompute_every_blocks: int = knob(
+        0,
+        fate="carried out",
+        unit="blocks",
+        ge=0,
+        le=10_000,
+        meaning="Recompute: cut in front of every so many blocks instead. A block begins where a weight of two or more "
+        "dimensions is read. 0 = off.",
+        reason="Cuts follow the layers, so that little crosses a cut. Same results as with recompute_segments.",
+    )
+    recompute_checkpoints: list[str] = knob(
+        factory=list,
+        fate="carried out",
+        meaning="Recompute: cut in front of the first operator that reads the parameter of each name instead.",
+        reason="Values have no names in today's programs, parameters do. A name that the loss does not depend on is an "
+        "error.",
+    )

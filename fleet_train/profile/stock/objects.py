@@ -1,0 +1,93 @@
+"""What a stock ``paddle.distributed.fleet.DistributedStrategy`` asks for: every field that differs from a fresh one.
+
+Walks the protobuf inside it by its own descriptor, so that no field of any Paddle version is overlooked. Paddle itself
+is not imported: the object that is given brings its classes with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fleet_train.errors import ProfileError
+from fleet_train.profile.schema.settings import KNOBS
+from fleet_train.profile.stock.fields import STOCK_FIELDS
+
+MISSING = object()
+
+
+def asked_of_stock(stock: Any) -> dict[str, Any]:
+    """``{"localsgd_configs.k_steps": 4, ...}``: fields that differ, and knobs that were set to Fleet's own default.
+
+    Raises ProfileError if this is no stock strategy.
+    """
+    message = getattr(stock, "strategy", None)
+    if not hasattr(message, "DESCRIPTOR"):
+        given = type(stock).__module__ + "." + type(stock).__name__
+        allowed = "None, fleet_train.DistributedStrategy, or paddle.distributed.fleet.DistributedStrategy"
+        raise ProfileError(f"strategy: given a {given}; allowed: {allowed}")
+    fresh = _fresh(type(stock))
+    asked = dict(differing(message, fresh.strategy)) | dict(_written_defaults(message, fresh.strategy))
+    asked |= dict(_sections_in_use(message))
+    for name, value in _plain_attributes(stock).items():
+        if value != _plain_attributes(fresh).get(name, MISSING):
+            asked[name] = value
+    return asked
+
+
+def differing(message: Any, fresh: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaf fields of a protobuf message that differ from another one of the same type, with their dotted paths."""
+    for field in message.DESCRIPTOR.fields:
+        mine, default, path = getattr(message, field.name), getattr(fresh, field.name), prefix + field.name
+        if _is_repeated(field):
+            if list(mine) != list(default):
+                yield path, [str(item).strip() if field.message_type else item for item in mine]
+        elif field.message_type is None:
+            if mine != default:
+                yield path, mine
+        elif message.HasField(field.name) or fresh.HasField(field.name):
+            yield from differing(mine, default, f"{path}.")
+
+
+def _written_defaults(message: Any, fresh: Any) -> Iterator[tuple[str, Any]]:
+    """Knobs set to Fleet's own default: who writes fuse_grad_size_in_MB = 32 means 32, which is not our default."""
+    for name, knob in KNOBS.items():
+        if name not in message.DESCRIPTOR.fields_by_name or knob.fate == "refused":
+            continue
+        if message.HasField(name) and not fresh.HasField(name):
+            yield name, getattr(message, name)
+
+
+def _sections_in_use(message: Any) -> Iterator[tuple[str, Any]]:
+    """Knobs in the section of a switch that is on (``localsgd``: ``localsgd_configs``), Fleet's own defaults included:
+    who switches LocalSGD on and leaves k_steps at 1 means 1, which is not our default.
+    """
+    for path, field in STOCK_FIELDS.items():
+        section, _, leaf = path.partition(".")
+        if field.knob and leaf and getattr(message, section.removesuffix("_configs"), False) is True:
+            known = getattr(message, section).DESCRIPTOR.fields_by_name
+            if leaf in known:
+                value = getattr(getattr(message, section), leaf)
+                yield path, list(value) if _is_repeated(known[leaf]) else value
+
+
+def _is_repeated(field: Any) -> bool:
+    """Protobuf 7 has ``is_repeated``, older ones ``label`` (3 = repeated)."""
+    repeated = getattr(field, "is_repeated", None)
+    return field.label == 3 if repeated is None else bool(repeated() if callable(repeated) else repeated)
+
+
+def _plain_attributes(stock: Any) -> Mapping[str, Any]:
+    """Fields without a property of their own end up as plain attributes of the stock object, unseen by its protobuf."""
+    return {name: value for name, value in vars(stock).items() if name != "strategy" and not name.startswith("_D")}
+
+
+def _fresh(stock_type: Any) -> Any:
+    """A new strategy to compare with; Paddle announces each one with a log line, which would be one too many."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        return stock_type()
+    finally:
+        logging.disable(before)

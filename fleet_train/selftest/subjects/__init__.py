@@ -1,0 +1,1 @@
+"""What runs in the ranks under examination: the checks themselves, with Paddle. `subject` is their program."""

@@ -1,0 +1,240 @@
+"""Check 2: every profile of the catalogue trained on real ranks that stumble, beside the simulator."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet
+from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.convert.passes.precision_rules import MixedPrecision, refuse_unusable
+from fleet_train.errors import ConversionError
+from fleet_train.plan.simulate.trial import short_periods, short_warm_ups
+from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.profile.buckets import COMMUNICATORS, EDGE, SIZE, open_knobs
+from fleet_train.selftest.options import Options
+from fleet_train.selftest.results import FAIL, OK, SKIP, Result
+from fleet_train.selftest.subjects.comparing import digest, relative_difference
+from fleet_train.selftest.subjects.networks import (
+    BATCH_NORM,
+    SAMPLES_PER_RANK,
+    SEVERAL_BUCKETS,
+    SPARSE,
+    Array,
+    Network,
+    batches,
+    share,
+)
+from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.training import Trained, computes_on_gpu
+
+EXACT = 1e-5
+"""Largest relative difference of a parameter, where only the order of float32 sums differs."""
+APPROXIMATED = 1e-3
+"""Where gradients are approximated, or computed in 16 bits: the last bit of a float32 decides now and then what is
+chosen, or to which side is rounded."""
+ROUNDED = 5e-3
+"""The same for what is rounded on the wire: in bfloat16 by up to 1/256, in few bits by half a level."""
+_COMPARED_EVERY = 10
+_LONGEST_SLEEP_SECONDS = 0.004
+_MOST_KERNELS = 20
+_KERNEL_SIDE = 2048
+_TIMEOUT_SECONDS = 60
+_NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
+"""What is chosen for a fast link is one bucket; these make several, whose order and communicators are to be tried."""
+_SIMULATION_SECONDS = 600.0
+"""How long rank 0 may compute what all ranks do; the others wait for it."""
+_STEPS_PER_PERIOD = 4
+"""A period of LocalSGD is at most the steps over this: several are seen."""
+
+Values = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A profile as it is tried here, and what was changed for that."""
+
+    profile: Profile
+    changed: Mapping[str, int]
+    network: Network
+
+
+@dataclass(frozen=True)
+class Run:
+    """What this rank has held: its parameters every few steps, and in the end, when all are to be equal."""
+
+    start: Values
+    seen: Mapping[int, Values]
+    end: Values
+    moved: float
+
+
+def check(job: Job, options: Options) -> Iterator[Result]:
+    if job.world_size == 1:
+        yield Result("profiles", "profiles", SKIP, "one rank averages nothing")
+        return
+    for number, name in enumerate(profile_names()):
+        yield _check_profile(job, name, options.steps, seed=number)
+
+
+def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
+    began, label = time.perf_counter(), f"profile {name}"
+    fitted = fit(load_profile(name), steps)
+    precision = _precision_of(fitted.profile)
+    if precision is not None and (reason := _unusable(precision)):
+        return Result("profiles", label, SKIP, reason)
+    before = dict(os.environ)
+    try:
+        paddle.seed(seed * 1000 + job.cluster.rank)  # another start on every rank: rank 0's must win
+        trained = Trained(fitted.network, lambda inner: fleet.distributed_optimizer(inner, fitted.profile), _optimizer)
+        run = _train(job, trained, steps, seed)
+        difference = _from_simulator(job, fitted, precision, run, steps, seed) if job.cluster.rank == 0 else 0.0
+    finally:
+        os.environ.clear()
+        os.environ.update(before)  # a profile's variables are not the next one's
+    found = {"end": digest(run.end), "moved": run.moved, "difference": difference}
+    everybody = job.all_gather(f"selftest {label}", found, _SIMULATION_SECONDS)
+    return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
+
+
+def fit(profile: Profile, steps: int) -> Fitted:
+    """Warm-ups end, and periods are seen, within the steps. What NCCL alone reads is left to the cluster's owner."""
+    changed = short_warm_ups(profile)
+    changed |= short_periods(profile, max(2, steps // _STEPS_PER_PERIOD))
+    environment = {name: value for name, value in profile.environment.items() if not name.startswith("NCCL_")}
+    network = BATCH_NORM if profile.sync_batch_norm else SPARSE if profile.compression == "dgc" else SEVERAL_BUCKETS
+    several = {knob: _NUMBERS[knob] for knob in open_knobs(profile)}
+    settings: dict[str, Any] = {
+        **changed,
+        **several,
+        "environment": environment,
+        "collective_timeout_seconds": _TIMEOUT_SECONDS,
+    }
+    settings["divergence_check_steps"] = 0  # replicas are compared here, and what differs does not end the other checks
+    return Fitted(profile.with_settings("the selftest", **settings), changed, network)
+
+
+def _optimizer() -> Any:
+    return paddle.optimizer.Momentum(0.01, 0.9)
+
+
+def _precision_of(profile: Profile) -> MixedPrecision | None:
+    return MixedPrecision(profile.amp_level, profile.amp_dtype) if profile.amp_level != "O0" else None
+
+
+def _unusable(precision: MixedPrecision) -> str:
+    try:
+        refuse_unusable(precision, on_gpu=computes_on_gpu())
+    except ConversionError as error:
+        return str(error)
+    return ""
+
+
+def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
+    random = np.random.default_rng([seed, job.cluster.rank])
+    start, seen = trained.state(), {}
+    for step, (features, labels) in enumerate(batches(steps, SAMPLES_PER_RANK * job.world_size, seed), 1):
+        _stumble(random)
+        mine = share(job.cluster.rank)
+        trained.step(features[mine], labels[mine])
+        if step % _COMPARED_EVERY == 0 or step == steps:
+            seen[step] = trained.parameters()
+    with paddle.static.scope_guard(trained.scope):
+        fleet.synchronize_parameters(trained.main)
+    end = trained.parameters()
+    return Run(start, seen, end, relative_difference(end, {name: start[name] for name in end}))
+
+
+def _stumble(random: np.random.Generator) -> None:
+    """Keep the others waiting: the host for some milliseconds, the device by products of matrices."""
+    time.sleep(random.uniform(0.0, _LONGEST_SLEEP_SECONDS))
+    if computes_on_gpu():
+        with dynamic_mode(), paddle.no_grad():
+            square = paddle.ones([_KERNEL_SIDE, _KERNEL_SIDE], "float32")
+            for _ in range(int(random.integers(0, _MOST_KERNELS))):
+                square = paddle.matmul(square, square) / _KERNEL_SIDE
+
+
+def _from_simulator(
+    job: Job, fitted: Fitted, precision: MixedPrecision | None, run: Run, steps: int, seed: int
+) -> float:
+    """The largest difference of this rank's parameters from those of the numpy job, at any time and in the end."""
+    data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
+    if fitted.profile.sync_batch_norm:
+        return _from_joint_batch(fitted.network, run, data)
+    twin, worst = Twin(fitted.network, _optimizer, run.start, precision), 0.0
+    for step, (features, labels) in enumerate(data, 1):
+        twin.step(features, labels)
+        if step in run.seen:
+            simulated = twin.job.ranks[job.cluster.rank]
+            worst = max(worst, relative_difference(run.seen[step], {n: simulated[n] for n in run.end}))
+    ranks = twin.job.ranks
+    mean = {name: np.asarray(np.mean([one[name] for one in ranks], axis=0, dtype=np.float64)) for name in run.end}
+    return max(worst, relative_difference(run.end, mean))
+
+
+def _from_joint_batch(network: Network, run: Run, data: list[tuple[Array, Array]]) -> float:
+    """Ranks that talk within their passes are not simulated: one process with the batch of all ranks is the same."""
+    one, worst = Trained(network, lambda inner: inner, _optimizer), 0.0
+    one.start_from(run.start)
+    for step, (features, labels) in enumerate(data, 1):
+        one.step(features, labels)
+        if step in run.seen:
+            worst = max(worst, relative_difference(run.seen[step], one.parameters()))
+    return worst
+
+
+def judge(
+    job: Job, label: str, fitted: Fitted, steps: int, everybody: Mapping[int, Mapping[str, Any]], seconds: float
+) -> Result:
+    """``everybody``: by rank, the digest of its parameters in the end, and on rank 0 the simulator's difference."""
+    profile, plan = fitted.profile, fleet.plan()
+    tolerance = tolerance_of(profile, on_gpu=computes_on_gpu())
+    difference = float(everybody[0]["difference"])
+    figures = {
+        "steps": steps,
+        "difference": difference,
+        "tolerance": tolerance,
+        "buckets": len(plan.buckets) if plan is not None else 0,
+        "changed": dict(fitted.changed),
+    }
+    unequal = [rank for rank, found in everybody.items() if found["end"] != everybody[0]["end"]]
+    if unequal:
+        words = f"after {steps} steps {job.cluster.describe(unequal[0])} holds other parameters than rank 0"
+        return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)
+    if not difference <= tolerance:
+        words = f"after {steps} steps {difference:.1e} from {_reference(profile)}, {tolerance:.0e} is allowed"
+        return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)
+    if not everybody[0]["moved"] > 10 * tolerance:
+        return Result("profiles", label, FAIL, "the parameters have not moved", seconds, figures)
+    return Result("profiles", label, OK, _words(fitted, steps, difference, tolerance), seconds, figures)
+
+
+def tolerance_of(profile: Profile, *, on_gpu: bool) -> float:
+    """GPUs may multiply float32 in TF32, which keeps 10 bits."""
+    if profile.compression in ("bf16", "fp16", "int8", "int4") or profile.local_sgd_dtype != "float32":
+        return ROUNDED
+    return APPROXIMATED if on_gpu or profile.amp_level != "O0" or profile.compression != "none" else EXACT
+
+
+def _reference(profile: Profile) -> str:
+    return "one process with the joint batch" if profile.sync_batch_norm else "the simulator"
+
+
+def _words(fitted: Fitted, steps: int, difference: float, tolerance: float) -> str:
+    profile, plan = fitted.profile, fleet.plan()
+    words = f"{steps} steps, {difference:.1e} from {_reference(profile)} ({tolerance:.0e} allowed), replicas bit-equal"
+    if profile.use_local_sgd:
+        words += " after synchronize_parameters"
+    if profile.use_hierarchical_allreduce and plan is not None and not plan.team_size:
+        words += "; these ranks form no hierarchy, so it ran flat"
+    if fitted.changed:
+        words += f" ({', '.join(f'{knob} {value}' for knob, value in fitted.changed.items())})"
+    return words

@@ -1,0 +1,17 @@
+"""Checkpoints of one training run over all ranks: published whole or not at all, checked before they are believed.
+
+Scripts import the names below from here; `saver`, `position` and `storage` are for the trainers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fleet_train.lazy import load_on_use
+
+if TYPE_CHECKING:
+    from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+
+__all__ = ["Checkpoints", "TrainState"]
+
+__getattr__ = load_on_use(__name__, {"Checkpoints": "manager", "TrainState": "manager"})

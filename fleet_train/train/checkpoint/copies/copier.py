@@ -1,0 +1,91 @@
+"""Rank 0's part of copies: bring what it has published to the nodes that keep it, beside training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from fleet_train.errors import CheckpointError
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies.sending import Address, send
+
+
+class Copier:
+    """Makes the receivers' folders what rank 0's is: newest first, one transfer at a time, in a thread of its own.
+
+    Args:
+        checkpoints: the folder of published checkpoints.
+        receivers: by name, for messages.
+        source: this node's own address, from which is sent.
+        say: gets a message when a copy failed, from the thread. None = standard error.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        receivers: Mapping[str, Address],
+        source: str,
+        secret: bytes | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._receivers = receivers
+        self._source, self._secret = source, secret
+        self._say = say or _warn
+        self._changed = threading.Condition()
+        self._is_wanted = self._is_at_work = False
+        self.made = 0
+        """Checkpoints that a receiver has taken and that it did not have, over all receivers."""
+        self.failed = 0
+        """Attempts that ended without one."""
+
+    def offer(self) -> None:
+        """The folder has changed. Returns at once; while a transfer is under way, the next round begins behind it."""
+        with self._changed:
+            self._is_wanted = bool(self._receivers)
+            if self._is_at_work or not self._is_wanted:
+                return
+            self._is_at_work = True
+        threading.Thread(target=self._work, name="fleet_train copies of checkpoints", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all that was offered has been tried, waiting for it at most so long."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._is_at_work and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return not self._is_at_work
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_wanted:
+                    self._is_at_work = False
+                    self._changed.notify_all()
+                    return
+                self._is_wanted = False
+            for name, address in self._receivers.items():
+                try:
+                    self._bring(address)
+                except Exception as error:  # whatever it is: training goes on
+                    self.failed += 1
+                    self._say(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
+
+    def _bring(self, address: Address) -> None:
+        published = storage.complete(self._checkpoints)
+        kept = [storage.name_of(path) for path in published]
+        for folder in reversed(published):
+            try:
+                self.made += send(address, self._source, folder, kept, self._secret)
+            except CheckpointError:
+                if folder.is_dir():  # else the retention rule has removed it meanwhile
+                    raise
+
+
+def _warn(message: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads standard error any more
+        print(f"fleet_train: {message}", file=sys.stderr, flush=True)

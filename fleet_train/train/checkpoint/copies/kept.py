@@ -1,0 +1,302 @@
+"""Checkpoints on more than one node: who keeps copies, which run and which checkpoint is the newest of all nodes.
+
+The first rank of each node speaks for it. Everything here that talks is called by all ranks in the same order; only
+transfers run in threads, and these talk to one another alone (`copying`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.cluster.secret import job_secret
+from fleet_train.errors import CheckpointError
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies.copier import Copier
+from fleet_train.train.checkpoint.copies.newest import (
+    Held,
+    check_whole,
+    folders_apart,
+    held_of,
+    latest_run,
+    tell,
+    words_for,
+    write_record,
+)
+from fleet_train.train.checkpoint.copies.receiving import Receiver
+from fleet_train.train.checkpoint.copies.sending import Address, send
+from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.components.rank0 import share, together
+from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
+
+FINISH_SECONDS = 300.0
+"""For copies that are under way at the end of a training."""
+STOP_SECONDS = 20.0
+"""For them at an orderly stop, below the 30 s of grace that the launcher gives."""
+_POLL_SECONDS = 1.0
+
+
+class Copies:
+    """The copies of one run's checkpoints. Every method is called on all ranks, but for ``offer``.
+
+    Args:
+        checkpoints: this node's folder of them.
+        number: nodes that keep each checkpoint, rank 0's included.
+        keep_best: also bring the best one to a rank 0 that lacks it.
+        say: gets what is to be said once, on rank 0.
+        timeout_seconds: how long one node may take to read, send or remove checkpoints before a training begins.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        number: int,
+        keep_best: bool,
+        say: Callable[[str], None],
+        timeout_seconds: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
+    ) -> None:
+        self._checkpoints, self._number, self._keep_best, self._say = checkpoints, number, keep_best, say
+        self._timeout_seconds = timeout_seconds
+        self._has_joined = self._has_looked = False
+        self._rank = 0
+        self._members: list[int] = []
+        self._addresses: dict[int, Address] = {}
+        self._receiver: Receiver | None = None
+        self._secret: bytes | None = None
+        self._copier = Copier(checkpoints, {}, "")
+        self.run: Run | None = None
+        """The run that checkpoints belong to from now on; None where none was found or begun."""
+
+    def holders(self) -> list[str]:
+        """Nodes that have published checkpoints, by their first ranks."""
+        self._join()
+        told = fleet.gather(self._is_member and bool(storage.complete(self._checkpoints)))
+        return [_describe(rank) for rank in self._members if told[rank]]
+
+    def begin_anew(self) -> None:
+        """Another run begins: the checkpoints of all nodes are removed, and one that stayed away will know."""
+        told = self._look_everywhere()
+        self._agree_on_run(latest_run(told), anew=True)
+        self._on_members(lambda: storage.keep_only(self._checkpoints, ()))
+        self._on_members(self._record)
+        self._has_looked = True
+
+    def bring_newest(self) -> None:
+        """Let rank 0 have the newest whole checkpoint of the latest run, wherever it is; once in a process.
+
+        Checkpoints of other runs are moved aside, on all nodes. Raises CheckpointError on every rank when no checkpoint
+        is whole, or when the newest does not get to rank 0.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        told = self._look_everywhere()
+        self._agree_on_run(latest_run(told), anew=False)
+        self._on_members(self._set_aside)
+        self._on_members(self._record)
+        held = held_of(told, self.run)
+        if held:
+            self._bring_first_whole(held)
+
+    def is_receiver(self) -> bool:
+        """Whether this rank takes copies for its node."""
+        return self._rank in self._receivers
+
+    def begin_saving(self) -> None:
+        """Before a save: from now on rank 0 sends, and only those that keep copies listen."""
+        self._join()
+        if not self.is_receiver():
+            self._close_receiver()
+
+    def offer(self) -> None:
+        """On rank 0, on any thread: there is another published checkpoint."""
+        self._copier.offer()
+
+    def finish(self, seconds: float) -> None:
+        """Wait until rank 0 has tried all copies, at most so long. No rank waits for another longer than a moment."""
+        if not self._receivers:
+            return
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            is_done = fleet.is_first_worker() and self._copier.wait(max(0.0, min(_POLL_SECONDS, left)))
+            if share([is_done, left <= 0]) != [False, False]:
+                break
+        if fleet.is_first_worker() and not is_done:
+            self._say(f"a copy of a checkpoint was not finished within {seconds:.0f} s; the one on rank 0 is whole")
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics, on rank 0: counted since this process began; nothing where nothing is sent."""
+        if not self._receivers:
+            return {}
+        return {
+            "checkpoint/copies": float(self._copier.made),
+            "checkpoint/copies_failed": float(self._copier.failed),
+        }
+
+    def close(self) -> None:
+        """Take no more copies. Talks to nobody."""
+        self._close_receiver()
+
+    # who keeps
+
+    @property
+    def _receivers(self) -> list[int]:
+        return self._members[1 : self._number]
+
+    @property
+    def _is_member(self) -> bool:
+        return self._rank in self._members
+
+    def _join(self) -> None:
+        """Find out which nodes have a folder of their own, and where they listen; once in a process."""
+        if self._has_joined:
+            return
+        self._has_joined = True
+        self._rank = fleet.worker_index()
+        self._secret = job_secret(os.environ)
+        marker = f".fleet_train-{secrets.token_hex(16)}"
+        try:
+            told = fleet.gather(self._open(marker) if fleet.local_rank() == 0 else None)
+            if "problem" in told[0]:
+                raise CheckpointError(f"rank 0 cannot use its disk: {told[0]['problem']}")
+            open_ = [rank for rank, each in enumerate(told) if each is not None and "problem" not in each]
+            seen = [rank for rank in open_ if os.path.exists(self._checkpoints / told[rank]["marker"])]
+            self._members = folders_apart(open_, fleet.gather(seen))
+        finally:
+            with suppress(OSError):  # a folder that cannot be used was told of
+                (self._checkpoints / marker).unlink()
+        self._addresses = {rank: Address(**told[rank]["address"]) for rank in self._members}
+        if self._rank == 0:
+            for line in self._words(told):
+                self._say(line)
+            receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers}
+            self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret)
+
+    def _open(self, marker: str) -> dict[str, Any]:
+        try:
+            storage.refuse_no_folder(self._checkpoints)
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            (self._checkpoints / marker).touch()
+            self._receiver = Receiver(self._checkpoints, _host(self._rank), self._secret)
+        except (OSError, CheckpointError) as error:
+            return {"problem": str(error)}
+        return {"marker": marker, "address": self._receiver.address.as_json()}
+
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _words(self, told: Sequence[dict[str, Any] | None]) -> Iterator[str]:
+        problems = {rank: each["problem"] for rank, each in enumerate(told) if each is not None and "problem" in each}
+        for rank, problem in problems.items():
+            yield f"no copies of checkpoints on {_describe(rank)}: {problem}"
+        own = [_describe(rank) for rank in self._members]
+        words = words_for(self._number, fleet.node_num() - len(problems), own)
+        yield f"--checkpoint_copies {self._number}: {words}"
+
+    # which run, which checkpoint
+
+    def _look_everywhere(self) -> list[Any]:
+        self._join()
+        return fleet.gather(tell(self._checkpoints) if self._is_member else None)
+
+    def _agree_on_run(self, latest: Run | None, anew: bool) -> None:
+        """Go on with the latest run, or with one that rank 0 begins."""
+        drawn = share(Run.new(latest).as_json())
+        self.run = storage.run_from(drawn) if anew or latest is None else latest
+
+    def _record(self) -> None:
+        assert self.run is not None
+        write_record(self._checkpoints, self.run)
+
+    def _set_aside(self) -> str | None:
+        assert self.run is not None
+        folders = storage.set_aside(self._checkpoints, self.run)
+        return f"checkpoints of another run were moved to {', '.join(map(str, folders))}" if folders else None
+
+    def _bring_first_whole(self, held: Sequence[Held]) -> None:
+        """From the newest to the oldest; what turned out to be damaged is moved aside once a whole one is found."""
+        damaged: list[tuple[Held, str]] = []
+        unsent = ""
+        for one in held:
+            if unsent and one.place < damaged[-1][0].place:
+                break
+            problem = self._at(one.rank, partial(check_whole, self._checkpoints / one.name))
+            if problem is None:
+                if damaged:
+                    self._move_damaged([each for each, _ in damaged])
+                unsent = self._send_to_first(one) or ""
+                if not unsent:
+                    self._send_best(one.rank)
+                    return
+                problem = unsent
+            damaged.append((one, problem))
+        raise CheckpointError(
+            f"{_describe(damaged[0][0].rank)}: {damaged[0][1]}"
+            + (f"; then {_describe(damaged[-1][0].rank)}: {unsent}" if unsent and len(damaged) > 1 else "")
+        )
+
+    def _move_damaged(self, damaged: Iterable[Held]) -> None:
+        mine = [self._checkpoints / one.name for one in damaged if one.rank == self._rank]
+
+        def move() -> str | None:
+            folders = [str(storage.move_aside(path, "damaged")) for path in mine]
+            return f"a damaged checkpoint was moved to {folders[0]}" if folders else None
+
+        self._on_members(move)
+
+    def _send_to_first(self, one: Held) -> str | None:
+        """What went wrong, None if nothing did; nothing is sent by rank 0."""
+        if one.rank == 0:
+            return None
+        if self._rank == 0:
+            self._say(f"the newest checkpoint, {one.name}, comes from {_describe(one.rank)}")
+        return self._at(one.rank, lambda: self._send(self._checkpoints / one.name))
+
+    def _send_best(self, holder: int) -> None:
+        if not self._keep_best or holder == 0:
+            return
+
+        def bring() -> None:
+            best = storage.best(self._checkpoints)
+            if best is not None:
+                check_whole(best)
+                self._send(best)
+
+        problem = self._at(holder, bring)
+        if problem is not None and self._rank == 0:
+            self._say(f"the best checkpoint did not come from {_describe(holder)}: {problem}")
+
+    def _send(self, folder: Path) -> None:
+        send(self._addresses[0], _host(self._rank), folder, secret=self._secret)
+
+    # doing it together
+
+    def _at(self, rank: int, work: Callable[[], None]) -> str | None:
+        """Let one rank do it; what went wrong there, on every rank."""
+        problem = together(work if self._rank == rank else None, self._timeout_seconds)[rank]["problem"]
+        return None if problem is None else str(problem)
+
+    def _on_members(self, work: Callable[[], str | None]) -> None:
+        """Let each node do it; rank 0 says what they have to say, or what went wrong."""
+        told = together(work if self._is_member else None, self._timeout_seconds)
+        for rank, each in enumerate(told):
+            if self._rank == 0 and (each["problem"] or each["value"]):
+                self._say(f"{_describe(rank)}: {each['problem'] or each['value']}")
+
+
+def _host(rank: int) -> str:
+    return str(fleet.worker_endpoints()[rank]).rpartition(":")[0]
+
+
+def _describe(rank: int) -> str:
+    return f"rank {rank} ({fleet.worker_endpoints()[rank]})"

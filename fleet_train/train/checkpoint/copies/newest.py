@@ -1,0 +1,113 @@
+"""Which run and which checkpoint is the newest of all nodes, and which nodes have a folder of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train.convert.state import persistables
+from fleet_train.errors import CheckpointError
+from fleet_train.files import parse_json, publish, read_regular
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.storage import RECORD, Place, Run
+
+_MOST_RECORD_BYTES = 64 << 10
+
+Told = Sequence["dict[str, Any] | None"]
+"""What ``tell`` gave, by rank; None for ranks that do not speak for a folder."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A published checkpoint that a node has told of. ``place``: how far it has trained, as its node has read it."""
+
+    place: Place
+    rank: int
+    run: Run | None
+    """None where its marker cannot be read."""
+    name: str
+
+
+def tell(checkpoints: Path) -> dict[str, Any]:
+    """What this node has, newest first."""
+    found = []
+    for path in reversed(storage.complete(checkpoints)):
+        try:
+            run = storage.run_of(path).as_json()
+        except CheckpointError:
+            run = None
+        found.append([path.name, run, storage.place_of(path)])
+    return {"record": read_record(checkpoints).as_json(), "held": found}
+
+
+def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> list[int]:
+    """The first of those ranks for each folder; ``seen[rank]``: whose markers are in the folder of ``rank``."""
+    apart: list[int] = []
+    for rank in first_ranks:
+        if not set(seen[rank]) & set(apart):
+            apart.append(rank)
+    return apart
+
+
+def latest_run(told: Told) -> Run | None:
+    """The run that was begun last, of all that any node has heard of; None where no node has anything."""
+    known = [each for each in told if each is not None]
+    runs = [storage.run_from(run) for each in known for _, run, _ in each["held"]]
+    recorded = [run for each in known if (run := storage.run_from(each["record"])) != Run()]
+    return max([*runs, *recorded], default=None)
+
+
+def held_of(told: Told, run: Run | None) -> list[Held]:
+    """The checkpoints of that run, and those whose marker names none: newest first, of equal ones the lowest rank's.
+
+    Newest is what has trained most.
+    """
+    entries = [(rank, *entry) for rank, each in enumerate(told) if each is not None for entry in each["held"]]
+    known: list[tuple[str, Place]] = [(name, tuple(place)) for _, name, _, place in entries if place is not None]
+    held = [
+        Held(
+            storage.behind(name, known) if place is None else tuple(place),
+            rank,
+            None if of is None else storage.run_from(of),
+            name,
+        )
+        for rank, name, of, place in entries
+    ]
+    return sorted(
+        (one for one in held if one.run in (run, None)), key=lambda one: (*(-part for part in one.place), one.rank)
+    )
+
+
+def check_whole(folder: Path) -> None:
+    """Read all of a checkpoint. CheckpointError names the first file or tensor that is not as it was written."""
+    storage.read_state(folder)
+    if (folder / persistables.DESCRIPTION).is_file():
+        persistables.read_folder(folder)
+
+
+def read_record(checkpoints: Path) -> Run:
+    """The run that this node has last heard of; ``Run()`` where it has heard of none."""
+    try:
+        return storage.run_from(parse_json(read_regular(checkpoints / RECORD, _MOST_RECORD_BYTES)))
+    except (OSError, ValueError):
+        return Run()
+
+
+def write_record(checkpoints: Path, run: Run) -> None:
+    """Write it whole or not at all, synced to the disk."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)
+
+
+def words_for(number: int, nodes: int, own: Sequence[str]) -> str:
+    """Who keeps checkpoints, when ``number`` are asked for: ``nodes`` could, ``own`` have a folder of their own."""
+    if len(own) >= number:
+        return f"checkpoints are kept on {', '.join(own[:number])}"
+    if len(own) > 1:
+        return f"checkpoints are kept on {', '.join(own)}, as many as there are"
+    if nodes > 1:
+        return "all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
+    return f"there is no second node to keep them; checkpoints are kept on {own[0]} alone"

@@ -1,0 +1,83 @@
+"""When a checkpoint is due, and what it holds beside the tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.errors import CheckpointError
+from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS
+from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
+from fleet_train.train.checkpoint.position import EpochLoss, Position
+from fleet_train.train.components import numerics
+from fleet_train.train.components.evaluation import Evaluation
+from fleet_train.train.components.rank0 import ask_first_worker
+from fleet_train.train.components.settings import TrainerSettings
+from fleet_train.train.components.versions import versions
+
+
+@dataclass(frozen=True)
+class Saver:
+    """The checkpoints of one `Trainer`. With `checkpoints` None nothing is ever due or saved."""
+
+    exe: Any
+    settings: TrainerSettings
+    checkpoints: Checkpoints | None
+    scheduler: Any
+    steps_per_epoch: int
+    description: dict[str, Any]
+
+    def is_due_after(self, at: Position) -> bool:
+        """At the end of an epoch, `at` being the beginning of the next."""
+        every = self.settings.checkpoint_every
+        return (every > 0 and at.epoch % every == 0) or self.is_due_within(at.step)
+
+    def is_due_within(self, step: int) -> bool:
+        """After that step."""
+        every = self.settings.checkpoint_every_steps
+        return self.checkpoints is not None and every > 0 and step % every == 0
+
+    def save(self, at: Position, losses: EpochLoss, evaluation: Evaluation | None) -> Path | None:
+        """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN."""
+        if self.checkpoints is None:
+            return None
+        ask_first_worker(lambda: numerics.refuse_state(fleet.main_program, at.step))
+        return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
+
+    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+        """Wait for a checkpoint that is being written, and at most so long for its copies; the last one's folder."""
+        return None if self.checkpoints is None else self.checkpoints.finish(copy_seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """What the metrics have of checkpoints; most jobs have nothing."""
+        return {} if self.checkpoints is None else self.checkpoints.scalars()
+
+    def load(self, found: Found) -> None:
+        if self.checkpoints is None:
+            raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
+        self.checkpoints.load(self.exe, found)
+
+    def _state(self, at: Position, losses: EpochLoss) -> TrainState:
+        profile, plan = fleet.profile(), fleet.plan()
+        return TrainState(
+            epoch=at.epoch,
+            step=at.step,
+            steps_per_epoch=self.steps_per_epoch,
+            world_size=fleet.worker_num(),
+            scheduler={} if self.scheduler is None else self.scheduler.state_dict(),
+            config=self.description,
+            profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
+            versions=versions(),
+            consumed_samples=at.consumed_samples,
+            epoch_losses=fleet.gather([losses.total, losses.count]),
+        )
+
+
+def _score(evaluation: Evaluation | None) -> float | None:
+    """Accuracy, or where there is none the negative loss: higher is better."""
+    if evaluation is None:
+        return None
+    return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy

@@ -1,0 +1,28 @@
+"""A run's numbers, texts and pictures: what is reported, where it goes, and what a person sees while training.
+
+Scripts import the names below from here; `reporter` is the trainer's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fleet_train.lazy import load_on_use
+
+if TYPE_CHECKING:
+    from fleet_train.train.metrics.console import make_progress
+    from fleet_train.train.metrics.opening import open_sinks
+    from fleet_train.train.metrics.sinks import MetricSink, NullSink, TeeSink
+
+__all__ = ["MetricSink", "NullSink", "TeeSink", "make_progress", "open_sinks"]
+
+__getattr__ = load_on_use(
+    __name__,
+    {
+        "MetricSink": "sinks",
+        "NullSink": "sinks",
+        "TeeSink": "sinks",
+        "make_progress": "console",
+        "open_sinks": "opening",
+    },
+)

@@ -1,0 +1,79 @@
+"""`metrics.jsonl`: everything that a run reports, one JSON object per line, for scripts and for later."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleet_train.files import publish_where_linked
+from fleet_train.train.metrics.record_file import AppendOnlyFile
+from fleet_train.train.metrics.sinks import Pixels, Scalars, Settings
+
+
+class JsonLinesSink:
+    """One line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
+
+    Texts, settings and images have a `kind`; lines without one are scalars, NaN and infinity as null. An image's line
+    names a PNG file of the folder: the newest of its tag, the ones before it are overwritten.
+    """
+
+    FILE_NAME = "metrics.jsonl"
+
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        """Keep records up to `resume_step` of an earlier run."""
+        self._folder = folder
+        path = folder / self.FILE_NAME
+        self._file = AppendOnlyFile(path, _records_until(path, resume_step) if resume_step else ())
+        self._images_work = True
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        self._append(step, {tag: value if math.isfinite(value) else None for tag, value in scalars.items()})
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._append(step, {"kind": "text", "tag": tag, "text": text})
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        self._append(0, {"kind": "hparams", "hparams": dict(settings), "metrics": list(metrics)})
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        name = f"images/{tag.replace('/', '_')}.png"
+        if self._images_work and self._publish(self._folder / name, pixels):
+            self._append(step, {"kind": "image", "tag": tag, "file": name})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, step: int, content: dict[str, Any]) -> None:
+        record = {"step": step, "time": round(time.time(), 3), **content}
+        self._file.append(json.dumps(record).encode() + b"\n")
+
+    def _publish(self, path: Path, pixels: Pixels) -> bool:
+        try:
+            from PIL import Image
+
+            encoded = io.BytesIO()
+            Image.fromarray(pixels).save(encoded, "PNG")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            publish_where_linked(path, encoded.getvalue())
+        except (ImportError, OSError) as error:
+            self._images_work = False
+            print(f"fleet_train: no images in {path.parent} ({error}); training goes on", file=sys.stderr, flush=True)
+            return False
+        return True
+
+
+def _records_until(path: Path, step: int) -> Iterator[bytes]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                yield line
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # a killed run may have left half a line

@@ -1,0 +1,20 @@
+"""Where a run's numbers, texts and pictures go: JSON lines always, VisualDL when it works, nowhere on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_train.train.metrics.jsonl import JsonLinesSink
+from fleet_train.train.metrics.sinks import MetricSink, NullSink, TeeSink
+from fleet_train.train.metrics.visualdl import VisualDLSink
+
+
+def open_sinks(output: Path, reporting: bool, resume_step: int = 0) -> MetricSink:
+    """`metrics.jsonl`, `images/` and `visualdl/` below `output` on the reporting rank, nothing on the others.
+
+    One file of each kind, also after restarts. What an earlier run wrote after `resume_step` is dropped: this run goes
+    through those steps again.
+    """
+    if not reporting:
+        return NullSink()
+    return TeeSink([JsonLinesSink(output, resume_step), VisualDLSink(output / "visualdl", resume_step)])

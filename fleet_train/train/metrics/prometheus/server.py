@@ -1,0 +1,151 @@
+"""The HTTP server of one registry of Prometheus' metrics, which nothing is left of when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric as Family
+
+from fleet_train.cluster.network import is_loopback, port_owner
+from fleet_train.errors import ClusterError
+from fleet_train.train.monitor.dashboard_server import OnlyForNames
+
+_MOST_CONNECTIONS = 4
+_SILENT_SECONDS = 5.0
+_LONGEST_SECONDS = 10.0
+"""A connection that has lasted so long makes room for another one."""
+_POLL_SECONDS = 0.1
+PATH = "/metrics"
+
+
+class MetricsServer:
+    """Serves what `collect()` returns at /metrics, from a thread of its own, until `close`.
+
+    Raises ClusterError where it cannot listen.
+    """
+
+    def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Family]]) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(collect))
+        try:
+            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
+        except (OSError, OverflowError) as error:
+            raise ClusterError(_why_not(host, port, error)) from None
+        self.port = int(self._server.server_address[1])
+        self.address = f"http://{host}:{self.port}{PATH}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="fleet_train metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Bounded; a second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Collector:
+    """What a registry takes: something with a method `collect`."""
+
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self.collect = collect
+
+
+def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
+    """A server that only this machine reaches answers no page of the internet that has given its own name this
+    machine's address, and so reads with the browser of somebody here."""
+    only_metrics = _OnlyMetrics(make_wsgi_app(registry))
+    if not is_loopback(host):
+        return only_metrics
+    return OnlyForNames(only_metrics, {"", host, "localhost", "127.0.0.1"}, "name it: --prometheus_host NAME")
+
+
+class _OnlyMetrics:
+    """404 for other paths: the client's application answers at all of them."""
+
+    def __init__(self, behind: Callable[..., Iterable[bytes]]) -> None:
+        self._behind = behind
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == PATH:
+            return self._behind(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
+
+def _why_not(host: str, port: int, error: Exception) -> str:
+    where = f"--prometheus_port {port} on {host}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"{where}: the port is in use by {port_owner(port, host)}; choose another --prometheus_port"
+    return (
+        f"{where}: cannot listen there ({getattr(error, 'strerror', None) or error}); --prometheus_host takes an "
+        "address of rank 0's machine, or 0.0.0.0 for all"
+    )
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Few connections at a time, each bounded: whoever can reach the port may connect."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        """Without the name that the standard library looks up, which takes long where DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._open) >= _MOST_CONNECTIONS
+            if is_full:
+                oldest = min(self._open, key=self._open.__getitem__)
+                if time.monotonic() - self._open[oldest] > _LONGEST_SECONDS:
+                    _hang_up(oldest)
+            else:
+                self._open[request] = time.monotonic()
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, *_: Any) -> None:
+        """Who asks may say nothing, or go away at any time: no traceback on the terminal of a training."""
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._lock:
+            for request in self._open:
+                _hang_up(request)
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_SECONDS
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the terminal of a training."""

@@ -1,0 +1,117 @@
+"""The same records for VisualDL's pages. Whatever goes wrong in there is said once and never stops the training."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleet_train.train.metrics.record_file import AppendOnlyFile
+from fleet_train.train.metrics.sinks import Pixels, Scalars, Settings
+
+# As wide as a digit, and no place to break a line. As many as half the text column of a wide screen.
+_FIXED_SPACE, _LINE_LENGTH = "\u2007", 120
+
+
+class VisualDLSink:
+    """Writes the file format of VisualDL 2.5 with VisualDL's own record types.
+
+    Not with its LogWriter: that one writes in a thread, so that a full disk leaves half a record in the file and
+    everything behind it unreadable, and it cannot go back to the step of a resume. A record here is the length
+    (uint64, little-endian) and a serialized `visualdl.proto.record_pb2.Record`.
+    """
+
+    # One fixed name: each restart would otherwise add a file, and VisualDL shows only one file per folder.
+    FILE_NAME = "vdlrecords.train.log"
+
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        self._file: AppendOnlyFile | None = None
+        try:
+            from visualdl.component import base_component
+
+            self._make = base_component
+            path = folder / self.FILE_NAME
+            self._file = AppendOnlyFile(path, list(_records_until(path, resume_step)) if resume_step else ())
+            self._append(base_component.meta_data(display_name="", step=0, walltime=_now()))
+        except Exception as error:
+            self._give_up(error)
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        for tag, value in scalars.items():
+            self._add("scalar", tag, value, step)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._add("text", tag, _with_lines(text), step)
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        # It takes a bool for an int, which today's protobuf refuses.
+        shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+        self._add("hparam", "fleet_train", shown, list(metrics))
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        self._add("image", tag, pixels.copy(), step)  # it changes what it is given
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _add(self, kind: str, *content: Any) -> None:
+        if self._file is None:
+            return
+        try:
+            self._append(getattr(self._make, kind)(*content, walltime=_now()))
+        except Exception as error:
+            self._give_up(error)
+
+    def _append(self, record: Any) -> None:
+        assert self._file is not None
+        data = record.SerializeToString()
+        self._file.append(struct.pack("<Q", len(data)) + data)
+
+    def _give_up(self, error: Exception) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        print(
+            f"fleet_train: no VisualDL curves ({type(error).__name__}: {error}); training goes on and metrics.jsonl "
+            "has the same numbers. To see curves: python -m pip install visualdl",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _with_lines(text: str) -> str:
+    """The text so that the page shows its lines: it folds line ends and spaces, as any paragraph of HTML.
+
+    Spaces that do not break keep a line in one piece, and many of them at its end keep the next one out of it. A line
+    that is longer than that may be broken: the page would hide its end.
+    """
+    return " ".join(
+        line if len(line) > _LINE_LENGTH else line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE)
+        for line in text.split("\n")
+    )
+
+
+def _now() -> int:
+    return round(time.time() * 1000)
+
+
+def _records_until(path: Path, step: int) -> Iterator[bytes]:
+    """The records up to `step` without the file's head and the settings, which a resumed run writes anew."""
+    if not path.exists():
+        return
+    from visualdl.proto.record_pb2 import Record
+
+    content, place = path.read_bytes(), 0
+    while place + 8 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, place)
+        end = place + 8 + length
+        if end > len(content):
+            return  # cut off when the run was killed
+        value = Record.FromString(content[place + 8 : end]).values[0]
+        if value.id <= step and value.WhichOneof("one_value") not in ("meta_data", "hparam"):
+            yield content[place:end]
+        place = end

@@ -1,0 +1,159 @@
+"""VisualDL's server as a child process: on this machine only if not asked otherwise, and quiet on the internet."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from fleet_train.cluster import network
+from fleet_train.errors import FleetTrainError
+from fleet_train.train.monitor import dashboard_server
+
+_START_TIMEOUT_SECONDS = 30.0
+_STOP_TIMEOUT_SECONDS = 5.0
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class DashboardUnusable(FleetTrainError):
+    """VisualDL is not installed, does not start, or has ended."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """The runs below the folders: each folder with a `metrics.jsonl`, in order. Raises FleetTrainError for none."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise FleetTrainError(
+                f"--logdir {folder}: there is no such folder; give a run's --output_dir or one above it"
+            )
+    # A run's visualdl/ is what VisualDL itself would be given.
+    above = [folder.parent if folder.name == "visualdl" else folder for folder in folders]
+    runs = sorted({path.parent for folder in above for path in folder.rglob("metrics.jsonl")})
+    if not runs:
+        named = ", ".join(map(str, folders))
+        raise FleetTrainError(
+            f"--logdir {named}: no run below it; a run's --output_dir has a metrics.jsonl once it trains"
+        )
+    return runs
+
+
+def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], None]) -> int:
+    """`port`, or the next free one when it is in use and was not asked for. Raises FleetTrainError if it was."""
+    if network.port_is_free(host, port):
+        return port
+    owner = network.port_owner(port, host)
+    by = f" by {owner.program} (process {owner.pid})" if owner.pid else ""
+    free = next((other for other in range(port + 1, port + 100) if network.port_is_free(host, other)), None)
+    if is_asked_for or free is None:
+        hint = f"; --port {free} is free" if free else f"; is {host} an address of this machine?"
+        raise FleetTrainError(f"--port {port}: in use on {host}{by}{hint}")
+    say(f"port {port} is in use{by}; taking {free}")
+    return free
+
+
+def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
+    """Names and addresses under which readers may ask for the page; ``allowed_hosts``: what only the user knows."""
+    own = [*network.local_addresses(), socket.gethostname()] if host in _EVERY_ADDRESS else []
+    return sorted({"127.0.0.1", "localhost", "::1", host, *own, *map(dashboard_server.name_in, allowed_hosts)})
+
+
+class Dashboard:
+    """Use as a context manager: on leaving, neither the server nor a child of it is left."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        host: str,
+        port: int,
+        in_child: Callable[[], None] | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        """`in_child` is called in the new process, before it becomes the server. `allowed_hosts`: see `names_of`."""
+        self.address = f"http://{host}:{port}"
+        # Without --disable-telemetry it reports to Baidu at each start, and overwrites its own code if told to.
+        self._command = [
+            *(sys.executable, dashboard_server.__file__, json.dumps(names_of(host, allowed_hosts))),
+            *("--logdir", *map(str, folders)),
+            *("--host", host, "--port", str(port), "--disable-telemetry"),
+        ]
+        self._in_child = in_child
+        self._output: IO[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Dashboard:
+        """Raises DashboardUnusable when the page does not answer."""
+        if importlib.util.find_spec("visualdl") is None:
+            raise DashboardUnusable("VisualDL is not installed: python -m pip install visualdl")
+        self._output = tempfile.TemporaryFile()
+        self._server = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=self._in_child,
+        )
+        try:
+            self._wait_until_the_page_answers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self) -> None:
+        """Return never, but raise DashboardUnusable when the server has ended."""
+        assert self._server is not None
+        self._server.wait()
+        raise DashboardUnusable(f"VisualDL's server has ended: {self._last_line()}")
+
+    def stop(self) -> None:
+        """End the server and whatever it has started."""
+        if self._server is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._server.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._server.wait(_STOP_TIMEOUT_SECONDS)
+        if self._output is not None:
+            self._output.close()
+
+    def _wait_until_the_page_answers(self) -> None:
+        assert self._server is not None
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+        while not self._answers():
+            if self._server.poll() is not None:
+                raise DashboardUnusable(f"VisualDL does not start: {self._last_line()}")
+            if time.monotonic() > deadline:
+                raise DashboardUnusable(f"VisualDL's page does not answer within {_START_TIMEOUT_SECONDS:g} s")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        # It answers 500 to a client that names no language; every browser names one.
+        request = urllib.request.Request(f"{self.address}/app/index", headers={"Accept-Language": "en"})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(request, timeout=5) as answer:
+                return b"VisualDL" in answer.read()
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _last_line(self) -> str:
+        assert self._output is not None
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"

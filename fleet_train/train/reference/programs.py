@@ -1,0 +1,105 @@
+"""Build the static programs: one that trains, one that evaluates, and the optimizer between them and fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train import fleet
+from fleet_train.data import Dataset
+from fleet_train.train.components.ema import WeightAverage
+from fleet_train.train.components.numerics import SkipNotFinite, keep_statistics_finite, refuse_to_skip_with
+from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train.reference.models import build_model
+from fleet_train.train.reference.optimizers import make_optimizer
+from fleet_train.train.reference.schedules import Schedule
+
+_MOST_CLASSES_TO_CONFUSE = 100
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What the loop runs, beside `fleet.main_program`: the facade may change that one between two steps."""
+
+    startup: Any
+    loss: Any
+    scheduler: Any
+    evaluation: Any
+    evaluation_sums: dict[str, Any]
+    """Of one batch: sum of the losses (float32), number of correct predictions (int64) and of those in the top 5."""
+    confusion: Any
+    """Of one batch: counts [classes, classes], row = true class; None with too many classes to look at."""
+    average: WeightAverage | None
+    skipping: SkipNotFinite | None
+    features: Any
+    probabilities: Any
+    """Input and output of the evaluation program, for exporting."""
+
+
+def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world_size: int, strategy: Any) -> Programs:
+    """The training program after fleet's conversion, and an evaluation program on the same parameters."""
+
+    def logits_and_labels(training: bool) -> tuple[Any, Any, Any]:
+        features = paddle.static.data("features", [-1, *data.sample_shape], "float32")
+        labels = paddle.static.data("labels", [-1], "int64")
+        model = build_model(config.model, data.sample_shape, data.num_classes)
+        if not training:
+            model.eval()
+        return features, model(features), labels
+
+    training, startup = paddle.static.Program(), paddle.static.Program()
+    # The schedule counts steps, the scheduler updates: with gradient merge an update takes several steps.
+    scheduler = paddle.optimizer.lr.LambdaDecay(
+        config.peak_learning_rate(world_size), lambda update: schedule(update * fleet.profile().accumulate_steps)
+    )
+    with paddle.static.program_guard(training, startup), paddle.utils.unique_name.guard():
+        _, logits, labels = logits_and_labels(training=True)
+        loss = paddle.nn.functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        optimizer = fleet.distributed_optimizer(make_optimizer(config, scheduler, training), strategy=strategy)
+        average, skipping = _around_update(config, optimizer)
+        optimizer.minimize(loss, startup)
+    if skipping is not None:
+        keep_statistics_finite(training)
+
+    # Program.clone(for_test=True) does not work in PIR. A second program under a fresh name guard has the same
+    # parameter names and so reads the same tensors of the scope; its own startup program is never run.
+    evaluation = paddle.static.Program()
+    with paddle.static.program_guard(evaluation, paddle.static.Program()), paddle.utils.unique_name.guard():
+        features, logits, labels = logits_and_labels(training=False)
+        probabilities = paddle.nn.functional.softmax(logits)
+        sums, confusion = _evaluation_sums(logits, labels), _confusion(logits, labels)
+    return Programs(startup, loss, scheduler, evaluation, sums, confusion, average, skipping, features, probabilities)
+
+
+def _around_update(config: TrainConfig, optimizer: Any) -> tuple[WeightAverage | None, SkipNotFinite | None]:
+    average = WeightAverage(config.ema_decay) if config.ema_decay else None
+    if average is not None:
+        optimizer.around_update(average.follow)
+    if config.on_nan == "stop":
+        return average, None
+    refuse_to_skip_with(fleet.profile())
+    skipping = SkipNotFinite()
+    optimizer.around_update(skipping.guard)  # last, so that nothing else sees such gradients
+    return average, skipping
+
+
+def _evaluation_sums(logits: Any, labels: Any) -> dict[str, Any]:
+    sums = {
+        "loss": paddle.nn.functional.cross_entropy(logits, labels, reduction="sum"),
+        "accuracy": paddle.sum((paddle.argmax(logits, axis=-1) == labels).astype("int64")),
+    }
+    if logits.shape[-1] > 5:  # with fewer classes every prediction is among the first five
+        _, best = paddle.topk(logits, 5, axis=-1)
+        sums["top5_accuracy"] = paddle.sum((best == labels.unsqueeze(-1)).astype("int64"))
+    return sums
+
+
+def _confusion(logits: Any, labels: Any) -> Any:
+    classes = logits.shape[-1]
+    if classes > _MOST_CLASSES_TO_CONFUSE:
+        return None
+    one_hot = paddle.nn.functional.one_hot
+    # float32 counts exactly up to 2**24, far above any batch.
+    return paddle.matmul(one_hot(labels, classes), one_hot(paddle.argmax(logits, axis=-1), classes), transpose_x=True)

@@ -1,0 +1,296 @@
+"""The training loop for any static program: `Trainer.fit` is the whole story, what it calls is below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import paddle
+
+from fleet_train import fleet
+from fleet_train.data import Loader, agree_steps
+from fleet_train.data.core.datasets import Arrays
+from fleet_train.errors import CheckpointError, Preempted
+from fleet_train.plan import CommPlan
+from fleet_train.train.checkpoint.copies.kept import STOP_SECONDS
+from fleet_train.train.checkpoint.manager import Checkpoints, Found
+from fleet_train.train.checkpoint.position import EpochLoss, Position, resumed
+from fleet_train.train.checkpoint.saver import Saver
+from fleet_train.train.components import numerics
+from fleet_train.train.components.ema import WeightAverage
+from fleet_train.train.components.evaluation import Evaluator
+from fleet_train.train.components.rng import stream_seed
+from fleet_train.train.components.settings import TrainerSettings
+from fleet_train.train.components.signals import listening
+from fleet_train.train.components.statistics import describe_statistics
+from fleet_train.train.components.throughput import StepMeter
+from fleet_train.train.metrics.console import Progress, SilentProgress
+from fleet_train.train.metrics.own_sinks import OwnSink, closed_at_the_end, sinks_of
+from fleet_train.train.metrics.reporter import Reporter
+from fleet_train.train.metrics.sinks import MetricSink
+from fleet_train.train.outcome import Outcome
+
+
+class Trainer:
+    """Trains the program that `fleet.distributed_optimizer(...).minimize(loss)` has made. All ranks call it.
+
+    Args:
+        exe: an executor on `fleet.place()` on which the startup program has run.
+        loss: value of the training program with one element; fetched as the profile's `fetch_frequency` says.
+        loader: this rank's batches, as feeds of the training program.
+        settings: how long, how often.
+        scheduler: the learning-rate schedule (`paddle.optimizer.lr`), stepped after every update; None = constant. A
+            resume on another number of ranks calls `scheduler.step(updates)`.
+        evaluator: called every `evaluate_every` epochs; None = no evaluation.
+        checkpoints: where they go; None = nothing is saved.
+        average: the weights' moving average, if the program has one: it is evaluated in their place.
+        skipping: what skips updates that are not finite; None = a loss that is not finite ends the training.
+        sinks: where the numbers go. A list of objects with `write(step, scalars)` and `close()`: called on rank 0 alone
+            and closed when `fit` ends. Or what `open_sinks` gives, which the caller closes.
+        progress: what a person sees (on the reporting rank).
+        description: JSON values that a checkpoint keeps to tell runs apart, such as the model's name.
+    """
+
+    def __init__(
+        self,
+        exe: Any,
+        loss: Any,
+        loader: Loader,
+        settings: TrainerSettings,
+        *,
+        scheduler: Any = None,
+        evaluator: Evaluator | None = None,
+        checkpoints: Checkpoints | None = None,
+        average: WeightAverage | None = None,
+        skipping: numerics.SkipNotFinite | None = None,
+        sinks: MetricSink | OwnSink | Sequence[OwnSink] | None = None,
+        progress: Progress | None = None,
+        description: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._exe = exe
+        self._loss = loss
+        self._loader = loader
+        self._settings = settings
+        self._scheduler = scheduler
+        self._evaluator = evaluator
+        self._average = average
+        self._progress = progress or SilentProgress()
+        self._sinks = sinks_of(sinks, fleet.is_first_worker())
+        self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
+        self._description = dict(description or {})
+        self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num())
+        self._steps_per_epoch = agreed_steps(len(loader))
+        self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, self._description)
+        self._watch = numerics.LossWatch(skipping)
+        self._losses = EpochLoss()
+        self._reported = 0
+        """Steps of the epoch under way up to the last record."""
+        self.position = Position()
+        self.outcome = Outcome()
+
+    def fit(self) -> Outcome:
+        """Train from the current position on, evaluate and save as configured; the last epoch always does both.
+
+        Raises Preempted after a checkpoint when a stop was asked for, NotFinite for a loss that is NaN or infinite.
+        """
+        with closed_at_the_end(self._sinks):
+            self._fit()
+        return self.outcome
+
+    def _fit(self) -> None:
+        last_epoch = self._last_epoch()
+        self._say_how()
+        self._reporter.describe(self.position.step, self._description, self._evaluator is not None)
+        if self.position.epoch >= last_epoch:
+            done, epochs = self.position.epoch, self._settings.epochs
+            self._progress.say(f"nothing left to train: {done} of {epochs} epochs are done")
+            self._evaluate()
+        with listening(fleet.request_stop):
+            while self.position.epoch < last_epoch:
+                self._train_epoch()
+                is_last = self.position.epoch == last_epoch
+                if is_last or self.position.epoch % self._settings.evaluate_every == 0:
+                    self._evaluate()
+                if is_last or self._saver.is_due_after(self.position):
+                    self._save()
+                self._progress.end(self.outcome.line())
+        self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
+        self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
+        self._reporter.saved(self.position, self._saver.scalars())
+
+    def _train_epoch(self) -> None:
+        """The steps of one epoch, or what a checkpoint in the middle of it has left."""
+        at = self.position
+        began = time.perf_counter()
+        with self._loader.epoch(at.epoch, at.consumed_samples) as batches:
+            steps = agreed_steps(len(self._loader))
+            self._begin_at_step((at.epoch + 1) * self._steps_per_epoch - steps)
+            self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
+            self._meter.restart()
+            self._reporter.begin_stretch()
+            begun, first = self._steps_per_epoch - steps, at.epoch * self._steps_per_epoch
+            self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_looked_at(first + i - 1))
+            for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
+                loss = self._train_step(index, batch, is_last=index + 1 == steps)
+                at.consumed_samples = self._loader.consumed_after(index + 1)
+                self._account(loss, len(self._loader.indices(index)))
+                if index + 1 < steps and self._saver.is_due_within(at.step):
+                    self._save()
+                self._stop_if_asked()
+        self.outcome.train_seconds += time.perf_counter() - began
+        self.outcome.train_loss = self._losses.mean()
+        self._losses = EpochLoss()
+        at.epoch, at.consumed_samples = at.epoch + 1, 0
+
+    def _begin_at_step(self, step: int) -> None:
+        """What an epoch has left says which step comes next: a resume on another number of ranks knew a rounded one.
+
+        The schedule goes there, too, so that a run that is stopped again goes on with the rate that it had.
+        """
+        if step != self.position.step and self._scheduler is not None:
+            self._scheduler.step(step // fleet.profile().accumulate_steps)
+        self.position.step = step
+
+    def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
+        """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
+        at = self.position
+        is_looked_at = is_last or self._is_looked_at(at.step)
+        paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.step))
+        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
+        at.step += 1
+        if self._scheduler is not None and at.step % fleet.profile().accumulate_steps == 0:
+            self._scheduler.step()
+        if not is_looked_at:
+            return None
+        loss = float(fetched[0].item())
+        self._watch.look(loss, at.step, self._loader.indices(index), batch)
+        return loss
+
+    def _is_looked_at(self, step: int) -> bool:
+        """Whether the loss is fetched in the run of the program that follows so many others."""
+        return fleet.should_fetch(step) or self._saver.is_due_within(step + 1)
+
+    def _account(self, loss: float | None, samples: int) -> None:
+        """What is counted, written and shown of a step of that many samples on each rank."""
+        self._meter.count(samples)
+        self.outcome.samples += samples * fleet.worker_num()
+        self._losses.add(loss)
+        self._progress.step(loss, samples * fleet.worker_num())
+        inside = self.position.step - self.position.epoch * self._steps_per_epoch
+        every = self._settings.log_every
+        is_short = inside == self._steps_per_epoch and self._reported < every  # an epoch of fewer steps than that
+        if loss is None or not (begins_interval(inside, self._reported, every) or is_short):
+            return
+        self._reported = inside
+        rate = None if self._scheduler is None else float(self._scheduler.get_lr())
+        self._reporter.interval(self.position, loss, rate, self._meter.read(), self._saver.scalars())
+        self._meter.restart()
+
+    def _evaluate(self) -> None:
+        if self._evaluator is None:
+            return
+        fleet.synchronize_parameters()  # what LocalSGD and batch norm let drift between the ranks
+        with self._average.in_place() if self._average is not None else nullcontext():
+            result = self._evaluator(self._exe)
+        self.outcome.evaluation = result
+        self.outcome.skipped_updates = self._watch.skipped()
+        self._reporter.evaluated(self.position, result, self.outcome.train_loss)
+
+    def _save(self) -> None:
+        saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)
+        self.outcome.checkpoint = saved or self.outcome.checkpoint
+
+    def _stop_if_asked(self) -> None:
+        """Every rank gets the same answer after the same step."""
+        why = fleet.stop_requested()
+        if why is not None:
+            self._save()
+            saved = self._saver.finish(STOP_SECONDS)
+            self._reporter.saved(self.position, self._saver.scalars())
+            kept = "nothing was saved" if saved is None else f"resume from {saved}"
+            raise Preempted(f"stopped after step {self.position.step}: {why}; {kept}")
+
+    def _say_how(self) -> None:
+        said = describe_statistics(fleet.main_program)
+        if said is not None:
+            self._progress.say(said)
+
+    def _last_epoch(self) -> int:
+        """The epoch (counted from 1) at which this call stops."""
+        limit = self._settings.stop_after_epochs
+        return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
+
+    def resume(self, found: Found) -> None:
+        """Go on from a checkpoint: tensors into the scope, the position and the learning rate to where they were."""
+        self._saver.load(found)
+        again = resumed(found.state, self._steps_per_epoch)
+        self.position, self._losses = again.position, again.losses
+        self.outcome.checkpoint = found.folder
+        if self._scheduler is not None:
+            self._resume_schedule(found)
+        at = self.position
+        inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
+        self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
+        if found.state.profile.get("digest") != fleet.profile().digest():
+            was, now = found.state.profile.get("name"), fleet.profile().name
+            self._progress.say(f"note: profile was {was}, now {now} with other values")
+        elif note := other_choice(found.state.profile.get("chosen", ""), fleet.plan(), found.state.world_size):
+            self._progress.say(note)
+
+    def _resume_schedule(self, found: Found) -> None:
+        try:
+            self._scheduler.set_state_dict(found.state.scheduler)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
+                "schedule that it was saved with"
+            ) from error
+        # A function of the step is computed anew: the same for the same run, and right if its settings have changed.
+        # Other schedules compute a rate from the one before, which only their state gives back bit by bit.
+        is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
+        if is_function or found.state.steps_per_epoch != self._steps_per_epoch:
+            self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+
+
+def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
+    """What to say where a run goes on with buckets that were chosen otherwise; nothing where sums stay the same bits.
+
+    The sum of two ranks' values does not depend on the buckets; that of more is taken in an order that does, and so are
+    the scales of values in few bits.
+    """
+    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
+        return ""
+    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
+        return ""
+    return (
+        f"note: buckets were cut by {saved} and now by {plan.chosen or 'what the profile gives'}, so that sums over "
+        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
+        "go on bit by bit"
+    )
+
+
+def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
+    """The step of an epoch, counted from 1, that was reported last when ``inside`` steps are done; 0 for none.
+
+    The first step whose loss is fetched (``is_looked_at(step)``) in each ``every`` is reported: a run that goes on from
+    here must report the same ones as a run that was not stopped.
+    """
+    reported = 0
+    for step in range(1, inside + 1):
+        if is_looked_at(step) and begins_interval(step, reported, every):
+            reported = step
+    return reported
+
+
+def begins_interval(step: int, reported: int, every: int) -> bool:
+    """Whether a step of an epoch is in a later interval of ``every`` steps than the one that was reported last."""
+    return step // every != reported // every
+
+
+def agreed_steps(steps: int) -> int:
+    """The steps that every rank can make, given what this rank has; no rank ever waits for one that has finished."""
+    counts = fleet.gather(steps)
+    return agree_steps(counts, "truncate") if any(counts) else 0
