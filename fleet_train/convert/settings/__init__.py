@@ -1,1 +1,1 @@
-"""What scripts and profiles ask for: `DistributedStrategy`, wrapped optimizers, knobs that are passes, what is chosen."""
+"""What scripts and profiles ask for: `DistributedStrategy`, wrapped optimizers, knobs that are passes."""
