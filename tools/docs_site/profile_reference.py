@@ -60,7 +60,14 @@ def allowed(row: Mapping[str, Any]) -> str:
         "object": "names with values",
     }
     words = {"minimum": "from {}", "exclusiveMinimum": "more than {}", "maximum": "up to {}"}
-    return ", ".join([kinds[row["type"]], *(text.format(f"{row[key]:g}") for key, text in words.items() if key in row)])
+    return ", ".join(
+        [kinds[row["type"]], *(text.format(_number(row[key])) for key, text in words.items() if key in row)]
+    )
+
+
+def _number(value: float) -> str:
+    """1000000000.0 -> 1000000000, 0.999 -> 0.999."""
+    return str(int(value)) if float(value).is_integer() else str(value)
 
 
 def catalogue_page(root: Path) -> str:
