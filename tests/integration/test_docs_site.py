@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from fleet_train.cli import COMMANDS
-from tests.conftest import _in_ci
 from tests.support.processes import ROOT, clean_environ
+from tests.support.site import PYTHON
 
-PYTHON = ROOT / ".venv-docs" / "bin" / "python"
+pytestmark = pytest.mark.site
 # What a browser fetches by itself when it shows a page.
 FETCHED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 # What `make docs` reads.
@@ -62,9 +62,6 @@ class Parsed(HTMLParser):
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    if not PYTHON.is_file():
-        assert not _in_ci(), "CI must run `make docs` before the tests"
-        pytest.skip("there is no .venv-docs, in which the site is built; `make docs` makes it")
     command = [PYTHON, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     environ = clean_environ() | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=170, check=False)
