@@ -5,6 +5,7 @@ Skipped where there is no .venv-docs: `make docs` makes it. In CI it must be the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -96,6 +97,14 @@ def test_readers_find_commands_keys_profiles_and_public_functions(site: Path) ->
     assert anchors("reference/catalogue.html") >= {path.stem for path in (ROOT / "strategies").glob("*.yaml")}
     functions = {name.rpartition(".")[2] for name in anchors("reference/api/index.html")}
     assert functions >= {"init", "distributed_optimizer", "save_persistables", "world_size", "from_profile", "spawn"}
+
+
+def test_search_knows_keys_and_functions_but_not_what_sources_say(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    places = {entry["location"] for entry in index["docs"]}
+    assert "reference/profile.html#fuse_grad_size_in_MB" in places
+    assert any(place.endswith(".save_persistables") for place in places)
+    assert [place for place in places if place.startswith("source/")] == []
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Parsed]) -> None:
