@@ -1,1 +1,4 @@
-"""How ranks talk: process groups, gates, and the host operators inside a program that carry out a plan."""
+"""How ranks talk: the exchange that carries out a plan, and the operators inside the program that call it.
+
+`convert`, `selftest` and `recommend` may import any module here; scripts import none.
+"""

@@ -1,1 +1,4 @@
-"""The facade ``fleet``, and what rewrites a program for it by carrying out a plan."""
+"""From a script's program for one card to its share of a job: the facade `fleet` and the converting optimizer.
+
+Scripts import from `fleet_train`; other layers may import any module here.
+"""

@@ -1,1 +1,4 @@
-"""One command per machine: from flags to the stock launcher, monitoring, restarts, stops, the failure report."""
+"""One command per machine: from flags to ranks that are watched, started again, and ended.
+
+`agent.agent.run` is the whole story; nothing here imports Paddle.
+"""
