@@ -214,7 +214,7 @@ def test_line_past_a_row_has_a_place_beside_the_boxes() -> None:
 def test_picture_reads_the_table_of_the_test() -> None:
     source = (ROOT / "tests" / "unit" / "test_layers.py").read_text()
     table, with_paddle = layers.tables(source)
-    assert table["cluster"] == {"profile"}
+    assert "profile" in table["cluster"]
     assert table["errors"] == frozenset()
     assert "__main__" not in table
     assert "collectives" in with_paddle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,19 @@ def wrong(text: str) -> list[str]:
                 now = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob(Path(file).name))
                 found.append(f"`{file}` is not in fleet_train/; of that name there is {now or 'nothing'}")
         defined = set().union(*(names_in(PACKAGE / file) for file in files if (PACKAGE / file).is_file()))
-        found += [f"`{name}` is in none of {sorted(set(files))}" for name in names if name not in defined]
+        for name in names:
+            if name not in defined:
+                found.append(f"`{name}` is in none of {sorted(set(files))}, but in {homes().get(name, 'no module')}")
+    return found
+
+
+@cache
+def homes() -> dict[str, list[str]]:
+    """Which modules define each name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in names_in(path):
+            found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
     return found
 
 
@@ -70,8 +83,8 @@ def test_page_goes_from_backward_to_finish() -> None:
             "`collectives/exchanges.py`",
             "`collectives/exchanges.py` is not in fleet_train/; of that name there is nothing",
         ),
-        ("`GradientExchange.lunch` (`errors.py`)", "`GradientExchange.lunch` is in none of ['errors.py']"),
-        ("`FleetTrainError`", "`FleetTrainError` is in none of []"),
+        ("`Job.lunch` (`errors.py`)", "`Job.lunch` is in none of ['errors.py'], but in no module"),
+        ("`FleetTrainError`", "`FleetTrainError` is in none of [], but in ['errors.py']"),
     ],
 )
 def test_a_name_that_is_not_there_is_found(text: str, complaint: str) -> None:

@@ -19,7 +19,7 @@ Made by `python -m tools.docs_site.folders`; do not edit: each line is the first
 `__init__.py` says. Which way a gradient goes through them: [how it works](how-it-works.md).
 
 Each box imports only what is below it; a line leads from a box to those that it names itself, unless a box between them
-leads there. `errors` and `files` are single modules, as is `fleet`.
+leads there. A box that is no folder of the table is a single module.
 
 ![The rooms of the package and what they import](images/layers.svg)
 
