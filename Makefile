@@ -5,12 +5,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format docs clean
 
 BIN := $(VENV)/bin
 SOURCES := fleet_train tools tests
@@ -19,6 +20,7 @@ SOURCES := fleet_train tools tests
 hash = $(shell { cat $(1); $(PYTHON) --version; } 2>/dev/null | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.installed-run-$(call hash,requirements.txt)
 DEV_STAMP := $(VENV)/.installed-dev-$(call hash,requirements.txt requirements-dev.txt)
+DOCS_STAMP := $(DOCS_VENV)/.installed-docs-$(call hash,requirements.txt requirements-docs.txt)
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -29,19 +31,27 @@ demo: $(RUN_STAMP) ## Train a small network on handwritten digits on two "nodes"
 test: $(DEV_STAMP) ## Run the whole test suite; ARGS="-k plan" selects
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(DEV_STAMP) ## Format, lint, strict types, profile schema, direction of imports
+check: $(DEV_STAMP) ## Format, lint, strict types, profile schema, direction of imports, drawn pages
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/python -m fleet_train.profile.export --check
 	$(BIN)/python -m pytest -q tests/unit/test_layers.py
+	$(BIN)/python -m tools.docs_site.folders --check
+	$(BIN)/python -m tools.docs_site.layers --check
 
 format: $(DEV_STAMP) ## Rewrite the sources as `make check` wants them
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-clean: ## Remove .venv, caches and build folders; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+# A link that leads nowhere, a page that the navigation forgets, or anything from the network in a page stops it. The
+# variable silences an advertisement of the theme's makers.
+docs: $(DOCS_STAMP) ## Build the documentation as a site: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "site/index.html; search needs a server: $(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory site"
+
+clean: ## Remove .venv, .venv-docs, caches, the site and build folders; runs/ stays
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN_STAMP): requirements.txt
@@ -52,3 +62,7 @@ $(RUN_STAMP): requirements.txt
 $(DEV_STAMP): requirements.txt requirements-dev.txt
 	@tools/make_venv.sh $(PYTHON) $(VENV) requirements-dev.txt
 	@touch $@ $(RUN_STAMP)
+
+$(DOCS_STAMP): requirements.txt requirements-docs.txt
+	@tools/make_venv.sh $(PYTHON) $(DOCS_VENV) requirements-docs.txt
+	@touch $@

@@ -21,6 +21,7 @@ from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.mpi import why_no_mpi
 from tests.support.namespaces import why_no_namespaces
+from tests.support.site import why_no_site
 from tests.support.slurm import why_no_slurm
 
 _GRACE_SECONDS = 3.0
@@ -132,6 +133,7 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "slurm": why_no_slurm,
     "mpi": why_no_mpi,
     "ray": why_no_ray,
+    "site": why_no_site,
 }
 
 

@@ -15,7 +15,8 @@ version=$("$python" --version 2>&1) || stop "'$python --version' fails: $version
     stop "needs Python 3.10 to 3.13, '$python' is $version; name another one: make PYTHON=python3.12 ..."
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     stop "'$python' has no venv module; on Debian and Ubuntu: apt-get install python3-venv"
-"$python" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null ||
+! grep -qE '^(paddlepaddle|-r requirements\.txt)' "$requirements" ||
+    "$python" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null ||
     stop "Paddle needs libgomp.so.1, which is not here; on Debian and Ubuntu: apt-get install libgomp1"
 
 # Made anew only for another interpreter: pip changes what differs in an existing environment.

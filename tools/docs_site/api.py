@@ -1,0 +1,63 @@
+"""The API reference: which pages there are, and which modules each one shows. Nothing is imported but read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = "fleet_train"
+INDEX = "reference/api/index.md"
+HEAD = """# API
+
+What a training script uses. Every folder of the package has a page of its own beside this one.
+"""
+
+
+def folders(root: Path) -> list[str]:
+    """Dotted names of the package and of every package in it, parents first."""
+    inits = (root / PACKAGE).rglob("__init__.py")
+    return sorted(".".join(path.parent.relative_to(root).parts) for path in inits)
+
+
+def api_uri(folder: str) -> str:
+    """The page of a folder."""
+    return f"reference/api/{folder}.md"
+
+
+def api_pages(root: Path) -> dict[str, str]:
+    """Each page of the API reference: uri -> Markdown with mkdocstrings' directives."""
+    everything = "    options:\n      show_if_no_docstring: true\n"
+    pages = {INDEX: HEAD + "".join(_shown(name) + everything for name in public_names(root))}
+    for folder in folders(root):
+        modules = [
+            name for path in sorted((root / folder.replace(".", "/")).glob("*.py")) if (name := _module(path, root))
+        ]
+        text = _docstring(root / folder.replace(".", "/") / "__init__.py")
+        pages[api_uri(folder)] = f"# {folder}\n\n{text}\n" + "".join(_shown(name) for name in modules)
+    return pages
+
+
+def public_names(root: Path) -> list[str]:
+    """Where the public names of the package are defined, in their order there."""
+    tree = ast.parse((root / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in guard.body if isinstance(node, ast.ImportFrom)]
+    return [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
+
+
+def _module(path: Path, root: Path) -> str | None:
+    """The dotted name of a module that shows something: a public definition with a docstring."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    shown = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in body if isinstance(node, shown) and not node.name.startswith("_")]
+    if path.name in ("__init__.py", "__main__.py") or not any(map(ast.get_docstring, public)):
+        return None
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def _shown(name: str) -> str:
+    return f"\n::: {name}\n"

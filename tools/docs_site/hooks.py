@@ -1,0 +1,68 @@
+"""What mkdocs calls while it builds the site. Run from the repository's root: ``python -m mkdocs build --strict``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
+
+from tools.docs_site.api import INDEX, PACKAGE, api_pages, api_uri, folders
+from tools.docs_site.command_line import command_line_page
+from tools.docs_site.links import CATALOGUE, PAGES_OUTSIDE, Page, Rewriter, source_page, source_uri
+from tools.docs_site.profile_reference import catalogue_page, keys_page
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = {uri: source for source, uri in PAGES_OUTSIDE.items()}
+
+
+def on_config(config: Any) -> Any:
+    """Anchors as GitHub makes them, and a place in the navigation for each page of the API reference."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
+    config.nav = _with_api(config.nav)
+    return config
+
+
+def _with_api(nav: Any) -> Any:
+    if isinstance(nav, list):
+        return [_with_api(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: _with_api(entry) for title, entry in nav.items()}
+    if nav != INDEX:
+        return nav
+    return [INDEX, *({folder.removeprefix(f"{PACKAGE}."): api_uri(folder)} for folder in folders(ROOT))]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are not files of docs/."""
+    made = {uri: (ROOT / source).read_text(encoding="utf-8") for uri, source in _SOURCES.items()}
+    made |= {
+        "reference/command-line.md": command_line_page(),
+        "reference/profile.md": keys_page(ROOT),
+        CATALOGUE: catalogue_page(ROOT),
+        **api_pages(ROOT),
+    }
+    made |= {source_uri(path): source_page(ROOT, path) for path in _shown_files(files)}
+    for uri, text in made.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def _shown_files(files: Files) -> list[str]:
+    """Files of the repository that pages link to, and that are no pages themselves."""
+    rewriter = Rewriter(ROOT)
+    pages = [Page(f"docs/{file.src_uri}", file.src_uri) for file in files.documentation_pages()]
+    for page in [*pages, *(Page(source, uri) for uri, source in _SOURCES.items())]:
+        rewriter.rewritten(page, (ROOT / page.source).read_text(encoding="utf-8"))
+    return sorted(rewriter.shown)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Make links and lists right in pages that people write; the others are generated right."""
+    del config, files
+    uri = page.file.src_uri
+    source = _SOURCES.get(uri, f"docs/{uri}")
+    if not (ROOT / source).is_file():
+        return markdown
+    return Rewriter(ROOT).rewritten(Page(source, uri), markdown)

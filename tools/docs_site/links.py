@@ -1,0 +1,128 @@
+"""Markdown that reads well in a checkout -> Markdown whose links and lists are right in the site."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Pages of the site that lie outside of docs/.
+PAGES_OUTSIDE = {"README.md": "index.md", "README_cn.md": "index_cn.md", "CHANGELOG.md": "changelog.md"}
+CATALOGUE = "reference/catalogue.md"
+
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_FENCE = re.compile(r"^ *(```+|~~~+)")
+_ITEM = re.compile(r"^ *([-*+]|\d+\.) ")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the site, and the file of the repository that it is made from; both relative, with slashes."""
+
+    source: str
+    uri: str
+
+
+@dataclass
+class Rewriter:
+    """Turns the text of pages into the site's; ``shown`` gathers files outside of docs/ that need a page."""
+
+    root: Path
+    shown: set[str] = field(default_factory=set)
+
+    def rewritten(self, page: Page, text: str) -> str:
+        """The text with links that are valid in the site. A link to what does not exist stays: strict mode names it."""
+
+        def link(match: re.Match[str]) -> str:
+            return self._target(page, match[1], match[2] or "")
+
+        return outside_of_code(separated_lists(text), lambda line: _LINK.sub(link, line))
+
+    def _target(self, page: Page, target: str, anchor: str) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page.source), target))
+        if path.startswith("..") or not (self.root / path).exists():
+            return target + anchor
+        uri, own_anchor = self._uri(path)
+        return posixpath.relpath(uri, posixpath.dirname(page.uri) or ".") + (anchor or own_anchor)
+
+    def _uri(self, path: str) -> tuple[str, str]:
+        """Where a file or folder of the repository is in the site: (page, anchor)."""
+        name = posixpath.basename(path)
+        if path in PAGES_OUTSIDE:
+            return PAGES_OUTSIDE[path], ""
+        if path.startswith("docs/") and (self.root / path).is_file():
+            return path.removeprefix("docs/"), ""
+        if path == "strategies":
+            return CATALOGUE, ""
+        if path.startswith("strategies/") and path.endswith(".yaml"):
+            return CATALOGUE, "#" + name.removesuffix(".yaml")
+        if path.startswith("docs/") and (self.root / path / "README.md").is_file():
+            return f"{path.removeprefix('docs/')}/README.md", ""
+        self.shown.add(path)
+        return source_uri(path), ""
+
+
+def source_uri(path: str) -> str:
+    """The page that shows a file or folder of the repository."""
+    return f"source/{path}.md"
+
+
+def source_page(root: Path, path: str) -> str:
+    """A page that shows a file, or names what a folder holds. Not searched: its text is the code's."""
+    head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n\n# `{path}`\n\n"
+    place = root / path
+    if place.is_dir():
+        names = sorted(item.name + "/" * item.is_dir() for item in place.iterdir() if item.name[0] not in "._")
+        return head + "".join(f"- `{name}`\n" for name in names)
+    text = place.read_text(encoding="utf-8")
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".json": "json"}.get(place.suffix, "text")
+    return f"{head}{fence}{language}\n{text.rstrip()}\n{fence}\n"
+
+
+def separated_lists(text: str) -> str:
+    """What GitHub reads as lists and tables, as Python-Markdown wants them.
+
+    A list or table needs an empty line before it, and a list inside an item four spaces.
+    """
+    lines: list[str] = []
+    for line, is_code in _lines(text):
+        before = lines[-1] if lines else ""
+        if not is_code:
+            if _starts_block(before, line):
+                lines.append("")
+            line = re.sub(r"^ {2,3}(?=([-*+]|\d+\.) )", "    ", line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _starts_block(before: str, line: str) -> bool:
+    """Whether a list or table begins right behind a line of another block."""
+    if not before.strip() or before.startswith("#"):
+        return False
+    if line.startswith("|"):
+        return not before.startswith("|")
+    # An item behind an item's continuation, which is indented, goes on with the same list.
+    return bool(re.match(r"([-*+]|1\.) ", line)) and not _ITEM.match(before) and not before.startswith("  ")
+
+
+def outside_of_code(text: str, change: Callable[[str], str]) -> str:
+    """The text with ``change`` applied to every line that is not in a fenced block."""
+    return "\n".join(line if is_code else change(line) for line, is_code in _lines(text)) + "\n"
+
+
+def _lines(text: str) -> Iterator[tuple[str, bool]]:
+    """(line, whether it is a fenced block's, its fences included)."""
+    fence = ""
+    for line in text.splitlines():
+        mark = _FENCE.match(line)
+        if fence:
+            yield line, True
+            if mark and mark[1].startswith(fence):
+                fence = ""
+        else:
+            fence = mark[1] if mark else ""
+            yield line, bool(mark)
