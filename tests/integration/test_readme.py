@@ -51,7 +51,7 @@ def test_a_readme_is_short(readme: str) -> None:
 
 
 def half_width(markdown: str) -> list[str]:
-    """Punctuation of ASCII, with what stands before it, in Chinese prose; code and targets of links are not looked at."""
+    """Punctuation of ASCII in Chinese prose, with what stands before it; not in code and in targets of links."""
     prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     prose = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "码", prose)).replace("[", "").replace("]", "")
     prose = re.sub(r"(?m)^\d+\. ", "", prose)
@@ -80,7 +80,8 @@ def test_half_width_punctuation_is_found(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "right", ["导入，保存。", "3.3.1 与 1,000", "`a, b`：[入门](a.md)", "```bash\nx, y 中,文\n```\n好。"]
+    "right",
+    ["导入，保存。", "3.3.1 与 1,000", "`a, b`：[入门](a.md)", "```bash\nx, y 中,文\n```\n好。"],  # noqa: RUF001
 )
 def test_full_width_punctuation_numbers_and_code_are_let_through(right: str) -> None:
     assert half_width(right) == []
