@@ -138,6 +138,12 @@ def test_every_linked_path_exists(readme: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("readme", READMES)
+def test_every_page_is_linked(readme: str) -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(readme))) == set()
+
+
 def test_gpu_requirements_differ_only_in_paddle_and_what_computes_on_cpus() -> None:
     cpu, gpu = (
         [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "--"))]
