@@ -1,11 +1,11 @@
-"""Write what the records of docs/benchmarks measured into the catalogue's profiles and the READMEs.
+"""Write what the records of docs/benchmarks measured into the catalogue's profiles and docs/strategies.md.
 
     python tools/write_measured.py           # after a new record, or a new mark on an old one
     python tools/write_measured.py --check   # only say what is not as it would be written; exit code 1
 
 A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
 with the knobs that it has now. Refuted records, records with uncommitted changes, and files made for the benchmark give
-no line; lines from records of another kind are people's, and stay. A README has what its blocks ask for
+no line; lines from records of another kind are people's, and stay. A page has what its blocks ask for
 (tools/benchmarks/quoted.py).
 """
 
@@ -24,7 +24,7 @@ from fleet_train.profile import Profile, load_profile, profile_names
 from tools.benchmarks.quoted import line, with_blocks
 from tools.benchmarks.records import ROOT, Record, all_records, quotable
 
-READMES = ("README.md", "README_cn.md")
+PAGES = ("docs/strategies.md",)
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
 _SECTION = re.compile(r"\n*^measured:.*\n(?:(?:[ \t]+.*|[ \t]*)\n?)*", re.MULTILINE)
 
@@ -62,14 +62,14 @@ def with_section(text: str, lines: Sequence[str]) -> str:
 
 
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
-    """The text that each profile whose lines differ, and each README, should have."""
+    """The text that each profile whose lines differ, and each page, should have."""
     found: dict[Path, str] = {}
     others = [each.source for each in all_records() if not each.compares_strategies and not each.refutation]
     for name in profile_names():
         profile, file = load_profile(name), ROOT / "strategies" / f"{name}.yaml"
         lines = section_of(profile, lines_for(profile, name, records), others)
         found[file] = with_section(file.read_text(), lines) if lines != list(profile.measured) else file.read_text()
-    for page in READMES:
+    for page in PAGES:
         found[ROOT / page] = with_blocks((ROOT / page).read_text(), records)
     return found
 

@@ -65,6 +65,17 @@ def test_named_test_exists(test: str) -> None:
     }
 
 
+def test_a_command_that_is_left_to_another_page_is_run_there() -> None:
+    run = {command for page in pages() for command in table_of(page).run}
+    left = {
+        command
+        for page in pages()
+        for command, test in table_of(page).elsewhere.items()
+        if test.endswith("test_docs.py::test_commands_run_as_printed")
+    }
+    assert left - run == set()
+
+
 @pytest.mark.parametrize("page", [page for page in pages() if table_of(page).run], ids=lambda page: page.stem)
 def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes((ROOT / "tools" / "examples" / "train_with_fleet.py").read_bytes())

@@ -37,3 +37,11 @@ def test_installed_package_finds_its_profiles_and_trains(tmp_path: Path) -> None
     assert "multi_node" in run("python -m fleet_train profiles", elsewhere, installed)
     shutil.copy(ROOT / "tools" / "examples" / "train_with_fleet.py", elsewhere / "train.py")
     assert "step99 cost=" in run("python train.py", elsewhere, installed)
+
+
+def test_an_activated_environment_is_what_python_means(tmp_path: Path) -> None:
+    run("python3 -m venv --without-pip .venv", tmp_path, clean_environ())
+    told = run(
+        "bash -c '. .venv/bin/activate && python -c \"import sys; print(sys.prefix)\"'", tmp_path, clean_environ()
+    )
+    assert told.strip() == str(tmp_path / ".venv")

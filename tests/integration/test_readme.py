@@ -1,4 +1,4 @@
-"""The READMEs keep their word: both say the same, the diff is the real one, every path exists.
+"""The READMEs keep their word: both say the same in few lines, the diff is the real one, every path exists.
 
 That every command is run by a test, test_docs.py sees to.
 """
@@ -15,6 +15,11 @@ from tests.support import commands
 from tests.support.processes import ROOT, clean_environ
 
 READMES = ("README.md", "README_cn.md")
+MOST_LINES = 150
+# The diff stands where a newcomer reads, too.
+PAGES_WITH_DIFF = (*READMES, "docs/start.md")
+# Pages by which a script comes to run: README first, then what it leaves to the others.
+FIRST_PAGES = ("README.md", "docs/start.md", "docs/many-machines.md")
 # What tests/integration/test_launch_forms.py and test_install.py run.
 RUN_BY_NAME = (
     commands.FLEET_TRAIN,
@@ -33,7 +38,53 @@ def text_of(readme: str) -> str:
 def test_both_readmes_have_the_same_commands_in_the_same_order() -> None:
     english, chinese = (commands.shell_commands(text_of(readme)) for readme in READMES)
     assert english == chinese
-    assert [command for command in RUN_BY_NAME if command not in english] == []
+
+
+def test_the_first_pages_have_every_launch_command() -> None:
+    printed = [command for page in FIRST_PAGES for command in commands.shell_commands(text_of(page))]
+    assert [command for command in RUN_BY_NAME if command not in printed] == []
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_a_readme_is_short(readme: str) -> None:
+    assert len(text_of(readme).splitlines()) <= MOST_LINES, "move what is too much into a page of docs/"
+
+
+def half_width(markdown: str) -> list[str]:
+    """Punctuation of ASCII in Chinese prose, with what stands before it; not in code and in targets of links."""
+    prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "码", prose)).replace("[", "").replace("]", "")
+    prose = re.sub(r"(?m)^\d+\. ", "", prose)
+    return re.findall(r".{0,8}(?:[,;:!?()](?![0-9A-Za-z])|(?<![0-9A-Za-z])[,;:!?()]|(?<=[\u3400-\u9fff])[.\"'])", prose)
+
+
+def test_the_chinese_readme_has_full_width_punctuation_outside_code() -> None:
+    assert half_width(text_of("README_cn.md")) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "导入,保存",
+        "导入: 保存",
+        "用 `x`, 再保存",
+        "见[入门](a.md).",
+        "配置(profile)",
+        "(2020 年)",
+        "保存.",
+        "运行 Gloo, 再保存",
+    ],
+)
+def test_half_width_punctuation_is_found(wrong: str) -> None:
+    assert half_width(wrong)
+
+
+@pytest.mark.parametrize(
+    "right",
+    ["导入，保存。", "3.3.1 与 1,000", "`a, b`：[入门](a.md)", "```bash\nx, y 中,文\n```\n好。"],  # noqa: RUF001
+)
+def test_full_width_punctuation_numbers_and_code_are_let_through(right: str) -> None:
+    assert half_width(right) == []
 
 
 def test_only_bash_diff_blocks_are_used() -> None:
@@ -50,6 +101,12 @@ def test_make_test_is_this_suite() -> None:
     assert ".venv/bin/python -m pytest" in _recipe_of("test")
 
 
+def test_make_check_has_every_bar() -> None:
+    recipe = " ".join(_recipe_of("check"))
+    bars = ("ruff format --check", "ruff check", "mypy", "profile.export --check", "test_layers.py")
+    assert [bar for bar in bars if bar not in recipe] == []
+
+
 def _recipe_of(target: str) -> list[str]:
     done = subprocess.run(
         ["make", "-n", target, "VENV=.venv", "ARGS="],
@@ -62,9 +119,9 @@ def _recipe_of(target: str) -> list[str]:
     return [line.strip() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_diff_is_the_real_one(readme: str) -> None:
-    (block,) = commands.fenced_blocks(text_of(readme), "diff")
+@pytest.mark.parametrize("page", PAGES_WITH_DIFF)
+def test_diff_is_the_real_one(page: str) -> None:
+    (block,) = commands.fenced_blocks(text_of(page), "diff")
     shown = block.splitlines()
     removed, added = changed_lines()
     assert [line[1:] for line in shown if line.startswith("-")] == removed
@@ -79,6 +136,12 @@ def test_every_linked_path_exists(readme: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text_of(readme))
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_page_is_linked(readme: str) -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(readme))) == set()
 
 
 def test_gpu_requirements_differ_only_in_paddle_and_what_computes_on_cpus() -> None:

@@ -284,7 +284,7 @@ def test_page_says_what_the_catalogue_has() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.programs.page"
 
 
-@pytest.mark.parametrize("name", ["README.md", "README_cn.md"])
+@pytest.mark.parametrize("name", ["README.md", "README_cn.md", "docs/proven.md"])
 def test_readme_counts_the_programs(name: str) -> None:
     counts = re.findall(
         r"\b(\d+) (?:programs, of many kinds|个各种类型的程序)", (ROOT / name).read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ A page with commands (docs/NAME.md, README.md) has a table tests/integration/doc
       python -m fleet_train profiles multi_node: nccl_comm_num
     elsewhere:        # run by another test, word for word but for addresses, ports and folders; value: that test
       make demo: tests/integration/train/test_demo.py::test_demo_learns_the_digits_and_says_where_everything_is
+      python train.py: tests/integration/test_docs.py::test_commands_run_as_printed  # another page has it under `run`
     cannot_run_here:  # value: the reason
       pip install -r requirements-gpu.txt: needs a GPU
 

@@ -1,4 +1,4 @@
-"""What READMEs and profiles quote is what the newest record says, and no record that is refuted is quoted."""
+"""What pages and profiles quote is what the newest record says, and no record that is refuted is quoted."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tools.bench_strategies import main
 from tools.benchmarks.figures import summarise
 from tools.benchmarks.quoted import tables_outside_blocks
 from tools.benchmarks.records import FOLDER, Record, all_records, in_history, is_marked_page, quotable
-from tools.write_measured import READMES, wanted
+from tools.write_measured import PAGES, wanted
 
 RECORDS = all_records()
 STRATEGIES = [each for each in RECORDS if each.compares_strategies]
 EACH = pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.path.stem)
 
 
-def test_profiles_and_readmes_say_what_the_newest_records_say() -> None:
+def test_profiles_and_pages_say_what_the_newest_records_say() -> None:
     differing = [file.name for file, text in wanted(quotable()).items() if file.read_text() != text]
     assert differing == [], "run python tools/write_measured.py"
 
 
-def test_no_table_of_a_readme_stands_outside_of_a_block() -> None:
-    assert {page: found for page in READMES if (found := tables_outside_blocks((ROOT / page).read_text()))} == {}
+@pytest.mark.parametrize("page", ["README.md", "README_cn.md", *PAGES])
+def test_no_table_of_a_page_stands_outside_of_a_block(page: str) -> None:
+    assert tables_outside_blocks((ROOT / page).read_text()) == []
 
 
 @pytest.mark.parametrize("name", profile_names())

@@ -1,8 +1,8 @@
-"""Figures of records as profiles and READMEs quote them. Pure text.
+"""Figures of records as profiles and pages of docs/ quote them. Pure text.
 
-A README has a block for each table:
+A page has a block for each table:
 
-    <!-- figures: task=mlp network=1gbit language=en -->
+    <!-- figures: task=mlp network=1gbit -->
     ...
     <!-- end of figures -->
 
@@ -22,32 +22,15 @@ from tools.benchmarks.records import Record
 _BLOCK = re.compile(r"(<!-- figures: (?P<settings>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _TABLE_WITHOUT_BLOCK = re.compile(r"^ *\|[^\n]*/ (?:best )?DDP\b", re.MULTILINE)
 _NETWORKS = {"unlimited": "none"}
-_HEADINGS = {
-    "en": [
-        "strategy", "step / best DDP", "step / PyTorch's own", "times fewer bytes", "accuracy, points from synchronous",
-        "best DDP's time to target / its",
-    ],
-    "cn": [
-        "策略", "每步时间 / 最好的 DDP", "每步时间 / PyTorch 的同类", "数据量减少倍数",
-        "准确率与同步训练之差(百分点)", "最好的 DDP 的达标时间 / 它的",
-    ],
-}  # fmt: skip
-_WORDS = {
-    "en": {
-        "tuned": " (tuned file)",
-        "missed": "not reached",
-        "none": "No record has these figures under the present rules.",
-        "record": "[{name}]({page}): {rounds} of {asked} rounds, {seeds} seeds, target {target:.0%}, commit {commit}, "
-        "{processor}, {date}. Accuracy: mean (smallest to largest).",
-    },
-    "cn": {
-        "tuned": "(调整过的文件)",
-        "missed": "未达标",
-        "none": "还没有符合现行规则的记录。",
-        "record": "[{name}]({page}):{asked} 轮中的 {rounds} 轮,{seeds} 个随机种子,目标 {target:.0%},提交 {commit},"
-        "{processor},{date}。准确率:平均值(最小到最大)。",
-    },
-}
+_HEADINGS = [
+    "strategy", "step / best DDP", "step / PyTorch's own", "times fewer bytes", "accuracy, points from synchronous",
+    "best DDP's time to target / its",
+]  # fmt: skip
+_NO_RECORD = "No record has these figures under the present rules."
+_RECORD = (
+    "[{name}]({page}): {rounds} of {asked} rounds, {seeds} seeds, target {target:.0%}, commit {commit}, {processor}, "
+    "{date}. Accuracy: mean (smallest to largest)."
+)
 
 
 def line(record: Record, name: str) -> str:
@@ -89,7 +72,7 @@ def _target(content: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
 
 
 def with_blocks(text: str, records: Sequence[Record]) -> str:
-    """A README with its blocks written anew; ``records``: those that may be quoted, the newest first."""
+    """A page of docs/ with its blocks written anew; ``records``: those that may be quoted, the newest first."""
     return _BLOCK.sub(lambda found: found[1] + _block(found["settings"], records) + found[3], text)
 
 
@@ -100,38 +83,36 @@ def tables_outside_blocks(text: str) -> list[str]:
 
 def _block(settings: str, records: Sequence[Record]) -> str:
     words = dict(word.split("=", 1) for word in settings.split())
-    language = words["language"]
     rate = _NETWORKS.get(words["network"], words["network"])
     newest = next((each for each in records if each.setting == (words["task"], rate, 2, 1) and _has_rival(each)), None)
     if newest is None:
-        return f"\n{_WORDS[language]['none']}\n\n"
-    return f"\n{_table(newest, language)}\n\n{_told(newest, language)}\n\n"
+        return f"\n{_NO_RECORD}\n\n"
+    return f"\n{_table(newest)}\n\n{_told(newest)}\n\n"
 
 
 def _has_rival(record: Record) -> bool:
     return REFERENCE in record.content["summary"]
 
 
-def _table(record: Record, language: str) -> str:
-    headings = _HEADINGS[language]
-    lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
+def _table(record: Record) -> str:
+    lines = [f"| {' | '.join(_HEADINGS)} |", "|" + " --- |" * len(_HEADINGS)]
     for name, figures in record.content["summary"].items():
         if parse(name).kind != ALONE:
-            lines.append(f"| {' | '.join(_cells(name, figures, language))} |")
+            lines.append(f"| {' | '.join(_cells(name, figures))} |")
     return "\n".join(lines)
 
 
-def _cells(name: str, figures: Mapping[str, Any], language: str) -> list[str]:
+def _cells(name: str, figures: Mapping[str, Any]) -> list[str]:
     contestant = parse(name)
     label = contestant.variant.rpartition("/")[2] if contestant.kind == OURS else name
-    points, words = figures["points_from_synchronous"], _WORDS[language]
+    points = figures["points_from_synchronous"]
     return [
-        f"`{label}`" + (words["tuned"] if figures["tuned"] else ""),
+        f"`{label}`" + (" (tuned file)" if figures["tuned"] else ""),
         _number(figures["ratio"], 2),
         _number(figures["over_twin"], 2),
         _number(figures["times_fewer_bytes"], 1),
         f"{points[0]:+.2f} ({points[1]:+.2f} … {points[2]:+.2f})" if points else "",
-        _number(figures["target_ratio"], 2) if figures["seconds_to_target"] else words["missed"],
+        _number(figures["target_ratio"], 2) if figures["seconds_to_target"] else "not reached",
     ]
 
 
@@ -139,11 +120,11 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _told(record: Record, language: str) -> str:
+def _told(record: Record) -> str:
     content, at = record.content, record.circumstances
-    return _WORDS[language]["record"].format(
+    return _RECORD.format(
         name=record.path.stem,
-        page=record.source.replace(".json", ".md"),
+        page=f"benchmarks/{record.path.stem}.md",
         rounds=content["whole_rounds"],
         asked=content["repeats"],
         seeds=len({each["seed"] for each in content["rounds"]}),

@@ -49,7 +49,7 @@ class Record:
         return self.content["task"]["name"], lab["rate"], lab["nodes"], lab["ranks_per_node"]
 
     def why_not_quoted(self) -> str | None:
-        """Why its figures may stand in no profile and no README; None when they may."""
+        """Why its figures may stand in no profile and on no page; None when they may."""
         if self.refutation:
             return f"refuted by {self.refutation['by']}"
         if "sittings" not in self.content:

@@ -1,4 +1,4 @@
-"""Making process groups, and what stands in the way of it on Paddle 3.3.1."""
+"""Making process groups, and what stands in the way of it on Paddle 3.3.1 (docs/paddle.md)."""
 
 from __future__ import annotations
 

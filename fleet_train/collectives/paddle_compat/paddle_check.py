@@ -1,4 +1,7 @@
-"""Is the installed Paddle one that can do this? Asked before anything else touches it."""
+"""Is the installed Paddle one that can do this? Asked before anything else touches it.
+
+What the code rests on of this version, and how to see it again on another one: docs/paddle.md.
+"""
 
 from __future__ import annotations
 
