@@ -135,6 +135,22 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
 }
 
 
+# Starting what they need takes long enough: `make test` leaves them to `make test-long`.
+_LONG = ("browser", "slurm", "mpi", "ray")
+
+
+def pytest_configure() -> None:
+    # What is told of the reader's window, by pytest-xdist too: tables are as wide in tests as where there is none.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(name) for name in _LONG):
+            item.add_marker("long")
+
+
 def _needs(item: pytest.Item) -> list[str]:
     return [name for name in _NEEDS if item.get_closest_marker(name)]
 

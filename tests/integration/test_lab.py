@@ -16,6 +16,8 @@ import pytest
 from tests.support.processes import ROOT
 from tools.lab import Lab, LabError, lab_names, namespaces, take_down
 
+pytestmark = pytest.mark.long
+
 LAB = ROOT / "tools" / "lab.py"
 _RECEIVE = """
 import socket, sys

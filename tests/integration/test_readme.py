@@ -47,7 +47,11 @@ def test_make_demo_is_the_demo_script() -> None:
 
 
 def test_make_test_is_this_suite() -> None:
-    assert ".venv/bin/python -m pytest" in _recipe_of("test")
+    """``make test`` and ``make test-long`` leave no test out."""
+    short, long = (_recipe_of(target)[-1] for target in ("test", "test-long"))
+    assert short.startswith(".venv/bin/python -m pytest ")
+    assert short.endswith(' -m "not long"')
+    assert short.removesuffix('"not long"') == long.removesuffix("long")
 
 
 def _recipe_of(target: str) -> list[str]:

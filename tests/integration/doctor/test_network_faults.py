@@ -17,7 +17,7 @@ from tests.support.namespaces import Namespace
 from tests.support.processes import ROOT, Job, clean_environ
 from tools.lab import Lab
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 NETWORK = ("--only", "network")
 # The kernel looks up its own addresses first; rules about what comes in must stand before that.
 LOCAL_LATER = ("ip rule add pref 100 lookup local", "ip rule del pref 0")
