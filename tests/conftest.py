@@ -23,7 +23,7 @@ from tests.support.mpi import why_no_mpi
 from tests.support.namespaces import why_no_namespaces
 from tests.support.slurm import why_no_slurm
 
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 10.0
 # Set by pytest itself, or by importing Paddle and scikit-learn into the test process.
 _TOLERATED_VARIABLES = {
     "PYTEST_CURRENT_TEST",

@@ -111,7 +111,7 @@ def unknown_flags(command: str) -> list[str]:
 @cache
 def help_of_tool(path: str, *subcommand: str) -> str:
     command = [sys.executable, str(ROOT / path), *subcommand, "--help"]
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=180, check=True).stdout
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:

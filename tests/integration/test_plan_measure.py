@@ -38,7 +38,7 @@ def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: P
         env=clean_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
     )
     predicted = json.loads(done.stdout)

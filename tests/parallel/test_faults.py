@@ -86,7 +86,7 @@ def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
     assert result.exit_codes[0] == WorkerFailed.exit_code, result.report()
     assert "step 4: rank 1 (127.0.0.3:" in last_line(result, 0)
     assert last_line(result, 0).endswith("did not come within 2 s")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
 
 
 def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support import processes
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports, slice_of
 from tests.support.ranks import node_sizes, run_ranks, stock_environs
@@ -64,7 +67,8 @@ def test_rank_that_outstays_a_failed_one_is_killed(tmp_path: Path) -> None:
     assert [rank.killed for rank in result.ranks] == [True, False]
 
 
-def test_process_that_left_its_session_is_found_as_an_orphan(tmp_path: Path) -> None:
+def test_process_that_left_its_session_is_found_as_an_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LAST_MOMENT_SECONDS", 1.0)
     daemon = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True)"
     result = run_launchers([[sys.executable, "-c", daemon]] * 2, folder=tmp_path, check=False)
     assert result.orphans == ["sleep 61", "sleep 61"]

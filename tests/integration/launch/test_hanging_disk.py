@@ -25,5 +25,5 @@ def test_every_node_ends_with_the_code_of_checkpoints(bench: Bench, when: str) -
 
 def test_a_process_without_launcher_ends_too(bench: Bench) -> None:
     started = bench.job.start("alone", python(str(SCRIPT), "script's end"), clean_environ(), cwd=bench.folder)
-    assert started.process.wait(timeout=60) == 1, started.output
+    assert started.process.wait(timeout=120) == 1, started.output
     assert "the script ends for another reason" in started.output
