@@ -71,6 +71,7 @@ class DistributedOptimizer(AmpCalls):
         say(fitted, job.cluster.rank)
         self._inner, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(pass_settings(profile), job)
+        say(self._passes.notices, job.cluster.rank)
         self._profile = profile
         self._job = job
         self._on_converted = on_converted

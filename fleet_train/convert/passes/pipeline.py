@@ -15,7 +15,7 @@ from fleet_train.convert.passes.gradient_merge import GradientMerge, MergedGradi
 from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
 from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels
 from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision_rules import MixedPrecision, said_of
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
@@ -52,6 +52,11 @@ class ProgramPasses:
     def change_nothing(self) -> bool:
         """Whether the program stays the one that the optimizer alone would make."""
         return replace(self._settings, sync_batch_norm=self._synchronizes) == PassSettings()
+
+    @property
+    def notices(self) -> list[str]:
+        """What rank 0 says of how the settings are carried out on this device."""
+        return said_of(self._settings.precision, self._on_gpu)
 
     @property
     def update_each_alone(self) -> bool:

@@ -19,21 +19,25 @@ from fleet_train.convert.passes.precision_rules import (
     LOW,
     MixedPrecision,
     has_kernels,
+    is_emulated,
     refuse_unusable,
 )
 from fleet_train.convert.passes.walk import operators_behind
 
 
-def lower_precision(loss: Any, settings: MixedPrecision, *, on_gpu: bool) -> int:
+def lower_precision(loss: Any, settings: MixedPrecision, *, on_gpu: bool, emulated: bool | None = None) -> int:
     """Rewrite what ``loss`` depends on; returns how many operators now compute in ``settings.dtype``.
 
     ``O1``: operators of ``precision_rules.LOW`` compute in low precision and return float32. ``O2``: those of
     ``FOLLOWERS`` that get their result go on in low precision. Raises ConversionError for what the device cannot do.
+    ``emulated``: round to ``settings.dtype`` and compute in float32; None = where this processor has no bfloat16.
     """
     if settings.level == "O0":
         return 0
     refuse_unusable(settings, on_gpu)
-    lowering = _Lowering(getattr(paddle, settings.dtype), on_gpu)
+    if emulated is None:
+        emulated = is_emulated(settings, on_gpu)
+    lowering = (_Rounding if emulated else _Lowering)(getattr(paddle, settings.dtype), on_gpu)
     followers = _followers(settings)
     for operator in operators_behind(loss)[:-1]:  # the last one makes the loss, which stays float32 for the caller
         name, tensors = operator.name(), followers.get(operator.name()) or range(operator.num_operands())
@@ -111,6 +115,41 @@ class _Lowering:
         for cast in self._casts_back:
             if cast.result(0).use_empty():
                 cast.erase()
+
+
+class _Rounding(_Lowering):
+    """The same numbers without an operator in low precision: its inputs and results, and with them the gradients of
+    both, are rounded by a cast there and back, and it computes in float32, as low precision adds up in any case."""
+
+    def lower(self, operator: Any, tensors: Sequence[int]) -> None:
+        sources = {index: operator.operand_source(index) for index in tensors}
+        wanted = {index: source for index, source in sources.items() if _is_float32(source)}
+        if not wanted:
+            return
+        for index, source in wanted.items():
+            operator.operand(index).set_source(self._in_low_precision(source, operator))
+        paddle.pir.set_insertion_point_after(operator)
+        for result in operator.results():
+            if _is_float32(result):
+                self._cast_back(result)
+        self.count += 1
+
+    def _in_low_precision(self, source: Any, operator: Any) -> Any:
+        if source.id not in self._low:
+            paddle.pir.set_insertion_point(operator)
+            self._low[source.id] = paddle.cast(paddle.cast(source, self._dtype), paddle.float32)
+        return self._low[source.id]
+
+    def _cast_back(self, result: Any) -> None:
+        low = paddle.cast(result, self._dtype)
+        back = paddle.cast(low, paddle.float32)
+        result.replace_all_uses_with(back)
+        low.get_defining_op().operand(0).set_source(result)  # the line before has made it read what comes of it
+        self._low[back.id] = back
+        self._casts_back.append(back.get_defining_op())
+
+    def drop_unused_casts(self) -> None:
+        """Every cast is read: by its rounding or by those who read the result."""
 
 
 def _is_float32(value: Any) -> bool:

@@ -86,6 +86,23 @@ def refuse_unusable(settings: MixedPrecision, on_gpu: bool) -> None:
         )
 
 
+def is_emulated(settings: MixedPrecision, on_gpu: bool) -> bool:
+    """Whether this processor cannot compute in ``settings.dtype``: oneDNN has bfloat16 from AVX-512 on, and raises an
+    exception without a text below it (Paddle asks the same question for its own tests)."""
+    asked = settings.level != "O0" and settings.dtype == "bfloat16"
+    return asked and not on_gpu and not paddle.base.core.supports_bfloat16()
+
+
+def said_of(settings: MixedPrecision, on_gpu: bool) -> list[str]:
+    """What rank 0 says of how ``settings`` are carried out."""
+    if not is_emulated(settings, on_gpu):
+        return []
+    return [
+        f"amp_level: {settings.level} in bfloat16 is emulated on this processor, which has no AVX-512: values are "
+        "rounded to bfloat16 where they would be and computed in float32; the numbers are bfloat16's, no time is saved"
+    ]
+
+
 @cache
 def has_kernels(operator_name: str, dtype: str, on_gpu: bool) -> bool:
     """Whether this Paddle computes ``pd_op.<name>`` and its gradient in ``dtype`` on this kind of device."""

@@ -1,6 +1,6 @@
 """Runs the installed ``paddle.distributed.launch`` without the rest of Paddle, whose import takes longer than its work.
 
-    stock_without_paddle.py -m paddle.distributed.launch --ips=... (what the plain command has)
+    paddle_launch_main.py -m paddle.distributed.launch --ips=... (what the plain command has)
 
 The launcher's modules are Paddle's own, unchanged. Of the packages around them it asks a few facts about the build,
 which are the same in every build for CPUs; placeholders give them. Where the build is another one, or anything else is

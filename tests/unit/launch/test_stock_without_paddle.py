@@ -136,10 +136,10 @@ def test_ranks_get_the_same_from_the_installed_launcher_in_either_way(tmp_path: 
 
 def test_it_imports_nothing_of_ours_and_no_package() -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import stock_without_paddle as it; "
+        "import sys; sys.path.insert(0, sys.argv[1]); import paddle_launch_main as it; "
         "print([name for name in sys.modules if name.split('.')[0] in ('fleet_train', 'paddle', 'numpy')])"
     )
-    folder = str(ROOT / "fleet_train" / "launch")
+    folder = str(ROOT / "fleet_train" / "launch" / "workers")
     environ = clean_environ({"PYTHONPATH": ""})
     said = subprocess.run(python("-c", code, folder), env=environ, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes import precision
+from fleet_train.convert.passes import precision, precision_rules
 from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.errors import ConversionError
@@ -20,9 +20,19 @@ from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, mlp,
 O1, O2 = MixedPrecision("O1"), MixedPrecision("O2")
 
 
-def minimize_lowered(settings: MixedPrecision, on_gpu: bool = False) -> Any:
+NATIVE = pytest.param(
+    False,
+    id="native",
+    marks=pytest.mark.skipif(
+        not paddle.base.core.supports_bfloat16(), reason="this processor has no AVX-512, which oneDNN's bfloat16 needs"
+    ),
+)
+HOW = [pytest.param(True, id="emulated"), NATIVE]
+
+
+def minimize_lowered(settings: MixedPrecision, emulated: bool | None = None) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
-        count = lower_precision(loss, settings, on_gpu=on_gpu)
+        count = lower_precision(loss, settings, on_gpu=False, emulated=emulated)
         optimizer.minimize(loss)
         return count
 
@@ -43,6 +53,20 @@ def autocast_mlp(features: Any) -> Any:
     features.stop_gradient = False  # else Paddle's own gradient of the first matmul crashes
     with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
         return mlp(features).cast("float32")
+
+
+def rounded_mlp(features: Any) -> Any:
+    """The same where no operator computes in bfloat16: products of rounded values, rounded."""
+
+    def product(values: Any, layer: nn.Linear) -> Any:
+        return _rounded(paddle.matmul(_rounded(values), _rounded(layer.weight))) + layer.bias
+
+    hidden = paddle.tanh(product(features, nn.Linear(FEATURES, 24)))
+    return product(hidden, nn.Linear(24, CLASSES))
+
+
+def _rounded(values: Any) -> Any:
+    return values.cast("bfloat16").cast("float32")
 
 
 def dtypes_of(trained: Trained, operator_name: str) -> list[str]:
@@ -74,18 +98,65 @@ def test_trains_close_to_float32(optimizer: str, settings: MixedPrecision, netwo
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_o1_equals_casting_by_hand(seed: int) -> None:
+@pytest.mark.parametrize("emulated", HOW)
+def test_o1_equals_casting_by_hand(emulated: bool, seed: int) -> None:
     paddle.seed(seed)
-    by_hand = Trained(OPTIMIZERS["Momentum"], network=autocast_mlp)
+    by_hand = Trained(OPTIMIZERS["Momentum"], network=rounded_mlp if emulated else autocast_mlp)
     start = by_hand.parameters()
-    lowered = Trained(OPTIMIZERS["Momentum"], minimize_lowered(O1))
+    lowered = Trained(OPTIMIZERS["Momentum"], minimize_lowered(O1, emulated))
     lowered.start_from(by_hand.state())
     for batch in batches(10, 16, seed):
         by_hand.step(batch)
         lowered.step(batch)
     assert relative_difference(by_hand.parameters(), start) > 1e-2
     # auto_cast adds the bias in bfloat16 as well, so that one rounding per layer differs
-    assert relative_difference(lowered.parameters(), by_hand.parameters()) < 1e-2
+    assert relative_difference(lowered.parameters(), by_hand.parameters()) < (1e-5 if emulated else 1e-2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("emulated", HOW)
+def test_a_product_and_its_gradients_are_those_of_bfloat16(emulated: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    x, w, c = (random.standard_normal(shape).astype(np.float32) for shape in ((8, 16), (16, 4), (8, 4)))
+    main = paddle.static.Program()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        values = {
+            name: paddle.static.data(name, list(array.shape), "float32")
+            for name, array in zip("xwc", (x, w, c), strict=True)
+        }
+        for value in values.values():
+            value.stop_gradient = False
+        product = paddle.matmul(values["x"], values["w"])
+        loss = (product * values["c"]).sum()
+        assert lower_precision(loss, O1, on_gpu=False, emulated=emulated) == 1
+        gradients = paddle.static.gradients(loss, [values["x"], values["w"]])
+    found = paddle.static.Executor(paddle.CPUPlace()).run(
+        main, feed={"x": x, "w": w, "c": c}, fetch_list=[loss, *gradients]
+    )
+    products = bfloat16(bfloat16(x) @ bfloat16(w))
+    expected = [np.sum(products * c), bfloat16(bfloat16(c) @ bfloat16(w).T), bfloat16(bfloat16(x).T @ bfloat16(c))]
+    for got, wanted in zip(found, expected, strict=True):
+        # A sum added up in another order may be rounded to the neighbour: one unit in the last of 8 places.
+        assert np.abs(got - wanted).max() <= 2**-7 * np.abs(wanted).max()
+    assert np.mean(found[2] == expected[2]) > 0.9
+
+
+def bfloat16(values: Any) -> Any:
+    """Float32 rounded to 8 places, to nearest, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return kept.astype(np.uint32).view(np.float32)
+
+
+def test_a_processor_without_bfloat16_is_asked_and_rank_0_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for here in (False, True):
+        monkeypatch.setattr(paddle.base.core, "supports_bfloat16", lambda here=here: here)
+        trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1))
+        assert set(dtypes_of(trained, "pd_op.matmul")) == {"bfloat16" if here else "float32"}
+        said = precision_rules.said_of(O1, on_gpu=False)
+        assert [bool(said), bool(precision_rules.said_of(O1, on_gpu=True))] == [not here, False]
+        assert all("is emulated on this processor, which has no AVX-512" in line for line in said)
+        assert precision_rules.said_of(MixedPrecision("O0"), on_gpu=False) == []
 
 
 @pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
@@ -103,7 +174,7 @@ def test_parameters_and_their_gradients_stay_float32(settings: MixedPrecision) -
 
 
 def test_o1_lowers_products_only() -> None:
-    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1), convolutional)
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1, emulated=False), convolutional)
     assert trained.result == 4
     assert dtypes_of(trained, "pd_op.conv2d") == ["bfloat16"]
     assert dtypes_of(trained, "pd_op.matmul") == ["bfloat16"] * 3
@@ -112,7 +183,7 @@ def test_o1_lowers_products_only() -> None:
 
 
 def test_o2_goes_on_until_an_operator_that_needs_float32() -> None:
-    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2), convolutional)
+    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2, emulated=False), convolutional)
     assert dtypes_of(trained, "pd_op.gelu") == ["bfloat16"] * 2
     for name in ("batch_norm_", "relu", "layer_norm", "cross_entropy_with_softmax"):
         assert set(dtypes_of(trained, f"pd_op.{name}")) == {"float32"}, name
@@ -135,7 +206,7 @@ def test_a_weight_that_is_used_twice_is_cast_once() -> None:
 def test_what_the_loss_does_not_depend_on_is_left_alone() -> None:
     def minimize(optimizer: Any, loss: Any) -> Any:
         probe = paddle.matmul(paddle.ones([2, 2]), paddle.ones([2, 2]))
-        lower_precision(loss, O1, on_gpu=False)
+        lower_precision(loss, O1, on_gpu=False, emulated=False)
         optimizer.minimize(loss)
         return probe
 

@@ -98,7 +98,7 @@ class StoreHost:
     """The parent's handle. Raises ClusterError when the address cannot be bound, or a parent not be reached."""
 
     def __init__(self, place: Place, job_id: str) -> None:
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(__file__).resolve().parents[4])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fleet_train.cluster.store.servers.host", json.dumps(vars(place))],
