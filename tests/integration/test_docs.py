@@ -65,6 +65,7 @@ def test_named_test_exists(test: str) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in pages() if table_of(page).run], ids=lambda page: page.stem)
 def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes((ROOT / "tools" / "examples" / "train_with_fleet.py").read_bytes())

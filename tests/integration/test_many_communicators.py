@@ -15,8 +15,11 @@ from tests.support.ranks import run_ranks
 SCRIPT = """
 import numpy as np
 import paddle
+import pytest
 from fleet_train import DistributedStrategy, fleet, role_maker
 from tests.support.worker import digest, report
+
+pytestmark = pytest.mark.long
 
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import clean_environ
+
+pytestmark = pytest.mark.long
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 

@@ -7,6 +7,8 @@ import pytest
 from tests.integration.launch.conftest import Bench
 from tests.support.processes import ROOT, clean_environ, python
 
+pytestmark = pytest.mark.long
+
 SCRIPT = ROOT / "tests" / "integration" / "launch" / "rank_on_a_hanging_disk.py"
 
 

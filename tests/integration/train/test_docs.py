@@ -11,6 +11,8 @@ import pytest
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, clean_environ
 
+pytestmark = pytest.mark.long
+
 PAGES = [ROOT / "docs" / "training.md", ROOT / "docs" / "checkpoints.md"]
 
 
