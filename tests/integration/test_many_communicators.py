@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.long
 
 SCRIPT = """
 import numpy as np
 import paddle
-import pytest
 from fleet_train import DistributedStrategy, fleet, role_maker
 from tests.support.worker import digest, report
-
-pytestmark = pytest.mark.long
 
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))

@@ -8,11 +8,11 @@ import pytest
 
 from tests.integration.launch.conftest import Bench
 
+pytestmark = pytest.mark.long
+
 # The end records are written under another name first. As on a full disk, no file can be made where there is a folder.
 _SCRIPT = """
 import os, sys
-
-pytestmark = pytest.mark.long
 for rank in range(2):
     record = f"{os.environ['PADDLE_LOG_DIR']}/workerend.{rank}.json.tmp"
     os.makedirs(record, exist_ok=True)
