@@ -24,7 +24,7 @@ from tests.support.namespaces import why_no_namespaces
 from tests.support.site import why_no_site
 from tests.support.slurm import why_no_slurm
 
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 10.0
 # Set by pytest itself, or by importing Paddle and scikit-learn into the test process.
 _TOLERATED_VARIABLES = {
     "PYTEST_CURRENT_TEST",
@@ -135,6 +135,22 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "ray": why_no_ray,
     "site": why_no_site,
 }
+
+
+# Starting what they need takes long enough: `make test` leaves them to `make test-long`.
+_LONG = ("browser", "slurm", "mpi", "ray")
+
+
+def pytest_configure() -> None:
+    # What is told of the reader's window, by pytest-xdist too: tables are as wide in tests as where there is none.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(name) for name in _LONG):
+            item.add_marker("long")
 
 
 def _needs(item: pytest.Item) -> list[str]:

@@ -76,6 +76,7 @@ def test_a_command_that_is_left_to_another_page_is_run_there() -> None:
     assert left - run == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in pages() if table_of(page).run], ids=lambda page: page.stem)
 def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes((ROOT / "tools" / "examples" / "train_with_fleet.py").read_bytes())
@@ -122,7 +123,7 @@ def unknown_flags(command: str) -> list[str]:
 @cache
 def help_of_tool(path: str, *subcommand: str) -> str:
     command = [sys.executable, str(ROOT / path), *subcommand, "--help"]
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=180, check=True).stdout
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import fenced_blocks
 from tests.support.pages import table_of
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, clean_environ
+
+pytestmark = pytest.mark.long
 
 PAGE = ROOT / "docs" / "data.md"
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, Ended, Job, clean_environ, python, write_script
+
+pytestmark = pytest.mark.long
 
 PAGE = (ROOT / "docs" / "spawn.md").read_text()
 

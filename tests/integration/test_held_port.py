@@ -74,7 +74,7 @@ def test_a_held_port_is_given_to_nobody_and_can_be_listened_on() -> None:
         subprocess.run(inside, check=True)
         command = [*machine.prefix, *python("-c", SCRIPT)]
         ended = subprocess.run(
-            command, env=clean_environ({}), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            command, env=clean_environ({}), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
         )
     assert ended.returncode == 0, ended.stderr
     found = ended.stdout.split()

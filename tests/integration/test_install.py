@@ -7,8 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import INSTALL
 from tests.support.processes import ROOT, clean_environ
+
+pytestmark = pytest.mark.long
 
 PARTS_OF_THE_PACKAGE = ("fleet_train", "strategies", "pyproject.toml", "README.md", "LICENSE")
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.long
 
 SCRIPT = """
 import numpy as np

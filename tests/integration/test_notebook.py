@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import ROOT, Job, clean_environ, python
+
+pytestmark = pytest.mark.long
 
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import clean_environ
+
+pytestmark = pytest.mark.long
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 
@@ -38,7 +42,7 @@ def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: P
         env=clean_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
     )
     predicted = json.loads(done.stdout)

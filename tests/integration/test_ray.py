@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, Job, clean_environ, python, write_script
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

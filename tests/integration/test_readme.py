@@ -9,6 +9,7 @@ import re
 import subprocess
 
 import pytest
+from coverage import Coverage
 
 from tests.integration.test_examples import changed_lines
 from tests.support import commands
@@ -98,7 +99,20 @@ def test_make_demo_is_the_demo_script() -> None:
 
 
 def test_make_test_is_this_suite() -> None:
-    assert ".venv/bin/python -m pytest" in _recipe_of("test")
+    """``make test`` and ``make test-long`` leave no test out."""
+    short, long = (_recipe_of(target)[-1] for target in ("test", "test-long"))
+    assert short.startswith(".venv/bin/python -m pytest ")
+    assert short.endswith(' -m "not long"')
+    assert short.removesuffix('"not long"') == long.removesuffix("long")
+
+
+def test_make_coverage_runs_the_same_tests_of_two_folders() -> None:
+    measured, short = (_recipe_of(target)[-1] for target in ("coverage", "test"))
+    assert measured.startswith(f"{short} --cov ")
+    assert measured.endswith(" tests/unit tests/parallel")
+    settings = Coverage(config_file=str(ROOT / "pyproject.toml"))
+    asked = {name: settings.get_option(f"run:{name}") for name in ("source", "branch", "patch")}
+    assert asked == {"source": ["fleet_train"], "branch": True, "patch": ["subprocess"]}
 
 
 def test_make_check_has_every_bar() -> None:

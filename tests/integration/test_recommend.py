@@ -13,7 +13,8 @@ from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
 from tests.support.processes import Ended, Job, clean_environ, python
 
-pytestmark = pytest.mark.timeout(400)  # each trial starts Paddle anew, which a busy machine takes long for
+# Each trial starts Paddle anew, which a busy machine takes long for.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 SCRIPT = """
 import sys
 import numpy as np

@@ -21,7 +21,7 @@ from tests.support.processes import ROOT, Ended, Job, clean_environ, python
 from tests.support.ranks import stock_environs
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
-pytestmark = pytest.mark.timeout(300)  # a whole selftest takes a minute, and more on a busy machine
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]  # a whole selftest takes a minute, and more on a busy machine
 FAULTS = ("a rank skips a collective", "a rank is stopped", "a rank is killed")
 
 

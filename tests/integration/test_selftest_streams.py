@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fleet_train.errors import WorkerFailed
 from fleet_train.selftest.options import Options
 from fleet_train.selftest.subjects.collectives import KINDS
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
+
+pytestmark = pytest.mark.long
 
 UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
 SUBJECT = ROOT / "fleet_train/selftest/subjects/subject.py"

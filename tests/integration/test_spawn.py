@@ -368,7 +368,7 @@ def test_ctrl_c_ends_all_ranks_and_a_spawn_afterwards_works(tmp_path: Path) -> N
         os.killpg(parent.process.pid, signal.SIGINT)
         (ended,) = job.wait(60)
         assert (ended.exit_code, ended.output.splitlines()[-2:]) == (130, ["interrupted", "[5, 5]"]), ended.output
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
         assert job.orphans() == []
 
 

@@ -14,7 +14,7 @@ Ranks = list[dict[str, Any]]
 OPEN = ["open", "size given", "bfloat16"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("chosen_buckets")
     script = ROOT / "tests/parallel/chosen_buckets.py"

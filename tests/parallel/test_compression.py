@@ -21,7 +21,14 @@ CASES = [[kind, name, seed] for kind, names in KINDS for name in names for seed 
 RELATIVE_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2, streams"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, False), id="2"),
+        pytest.param((3, False), id="3", marks=pytest.mark.long),
+        pytest.param((2, True), id="2, streams", marks=pytest.mark.long),
+    ],
+)
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
     world_size, late_streams = request.param
     return run_ranks(
@@ -81,6 +88,7 @@ def test_gloo_cannot_sum_float16(result: RanksResult) -> None:
     assert all(np.isinf(rank).all() for rank in result.of_all("float16"))
 
 
+@pytest.mark.long
 def test_four_ranks_sum_bfloat16_in_the_same_way(tmp_path: Path) -> None:
     result = run_ranks(ROOT / "tests/parallel/compression_ranks.py", 4, folder=tmp_path, nodes=2, args=["[]"])
     assert all(found["as gloo"] for rank in result.of_all("sums") for found in rank.values())

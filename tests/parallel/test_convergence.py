@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.long  # five trainings
 
 POINTS = 0.5
 

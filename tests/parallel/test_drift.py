@@ -13,7 +13,10 @@ from tests.support.ranks import run_ranks
 SCRIPT = ROOT / "tests/parallel/drift.py"
 
 
-@pytest.mark.parametrize(("every", "before", "told_at"), [(2, 3, 5), (1, 5, 6)], ids=["in a run", "before a save"])
+@pytest.mark.parametrize(
+    ("every", "before", "told_at"),
+    [pytest.param(2, 3, 5, id="in a run"), pytest.param(1, 5, 6, id="before a save", marks=pytest.mark.long)],
+)
 def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
     tmp_path: Path, late_streams: bool, every: int, before: int, told_at: int
 ) -> None:
@@ -26,6 +29,7 @@ def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.long
 def test_sentinel_can_be_switched_off(tmp_path: Path) -> None:
     result = run_ranks(SCRIPT, 3, folder=tmp_path, nodes=3, args=["0", "3"])
     assert result.of_all("trained") == [True] * 3

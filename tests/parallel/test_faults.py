@@ -40,6 +40,7 @@ def test_exception_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     assert "ValueError: boom" in result.ranks[1].output
 
 
+@pytest.mark.long
 def test_sys_exit_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     result = run("exit with text", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 1], result.report()
@@ -47,6 +48,7 @@ def test_sys_exit_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     assert result.ranks[1].output.splitlines()[-1] == "no disk left"
 
 
+@pytest.mark.long
 def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None:
     result = run("leave early", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 0]
@@ -54,6 +56,7 @@ def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None
     assert "has finished and left the job while others still wait for it" in last_line(result, 0)
 
 
+@pytest.mark.long
 def test_save_under_a_rank_guard_is_named_on_every_rank(tmp_path: Path) -> None:
     result = run("save on rank 0", tmp_path)
     assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
@@ -63,6 +66,7 @@ def test_save_under_a_rank_guard_is_named_on_every_rank(tmp_path: Path) -> None:
         assert "at 'step 4'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
 
 
+@pytest.mark.long
 def test_save_under_a_rank_guard_at_the_end_is_named(tmp_path: Path) -> None:
     result = run("save on rank 0 at the end", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 0], result.report()
@@ -73,6 +77,7 @@ def test_save_under_a_rank_guard_at_the_end_is_named(tmp_path: Path) -> None:
     assert "without `if rank == 0` around it" in last_line(result, 0)
 
 
+@pytest.mark.long
 def test_unequal_steps_before_a_barrier_are_named_too(tmp_path: Path) -> None:
     result = run("barrier after unequal steps", tmp_path)
     assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
@@ -86,9 +91,10 @@ def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
     assert result.exit_codes[0] == WorkerFailed.exit_code, result.report()
     assert "step 4: rank 1 (127.0.0.3:" in last_line(result, 0)
     assert last_line(result, 0).endswith("did not come within 2 s")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
 
 
+@pytest.mark.long
 def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Path) -> None:
     result = run("busy for longer than gloo waits", tmp_path)
     assert result.exit_codes == [0, 0], result.report()
@@ -100,6 +106,7 @@ def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Pa
 GLOO_SECONDS = 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -119,6 +126,7 @@ def test_rank_that_is_gone_between_two_barriers_is_named_at_once(tmp_path: Path,
         assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
 
 
+@pytest.mark.long
 def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path: Path) -> None:
     for attempt in range(3):
         began = time.monotonic()
@@ -135,6 +143,7 @@ def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path:
         assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
 
 
+@pytest.mark.long
 def test_save_under_a_rank_guard_between_two_barriers_is_named_on_every_rank(tmp_path: Path) -> None:
     result = run("save on rank 0, few barriers", tmp_path, world_size=3)
     for rank in range(3):
@@ -144,6 +153,7 @@ def test_save_under_a_rank_guard_between_two_barriers_is_named_on_every_rank(tmp
         assert "call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
 
 
+@pytest.mark.long
 def test_unequal_steps_between_two_barriers_are_named(tmp_path: Path) -> None:
     result = run("barrier after unequal steps, few barriers", tmp_path)
     assert 0 not in result.exit_codes, result.report()
@@ -153,6 +163,7 @@ def test_unequal_steps_between_two_barriers_are_named(tmp_path: Path) -> None:
         assert last_line(result, rank).endswith("they have made unequal numbers of steps before it")
 
 
+@pytest.mark.long
 def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for_after_a_meeting(tmp_path: Path) -> None:
     result = run("busy after a barrier, few barriers", tmp_path)
     assert result.exit_codes == [0, 0], result.report()
@@ -201,6 +212,7 @@ def test_two_processes_with_one_rank_are_refused(tmp_path: Path) -> None:
     assert all(code != 0 for code in result.exit_codes), result.report()
 
 
+@pytest.mark.long
 def test_ranks_that_were_told_other_world_sizes_are_refused(tmp_path: Path) -> None:
     lonely = {"PADDLE_TRAINERS_NUM": "3"}
     result = run("train", tmp_path, env_of_rank={1: lonely}, patience_after_failure_seconds=1.0)

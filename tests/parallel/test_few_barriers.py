@@ -13,7 +13,15 @@ from tests.support.ranks import run_ranks
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True), (3, True)], ids=["2", "3", "2, s", "3, s"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, False), id="2"),
+        pytest.param((3, False), id="3", marks=pytest.mark.long),
+        pytest.param((2, True), id="2, s"),
+        pytest.param((3, True), id="3, s", marks=pytest.mark.long),
+    ],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     size, late_streams = request.param
     folder = tmp_path_factory.mktemp("few_barriers")

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 5, 16])
+@pytest.fixture(scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (5, 16))])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     script, folder = ROOT / "tests/parallel/few_bits_ranks.py", tmp_path_factory.mktemp("few_bits")
     result = run_ranks(script, request.param, folder=folder, nodes=request.param, timeout_seconds=280)
@@ -38,6 +38,7 @@ def test_every_rank_gets_the_same_bits_and_little_is_owed_in_the_end(ranks: Rank
     assert ranks[0][case]["worst"] < 2 * 6 / levels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compression", ["int8", "int4"])
 def test_ranks_with_and_without_compiled_loops_get_the_same_bits(tmp_path: Path, compression: str) -> None:
     """Three ranks, so that each rounds for the others, too; rank 0 says that its own codec is the slower one."""

@@ -39,7 +39,11 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], R
 
 EACH_CASE = pytest.mark.parametrize(
     ("world_size", "nodes", "case"),
-    [(size, size, case) for size in (2, 3) for case in FLAT] + [(4, 2, case) for case in HIERARCHICAL],
+    [
+        *((2, 2, case) for case in FLAT),
+        *(pytest.param(3, 3, case, marks=pytest.mark.long) for case in FLAT),
+        *((4, 2, case) for case in HIERARCHICAL),
+    ],
 )
 
 

@@ -18,7 +18,10 @@ def cases_of_ranks(tmp_path: Path, world_size: int, case: str, **options: Any) -
     return result.of_all("cases")
 
 
-@pytest.mark.parametrize(("world_size", "late_streams"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world_size", "late_streams"),
+    [(2, False), pytest.param(3, False, marks=pytest.mark.long), pytest.param(2, True, marks=pytest.mark.long)],
+)
 def test_synchronized_batch_norm_equals_the_joint_batch(tmp_path: Path, world_size: int, late_streams: bool) -> None:
     """On the executor's own threads: only the chain of tokens keeps the exchanges of the two branches in order."""
     env = {"FLAGS_new_executor_serial_run": "0"}
@@ -29,7 +32,7 @@ def test_synchronized_batch_norm_equals_the_joint_batch(tmp_path: Path, world_si
         assert [rank[case]["state"] for rank in ranks] == [first["state"]] * world_size, f"{case}: replicas differ"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_each_value_of_uneven_batches_counts_once(tmp_path: Path, world_size: int) -> None:
     ranks = cases_of_ranks(tmp_path, world_size, "uneven")
     for case, first in ranks[0].items():
@@ -38,6 +41,7 @@ def test_each_value_of_uneven_batches_counts_once(tmp_path: Path, world_size: in
         assert [rank[case]["state"] for rank in ranks] == [first["state"]] * world_size, f"{case}: replicas differ"
 
 
+@pytest.mark.long
 def test_more_ranks_than_gather_sum_alike(tmp_path: Path) -> None:
     """Sums travel by allgather among few ranks, by allreduce among more."""
     ranks = cases_of_ranks(tmp_path, 5, "shortcut")
@@ -52,7 +56,7 @@ def test_local_batch_norm_does_not(tmp_path: Path) -> None:
     assert ranks[0]["fused"]["parameter_difference"] > 1e-2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_merged_micro_batches_of_all_ranks_equal_the_joint_batch(tmp_path: Path, world_size: int) -> None:
     ranks = cases_of_ranks(tmp_path, world_size, "merged")
     for case, first in ranks[0].items():
@@ -76,7 +80,7 @@ def test_low_precision_keeps_replicas_equal(tmp_path: Path) -> None:
     assert all(rank["last"] < 0.8 * rank["first"] for rank in ranks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_all_passes_together_equal_one_process(tmp_path: Path, world_size: int) -> None:
     ranks = cases_of_ranks(tmp_path, world_size, "together", env={"FLAGS_new_executor_serial_run": "0"})
     for case, first in ranks[0].items():

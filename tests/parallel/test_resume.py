@@ -52,11 +52,12 @@ def test_resumed_run_is_the_one_that_went_on_bit_by_bit(straight: Cases, saved: 
     assert different == []
 
 
+@pytest.mark.long
 def test_run_on_late_streams_with_a_save_on_the_way_has_the_same_bits(straight: Cases, tmp_path: Path) -> None:
     assert run("straight", tmp_path / "saved", 2, late_streams=True) == straight
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("straight")
 def test_another_number_of_ranks_takes_everything_over(saved: Path, world_size: int) -> None:
     ranks = run("moved", saved, world_size)

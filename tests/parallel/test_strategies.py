@@ -66,9 +66,16 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def each(*left_out: str, only: Collection[str] = CASES) -> pytest.MarkDecorator:
     """Two and three nodes of one rank; two nodes of two for the hierarchical ones."""
-    rows = [(size, size, case) for size in (2, 3) for case in FLAT] + [(4, 2, case) for case in HIERARCHICAL]
+    flat, hierarchical = (
+        [case for case in cases if case in only and case not in left_out] for cases in (FLAT, HIERARCHICAL)
+    )
     return pytest.mark.parametrize(
-        ("world_size", "nodes", "case"), [row for row in rows if row[2] in only and row[2] not in left_out]
+        ("world_size", "nodes", "case"),
+        [
+            *((2, 2, case) for case in flat),
+            *(pytest.param(3, 3, case, marks=pytest.mark.long) for case in flat),
+            *((4, 2, case) for case in hierarchical),
+        ],
     )
 
 

@@ -37,7 +37,7 @@ def infer(model: str | Path, features: np.ndarray[Any, Any], folder: Path) -> np
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

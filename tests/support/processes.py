@@ -43,8 +43,10 @@ _NOT_INHERITED = (
     "MAKE",
     "MFLAGS",
 )
+# Bounds are given for a machine with nothing else to do. They only end what hangs: a busy machine gets longer.
+_FOR_A_BUSY_MACHINE = 3.0
 # How long helpers of an ended job have to end by themselves; an orphan stays for minutes or for ever.
-_LAST_MOMENT_SECONDS = 5.0
+_LAST_MOMENT_SECONDS = 15.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -131,7 +133,7 @@ class Job:
 
         After the first failure the others get ``patience_after_failure_seconds`` (None: the whole timeout).
         """
-        deadline = self._began + timeout_seconds
+        deadline = self._began + timeout_seconds * _FOR_A_BUSY_MACHINE
         seconds: dict[int, float] = {}
         while len(seconds) < len(self.started):
             for index, one in enumerate(self.started):
@@ -176,10 +178,12 @@ class Job:
 
     def wait_until(self, condition: Callable[[], bool], timeout_seconds: float, what: str) -> None:
         """Poll until ``condition`` holds; fails with ``what`` and all output when it does not within the bound."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds * _FOR_A_BUSY_MACHINE
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {timeout_seconds:g} s: {what}\n{self.report()}")
+                raise AssertionError(
+                    f"not within {_FOR_A_BUSY_MACHINE:g} times {timeout_seconds:g} s: {what}\n{self.report()}"
+                )
             time.sleep(0.05)
 
     def report(self) -> str:

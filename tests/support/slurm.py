@@ -112,7 +112,7 @@ def _command(name: str, *arguments: str) -> list[str]:
 
 def _are_idle(slurm: Slurm) -> bool:
     done = subprocess.run(
-        ["sinfo", "-h", "-N", "-o", "%T"], env=slurm.environ, capture_output=True, text=True, timeout=30, check=False
+        ["sinfo", "-h", "-N", "-o", "%T"], env=slurm.environ, capture_output=True, text=True, timeout=180, check=False
     )
     return done.returncode == 0 and done.stdout.split() == ["idle"] * len(NODES)
 

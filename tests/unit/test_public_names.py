@@ -37,7 +37,7 @@ FACADE = {
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        python(*arguments), env=clean_environ(), capture_output=True, text=True, timeout=60, check=False
+        python(*arguments), env=clean_environ(), capture_output=True, text=True, timeout=180, check=False
     )
 
 

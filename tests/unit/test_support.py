@@ -6,8 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support import processes
 from tests.support.launchers import run_launchers
-from tests.support.ports import free_ports
+from tests.support.ports import free_ports, slice_of
 from tests.support.ranks import node_sizes, run_ranks, stock_environs
 
 
@@ -29,6 +32,16 @@ def test_ports_are_never_given_out_twice() -> None:
     blocks = [free_ports(3, ["127.0.0.2", "127.0.0.3"]) for _ in range(20)]
     ports = [first + offset for first in blocks for offset in range(3)]
     assert len(set(ports)) == 60
+
+
+def test_test_processes_side_by_side_are_given_different_ports() -> None:
+    workers = [{"PYTEST_XDIST_WORKER": f"gw{n}", "PYTEST_XDIST_WORKER_COUNT": "3"} for n in range(3)]
+    slices = [set(slice_of(environ)) for environ in workers]
+    assert sum(map(len, slices)) == len(set.union(*slices))
+    assert set.union(*slices) <= set(slice_of({}))
+    # The kernel takes the ports of outgoing connections from elsewhere.
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(slice_of({})) < lowest
 
 
 def test_values_and_arrays_come_back_by_rank(tmp_path: Path) -> None:
@@ -54,7 +67,8 @@ def test_rank_that_outstays_a_failed_one_is_killed(tmp_path: Path) -> None:
     assert [rank.killed for rank in result.ranks] == [True, False]
 
 
-def test_process_that_left_its_session_is_found_as_an_orphan(tmp_path: Path) -> None:
+def test_process_that_left_its_session_is_found_as_an_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LAST_MOMENT_SECONDS", 1.0)
     daemon = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True)"
     result = run_launchers([[sys.executable, "-c", daemon]] * 2, folder=tmp_path, check=False)
     assert result.orphans == ["sleep 61", "sleep 61"]

@@ -9,7 +9,7 @@ import pytest
 from tests.support.ports import free_ports
 from tests.support.processes import Ended, Job, clean_environ, python, write_script
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 FAILS = "import sys\nsys.exit(3)\n"
 FILLS_ITS_DISK = """
     import sys

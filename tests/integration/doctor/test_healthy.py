@@ -13,7 +13,7 @@ from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Job, clean_environ, python
 from tools.lab import Lab
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 EVERYTHING_BUT_PADDLE = ("--skip", "group")
 
 

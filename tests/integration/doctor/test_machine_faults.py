@@ -16,7 +16,7 @@ from tests.integration.doctor.conftest import Two
 from tests.integration.doctor.sick import HEALTHY, PORT, Patient, Told, examine, host
 from tests.support.processes import Job, clean_environ, python
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 
 
 def second_is(two: Two, folder: Path, patient: Patient, *flags: str) -> Told:

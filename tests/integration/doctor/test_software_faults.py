@@ -13,7 +13,7 @@ from tests.integration.doctor.conftest import Two
 from tests.integration.doctor.sick import HEALTHY, Patient, Told, examine, host
 from tests.support.processes import ROOT
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 
 
 def second_is(two: Two, folder: Path, patient: Patient, *flags: str) -> Told:

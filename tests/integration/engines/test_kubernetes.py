@@ -20,7 +20,7 @@ from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, assert_equa
 from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, Started, clean_environ
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.long]
 
 Variables = Callable[[int, "list[str]"], dict[str, str]]
 

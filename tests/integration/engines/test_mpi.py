@@ -13,7 +13,7 @@ from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIP
 from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, Started, clean_environ
 
-pytestmark = [pytest.mark.root, pytest.mark.mpi]
+pytestmark = [pytest.mark.root, pytest.mark.mpi, pytest.mark.long]
 
 Machines = tuple[Namespace, Namespace]
 # mpirun starts its daemons elsewhere by a remote shell: AGENT [-options] HOST COMMAND...

@@ -13,7 +13,7 @@ from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIP
 from tests.support.processes import Job, Started, clean_environ
 from tests.support.slurm import Slurm, running_slurm
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 RANKS = ["--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, str(SCRIPT)]
 LAUNCHERS = ["--ntasks-per-node=1", sys.executable, "-m", "fleet_train", "launch", "--nproc_per_node=2", str(SCRIPT)]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.integration.launch.conftest import Bench
 
+pytestmark = pytest.mark.long
+
 # The end records are written under another name first. As on a full disk, no file can be made where there is a folder.
 _SCRIPT = """
 import os, sys

@@ -7,6 +7,8 @@ import pytest
 from tests.integration.launch.conftest import Bench
 from tests.support.processes import ROOT, clean_environ, python
 
+pytestmark = pytest.mark.long
+
 SCRIPT = ROOT / "tests" / "integration" / "launch" / "rank_on_a_hanging_disk.py"
 
 
@@ -25,5 +27,5 @@ def test_every_node_ends_with_the_code_of_checkpoints(bench: Bench, when: str) -
 
 def test_a_process_without_launcher_ends_too(bench: Bench) -> None:
     started = bench.job.start("alone", python(str(SCRIPT), "script's end"), clean_environ(), cwd=bench.folder)
-    assert started.process.wait(timeout=60) == 1, started.output
+    assert started.process.wait(timeout=120) == 1, started.output
     assert "the script ends for another reason" in started.output

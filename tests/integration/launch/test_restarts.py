@@ -103,7 +103,7 @@ def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Benc
     first, second = start_two(bench, "wait", "--rejoin_timeout=1")
     wait_for_attempt(bench, 0)
     send(first, signal.SIGKILL)
-    assert second.process.wait(timeout=30) == 11
+    assert second.process.wait(timeout=120) == 11
     last = second.output.splitlines()[-1]
     assert "the launcher of node 0 (127.0.0.2), which hosts the job store" in last
     assert "Traceback" not in second.output
@@ -125,7 +125,7 @@ def test_a_launcher_that_is_stopped_between_two_attempts_ends_the_job(bench: Ben
     send(second, signal.SIGKILL)
     bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
     send(first, signal.SIGTERM)
-    assert first.process.wait(timeout=10) == 143
+    assert first.process.wait(timeout=45) == 143
     assert first.output.splitlines()[-1] == (
         "fleet_train: node 0 (127.0.0.2) was stopped by SIGTERM; no rank was running"
     )
@@ -171,7 +171,7 @@ def test_the_grace_has_an_end(bench: Bench) -> None:
     bench.wait_for_output("began", "node0/log/workerlog.0")
     began = time.monotonic()
     send(launcher, signal.SIGUSR1)
-    assert launcher.process.wait(timeout=20) == 128 + signal.SIGUSR1
-    assert time.monotonic() - began < 12.0
+    assert launcher.process.wait(timeout=120) == 128 + signal.SIGUSR1
+    assert time.monotonic() - began < 60.0
     assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
     assert bench.job.leftovers() == []

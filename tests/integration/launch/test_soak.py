@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.processes import ROOT, clean_environ, python
 
+pytestmark = pytest.mark.long
+
 
 def test_three_kills_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port = free_ports(3, ["127.0.0.2", "127.0.0.3"])

@@ -42,7 +42,7 @@ def pipe(bench: Bench) -> Iterator[Path]:
 
 def test_a_failure_is_noticed_while_nobody_reads(bench: Bench, pipe: Path) -> None:
     launcher = bench.start(_SCRIPT, "7", str(bench.folder), flags=_TWO, shell=f'"$@" >{pipe}')
-    assert launcher.process.wait(timeout=60) == 7, launcher.output
+    assert launcher.process.wait(timeout=120) == 7, launcher.output
     assert "rank 1" in next(line for line in launcher.output.splitlines() if "the job has failed" in line)
     assert "failed first  1" in launcher.output
     assert bench.job.leftovers() == []
@@ -52,24 +52,24 @@ def test_a_signal_is_heard_while_nobody_reads_anything(bench: Bench, pipe: Path)
     launcher = bench.start(_SCRIPT, "wait", str(bench.folder), flags=_TWO, shell=f'exec "$@" >{pipe} 2>&1')
     bench.wait_for((bench.folder / "said").exists, "rank 0 has said all")
     send(launcher, signal.SIGTERM)
-    assert launcher.process.wait(timeout=60) == 143
+    assert launcher.process.wait(timeout=120) == 143
     assert bench.job.leftovers() == []
 
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_reader_that_has_seen_enough_changes_no_exit_code(bench: Bench, code: int) -> None:
     launcher = bench.start(_SCRIPT, str(code), str(bench.folder), flags=_TWO, shell='"$@" | head -1')
-    assert launcher.process.wait(timeout=60) == code, launcher.output
+    assert launcher.process.wait(timeout=120) == code, launcher.output
     assert launcher.output.count("line ") == 1
     assert ("failed first  1" in launcher.output) == (code == 7)
 
 
 def test_a_slow_reader_gets_every_line(bench: Bench) -> None:
     launcher = bench.start(_SCRIPT, "0", str(bench.folder), flags=_TWO, shell='"$@" | (sleep 3; cat)')
-    assert launcher.process.wait(timeout=60) == 0
+    assert launcher.process.wait(timeout=120) == 0
     assert launcher.output.count("line ") == 40_000
 
 
 def test_a_full_disk_behind_the_launchers_output_changes_no_exit_code(bench: Bench) -> None:
     launcher = bench.start(_SCRIPT, "0", str(bench.folder), flags=_TWO, shell='"$@" >/dev/full 2>&1')
-    assert launcher.process.wait(timeout=60) == 0
+    assert launcher.process.wait(timeout=120) == 0

@@ -120,7 +120,7 @@ def test_a_shell_completes_with_the_script_that_we_print(shell: str, tmp_path: P
     (tmp_path / "press").write_text(PRESS[shell])
     environ = clean_environ({"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)})
     done = subprocess.run(
-        [shell, str(tmp_path / "press")], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [shell, str(tmp_path / "press")], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
     assert done.stderr == ""
     profile, again, engine, version = done.stdout.splitlines()
@@ -134,4 +134,4 @@ def test_nothing_of_it_is_imported_by_other_commands() -> None:
     code = (
         "import sys\nfrom fleet_train.cli import cli\nimport fleet_train.cli.launch\nsys.exit('paddle' in sys.modules)"
     )
-    assert subprocess.run(python("-c", code), env=clean_environ(), check=False, timeout=60).returncode == 0
+    assert subprocess.run(python("-c", code), env=clean_environ(), check=False, timeout=180).returncode == 0

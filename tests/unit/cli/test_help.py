@@ -42,7 +42,7 @@ def modules_loaded_by_help(*command: str) -> set[str]:
         "json.dump(sorted(sys.modules), sys.stderr)"
     )
     done = subprocess.run(
-        python("-c", code), env=clean_environ(), capture_output=True, text=True, timeout=60, check=False
+        python("-c", code), env=clean_environ(), capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "Usage: " in done.stdout

@@ -24,7 +24,7 @@ def run(*arguments: str, **variables: str) -> str:
         env=clean_environ(variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -225,7 +225,7 @@ def test_no_worker_outlives_a_training_that_is_killed_or_interrupted(folder: Pat
         assert len(workers) == 2
         os.killpg(process.pid, number)
         _, alive = psutil.wait_procs(workers, timeout=10)
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=120)
     assert alive == []
     assert output == ""
     interrupted = 1 if number == signal.SIGINT else 0

@@ -67,7 +67,7 @@ def together(**calls: Callable[[], Any]) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     return results
 
 
@@ -116,7 +116,7 @@ def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(
     assert one.waiting_nodes(second) is None
     resumes = RunResult(Kind.RESUMES, 12, why)
     found = together(lead=lambda: lead.next(second, resumes), one=lambda: one.next(second, resumes))
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     third = Attempt(2, 2, (0, 1, 2))
     assert found == {"lead": third, "one": third}
     assert lead.waiting_nodes(third) is None
@@ -202,7 +202,7 @@ def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Seats) -> No
     assert why == "node 0 (127.0.0.1) can join again"
     resumes = RunResult(Kind.RESUMES, 12, why)
     found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
     assert waiting[0].nodes == (0, 1, 2)
 
@@ -250,7 +250,7 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None
         time.sleep(0.01)
     resumes = RunResult(Kind.RESUMES, 12, "node 0 can join again")
     found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
     assert waiting[0].nodes == (0, 1, 2)
     assert "this launcher was away for too long, and node 1 (127.0.0.2) leads now" in seats.said[0]
@@ -270,7 +270,7 @@ def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Seats) -> 
         time.sleep(0.01)
     die(lead)
     found = together(one=lambda: one.next(second, STORE_LOST))
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert found == {"one": Attempt(2, 2, (1, 2))}
     assert waiting == [Attempt(2, 1, (1, 2))]
     assert (back.membership.leader, back.membership.term) == (1, 1)

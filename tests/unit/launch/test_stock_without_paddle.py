@@ -40,7 +40,7 @@ def run(folder: Path, environ: dict[str, str] | None = None) -> tuple[int, list[
     with subprocess.Popen(
         command, cwd=folder, env=clean_environ(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=120)
     return process.pid, said.splitlines(), errors
 
 

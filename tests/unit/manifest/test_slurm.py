@@ -62,7 +62,7 @@ class Cluster:
 
     def run(self, *flags: str, nodes: int = 2, **variables: str) -> tuple[int, str]:
         with self.submit(*flags, nodes=nodes, **variables) as process:
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=120)
         return process.returncode, said
 
     def told(self, program: str) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
     while not (cluster.calls / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert (process.returncode, cluster.told("scontrol"), said) == (12, [], "")
 
 
