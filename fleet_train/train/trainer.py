@@ -81,7 +81,9 @@ class Trainer:
         self._sinks = sinks_of(sinks, fleet.is_first_worker())
         self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
         self._description = dict(description or {})
-        self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num())
+        self._meter: StepMeter[Arrays] = StepMeter(
+            fleet.worker_num(), batches_per_step=fleet.profile().accumulate_steps
+        )
         self._steps_per_epoch = agreed_steps(len(loader))
         self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, self._description)
         self._watch = numerics.LossWatch(skipping)

@@ -15,22 +15,29 @@ class Speed(NamedTuple):
     samples_per_second: float
     """Over all ranks."""
     step_ms: float
+    """Of an update: with gradient merge of all its micro-batches."""
     data_wait_share: float
     """0 = data was always ready, 1 = nothing but waiting."""
 
 
 class StepMeter(Generic[Item]):
-    """Counts steps and samples of one rank between two readings; all ranks have the same number of both."""
+    """Counts batches and samples of one rank between two readings; all ranks have the same number of both.
 
-    def __init__(self, world_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    ``batches_per_step``: those that a rank takes for one update; above 1 with gradient merge.
+    """
+
+    def __init__(
+        self, world_size: int, clock: Callable[[], float] = time.perf_counter, *, batches_per_step: int = 1
+    ) -> None:
         self._world_size = world_size
+        self._batches_per_step = batches_per_step
         self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin a new interval now; what was counted is forgotten."""
         self._began = self._clock()
-        self.steps = 0
+        self.batches = 0
         self._samples = 0
         self._waited = 0.0
 
@@ -47,8 +54,8 @@ class StepMeter(Generic[Item]):
             yield batch
 
     def count(self, samples: int) -> None:
-        """One step of this rank with that many samples is done."""
-        self.steps += 1
+        """One batch of this rank with that many samples is done."""
+        self.batches += 1
         self._samples += samples
 
     def read(self) -> Speed:
@@ -56,6 +63,6 @@ class StepMeter(Generic[Item]):
         seconds = max(self._clock() - self._began, 1e-9)
         return Speed(
             self._samples * self._world_size / seconds,
-            1000.0 * seconds / max(1, self.steps),
+            1000.0 * seconds * self._batches_per_step / max(1, self.batches),
             min(1.0, self._waited / seconds),
         )

@@ -45,7 +45,7 @@ class TrainConfig:
     """Profile name or file. None = the launcher's, else single_node or multi_node by what the cluster is."""
     epochs: int = 20
     batch_size: int = 32
-    """Samples per rank and step."""
+    """Samples per rank and micro-batch; without gradient merge a step is one."""
     learning_rate: float | None = None
     """Peak rate. None = the optimizer's entry in DEFAULT_LEARNING_RATES."""
     scale_lr: bool = False

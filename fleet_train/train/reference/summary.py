@@ -21,9 +21,14 @@ def headline(config: TrainConfig, steps_per_epoch: int) -> str:
     scaled = f" (scaled by {ranks} ranks)" if config.scale_lr and ranks > 1 else ""
     return (
         f"{config.model} on {config.data_name}: {ranks} rank(s) on {fleet.node_num()} node(s), "
-        f"profile {fleet.profile().name}, global batch {config.batch_size * ranks}, {steps_per_epoch} steps per epoch, "
+        f"profile {fleet.profile().name}, global batch {global_batch_size(config)}, {steps_per_epoch} steps per epoch, "
         f"{config.optimizer} with learning rate {rate:g}{scaled}, {config.lr_schedule}"
     )
+
+
+def global_batch_size(config: TrainConfig) -> int:
+    """Samples of one update, over all ranks and micro-batches."""
+    return config.batch_size * fleet.profile().accumulate_steps * fleet.worker_num()
 
 
 def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, seconds: float) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, second
         "optimizer": config.optimizer,
         "learning_rate": config.peak_learning_rate(ranks),
         "batch_size_per_rank": config.batch_size,
-        "global_batch_size": config.batch_size * ranks,
+        "global_batch_size": global_batch_size(config),
         "seed": config.seed,
         "corrupt_images": corrupt_images,
         "skipped_updates": outcome.skipped_updates,

@@ -30,6 +30,17 @@ def test_speed_counts_all_ranks_and_the_share_of_waiting() -> None:
     assert meter.read() == (2 * 8 * 3 / 8.0, 4000.0, 0.25)
 
 
+def test_a_step_of_two_micro_batches_takes_the_time_of_both() -> None:
+    clock = Clock()
+    meter: StepMeter[int] = StepMeter(3, clock, batches_per_step=2)
+    for _ in range(4):
+        clock.now += 0.5
+        meter.count(samples=8)
+    speed = meter.read()
+    assert speed == (4 * 8 * 3 / 2.0, 1000.0, 0.0)
+    assert speed.samples_per_second * speed.step_ms / 1000 == 2 * 8 * 3  # micro-batches, samples, ranks
+
+
 def test_restart_forgets() -> None:
     clock = Clock()
     meter: StepMeter[int] = StepMeter(1, clock)
