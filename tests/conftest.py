@@ -138,7 +138,7 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
 
 
 # Starting what they need takes long enough: `make test` leaves them to `make test-long`.
-_LONG = ("browser", "slurm", "mpi", "ray")
+_LONG = ("browser", "slurm", "mpi", "ray", "site")
 
 
 def pytest_configure() -> None:
