@@ -178,7 +178,10 @@ def layers(watch: Watch, profile: Profile) -> Ran:
     trained = Trained(watch, build, _sgd(), profile)
     fetched = trained.step({"x": np.full((2, 8), 1.0 + 2.0**-8, "float32")}, seen)
     # Emulated on processors without bfloat16: a value is float32 and has the bits of bfloat16 once it is read.
-    read_as = (fetched[1], fetched[0])  # the product of rounded numbers; the mean of what the activation behind it gives
+    read_as = (
+        fetched[1],
+        fetched[0],
+    )  # the product of rounded numbers; the mean of what the activation behind it gives
     trained.ran.facts["fetched"] = [
         "uint16" if is_rounded(read) else str(value.dtype) for value, read in zip(fetched[1:], read_as, strict=True)
     ]
