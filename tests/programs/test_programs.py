@@ -55,6 +55,8 @@ UNDER_LATE_STREAMS: dict[str, tuple[str, ...]] = {
 }
 
 # The first test of a subject waits for the launch of all its cases.
+# Subjects whose programs `make test` trains on two ranks; `make test-long` trains those of the others.
+SHORT = ("sharing", "schedules")
 # What oneDNN computes in bfloat16 by the program's own will: on processors without AVX-512 plain Paddle raises.
 IN_BFLOAT16 = ("bfloat16", "own_auto_cast")
 NO_BFLOAT16 = pytest.mark.skipif(
@@ -99,8 +101,14 @@ def on_late_streams(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> F
     return run_cases(cases, tmp_path_factory.mktemp("streams"), alone[0], 2, late_streams=True)
 
 
-def each(names: Iterable[str]) -> pytest.MarkDecorator:
-    rows = [pytest.param(name, marks=[NO_BFLOAT16] if name in IN_BFLOAT16 else []) for name in names]
+def each(names: Iterable[str], launched: bool = False) -> pytest.MarkDecorator:
+    """``launched``: with the other programs of its subject, on two ranks."""
+    rows = []
+    for name in names:
+        marks = [NO_BFLOAT16] if name in IN_BFLOAT16 else []
+        if launched and PROGRAMS[name].subject not in SHORT:
+            marks.append(pytest.mark.long)
+        rows.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("name", rows)
 
 
@@ -151,7 +159,7 @@ def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
     assert record["moved"] > 1e-3, "nothing was trained"
 
 
-@each(COMPARED)
+@each(COMPARED, launched=True)
 def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks: Run, name: str) -> None:
     program, reference = PROGRAMS[name], alone[1][name]
     found = on_two_ranks(name)
@@ -165,7 +173,7 @@ def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks:
     assert not wrong, "\n".join(wrong)
 
 
-@each(REFUSED)
+@each(REFUSED, launched=True)
 def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
     found, program = on_two_ranks(name), PROGRAMS[name]
     for strategy in program.refused:
@@ -174,7 +182,7 @@ def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: 
         assert not not_refused(found, case, program)
 
 
-@each(SIMULATED)
+@each(SIMULATED, launched=True)
 def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run, name: str) -> None:
     program, reference, found = PROGRAMS[name], alone[1][name], on_two_ranks(name)
     wrong = []
@@ -202,6 +210,7 @@ def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found,
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @each(UNDER_LATE_STREAMS)
 def test_programs_come_to_the_same_where_collectives_end_late(alone: Alone, on_late_streams: Found, name: str) -> None:
     wrong = []
