@@ -29,9 +29,10 @@ _HEAD = """# What kinds of programs are proven
 Made from `tests/programs/catalogue` by `python -m tests.programs.page`; do not edit.
 
 Each program below is a static program as users write them. `make test` trains it in one process of plain Paddle with
-the joint batch, and on two ranks with half of the batch each. The two come to the same parameters, optimizer state and
-losses ({tolerance:.0e} of their scale unless said), the two ranks to the same bits; a job of one process comes to the
-bits of plain Paddle. All on CPUs with Gloo. Every program meets these strategies, as far as they are exact for it:
+the joint batch; on two ranks with half of the batch each, `make test` trains some and `make test-long` the others. The
+two come to the same parameters, optimizer state and losses ({tolerance:.0e} of their scale unless said), the two ranks
+to the same bits; a job of one process comes to the bits of plain Paddle. All on CPUs with Gloo. Every program meets
+these strategies, as far as they are exact for it:
 
 {always}
 

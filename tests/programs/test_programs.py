@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,13 @@ UNDER_LATE_STREAMS: dict[str, tuple[str, ...]] = {
 }
 
 # The first test of a subject waits for the launch of all its cases.
-pytestmark = pytest.mark.timeout(600)
+# Subjects whose programs `make test` trains on two ranks; `make test-long` trains those of the others.
+SHORT = ("sharing", "schedules")
+# What oneDNN computes in bfloat16 by the program's own will: on processors without AVX-512 plain Paddle raises.
+IN_BFLOAT16 = ("bfloat16", "own_auto_cast")
+NO_BFLOAT16 = pytest.mark.skipif(
+    not paddle.base.core.supports_bfloat16(), reason="this processor has no AVX-512, and plain Paddle no bfloat16 on it"
+)
 
 Alone = tuple[Path, dict[str, Record]]
 Run = Callable[[str], Found]
@@ -93,6 +99,17 @@ def in_one_process(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Fo
 def on_late_streams(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
     cases = [(name, SEED, strategy) for name, chosen in UNDER_LATE_STREAMS.items() for strategy in chosen]
     return run_cases(cases, tmp_path_factory.mktemp("streams"), alone[0], 2, late_streams=True)
+
+
+def each(names: Iterable[str], launched: bool = False) -> pytest.MarkDecorator:
+    """``launched``: with the other programs of its subject, on two ranks."""
+    rows = []
+    for name in names:
+        marks = [NO_BFLOAT16] if name in IN_BFLOAT16 else []
+        if launched and PROGRAMS[name].subject not in SHORT:
+            marks.append(pytest.mark.long)
+        rows.append(pytest.param(name, marks=marks))
+    return pytest.mark.parametrize("name", rows)
 
 
 def cases_of(program: Program, reference: Record) -> list[Case]:
@@ -135,14 +152,14 @@ def one_process_cases(program: Program) -> list[Case]:
     return [(program.name, SEED, name) for name in chosen if name in EXACT and name not in program.without]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each(PROGRAMS)
 def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
     record = alone[1][name]
     assert record.get("ended"), f"{record.get('error', 'the process ended before it')}\n{record.get('traceback')}"
     assert record["moved"] > 1e-3, "nothing was trained"
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@each(COMPARED, launched=True)
 def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks: Run, name: str) -> None:
     program, reference = PROGRAMS[name], alone[1][name]
     found = on_two_ranks(name)
@@ -156,7 +173,7 @@ def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each(REFUSED, launched=True)
 def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: Run, name: str) -> None:
     found, program = on_two_ranks(name), PROGRAMS[name]
     for strategy in program.refused:
@@ -165,7 +182,7 @@ def test_strategy_that_cannot_be_right_is_refused_with_the_reason(on_two_ranks: 
         assert not not_refused(found, case, program)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@each(SIMULATED, launched=True)
 def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run, name: str) -> None:
     program, reference, found = PROGRAMS[name], alone[1][name], on_two_ranks(name)
     wrong = []
@@ -182,7 +199,7 @@ def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run,
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@each(COMPARED)
 def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
     wrong = []
     for case in one_process_cases(PROGRAMS[name]):
@@ -193,7 +210,8 @@ def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found,
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", UNDER_LATE_STREAMS)
+@pytest.mark.long
+@each(UNDER_LATE_STREAMS)
 def test_programs_come_to_the_same_where_collectives_end_late(alone: Alone, on_late_streams: Found, name: str) -> None:
     wrong = []
     for strategy in UNDER_LATE_STREAMS[name]:

@@ -7,8 +7,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launch.conftest import HOSTS, Bench, send
 from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.long
 
 # Every look at the clock is hours away from the one before it.
 _JUMPING = """

@@ -13,6 +13,8 @@ from tests.support.launchers import run_launchers
 from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
 
+pytestmark = pytest.mark.long
+
 _SAY = """
 import os
 print(os.environ["PADDLE_TRAINER_ID"], os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])

@@ -52,6 +52,7 @@ def test_workers_start_with_the_profiles_variables_and_paddle_reads_its_flags_fr
 CANARY = "canary-7f3a9c-must-not-be-seen"
 
 
+@pytest.mark.long
 def test_no_value_of_the_profiles_environment_is_written_anywhere(bench: Bench, tmp_path_factory: Folders) -> None:
     profile = tmp_path_factory.mktemp("profiles") / "mine.yaml"
     profile.write_text(f"local_sgd_steps: 2\nuse_local_sgd: true\nenvironment:\n  MY_TOKEN: {CANARY}\n")

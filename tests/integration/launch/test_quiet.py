@@ -10,6 +10,8 @@ import pytest
 from tests.integration.launch.conftest import Bench
 from tests.support.processes import clean_environ, python, write_script
 
+pytestmark = pytest.mark.long
+
 OF_PADDLE = (
     "ccache",
     "not support input out",

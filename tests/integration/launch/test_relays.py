@@ -7,8 +7,12 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launch.conftest import HOSTS, Bench
 from tests.support.processes import Job
+
+pytestmark = pytest.mark.long
 
 _TRAIN = """
 import os

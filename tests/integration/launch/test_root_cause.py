@@ -30,6 +30,7 @@ _BROKE = r"was lost \(its connection broke\) while others waited for it at step 
 _MISSED = r"did not come to step 3 within 2 s"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "exit_code", "how", "last_line", "told"),
     [
