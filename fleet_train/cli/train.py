@@ -63,7 +63,9 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     shell_complete=profiles,
 )
 @_option("--epochs", "Passes over the training data.", type=WholeNumber())
-@_option("--batch_size", "Samples per rank and step.", type=WholeNumber())
+@_option(
+    "--batch_size", "Samples per rank and batch; a step is one, or accumulate_steps of the profile.", type=WholeNumber()
+)
 @_option("--lr", f"Peak learning rate. Default: {_RATES}.", type=Number(), default=None)
 @_option("--scale_lr", "Multiply the learning rate by the number of ranks.", is_flag=True)
 @_option("--optimizer", "Optimizer (momentum: 0.9).", type=click.Choice(OPTIMIZERS))

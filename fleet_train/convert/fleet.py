@@ -290,6 +290,8 @@ def plan() -> CommPlan | None:
 def should_fetch(step: int) -> bool:
     """Whether an own loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps.
 
+    A step is an update: with gradient merge ``step`` is the same for all its micro-batches.
+
     Nothing stops a loop that does not ask: what is in ``fetch_list`` is fetched.
     """
     return step % profile().fetch_frequency == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from fleet_train.errors import CheckpointError, Preempted
 from fleet_train.plan import CommPlan
 from fleet_train.train.checkpoint.copies.kept import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
-from fleet_train.train.checkpoint.position import EpochLoss, Position, resumed
+from fleet_train.train.checkpoint.position import EpochLoss, Position, resumed, steps_of
 from fleet_train.train.checkpoint.saver import Saver
 from fleet_train.train.components import numerics
 from fleet_train.train.components.ema import WeightAverage
@@ -32,6 +33,18 @@ from fleet_train.train.metrics.own_sinks import OwnSink, closed_at_the_end, sink
 from fleet_train.train.metrics.reporter import Reporter
 from fleet_train.train.metrics.sinks import MetricSink
 from fleet_train.train.outcome import Outcome
+
+
+@dataclass
+class StepSums:
+    """Of the batches of one step that are in one epoch, on this rank."""
+
+    samples: int = 0
+    losses: list[float] = field(default_factory=list)
+    """Those that were fetched."""
+
+    def loss(self) -> float | None:
+        return sum(self.losses) / len(self.losses) if self.losses else None
 
 
 class Trainer:
@@ -81,13 +94,16 @@ class Trainer:
         self._sinks = sinks_of(sinks, fleet.is_first_worker())
         self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
         self._description = dict(description or {})
-        self._meter: StepMeter[Arrays] = StepMeter(
-            fleet.worker_num(), batches_per_step=fleet.profile().accumulate_steps
-        )
-        self._steps_per_epoch = agreed_steps(len(loader))
-        self._saver = Saver(exe, settings, checkpoints, scheduler, self._steps_per_epoch, self._description)
+        self._merged = fleet.profile().accumulate_steps
+        """Batches of a step."""
+        self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
+        self._batches_per_epoch = agreed_steps(len(loader))
+        self._saver = Saver(exe, settings, checkpoints, scheduler, self._batches_per_epoch, self._description)
         self._watch = numerics.LossWatch(skipping)
         self._losses = EpochLoss()
+        self._of_step = StepSums()
+        self._first_step, self._last_step = 0, 0
+        """Steps before the epoch under way, and with it."""
         self._reported = 0
         """Steps of the epoch under way up to the last record."""
         self.position = Position()
@@ -128,18 +144,23 @@ class Trainer:
         at = self.position
         began = time.perf_counter()
         with self._loader.epoch(at.epoch, at.consumed_samples) as batches:
-            steps = agreed_steps(len(self._loader))
-            self._begin_at_step((at.epoch + 1) * self._steps_per_epoch - steps)
-            self._progress.begin(at.epoch, self._settings.epochs, self._steps_per_epoch, self._steps_per_epoch - steps)
+            left = agreed_steps(len(self._loader))
+            self._begin_at_batch((at.epoch + 1) * self._batches_per_epoch - left, left)
+            begun, steps = at.step - self._first_step, self._last_step - self._first_step
+            self._progress.begin(at.epoch, self._settings.epochs, steps, begun)
             self._meter.restart()
             self._reporter.begin_stretch()
-            begun, first = self._steps_per_epoch - steps, at.epoch * self._steps_per_epoch
+            first = self._first_step
             self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_looked_at(first + i - 1))
-            for index, batch in enumerate(islice(self._meter.timed(batches), steps)):
-                loss = self._train_step(index, batch, is_last=index + 1 == steps)
+            for index, batch in enumerate(islice(self._meter.timed(batches), left)):
+                self._train_batch(index, batch)
                 at.consumed_samples = self._loader.consumed_after(index + 1)
-                self._account(loss, len(self._loader.indices(index)))
-                if index + 1 < steps and self._saver.is_due_within(at.step):
+                is_last = index + 1 == left
+                if at.pending and not is_last:
+                    continue
+                self._account(self._of_step, is_whole=not at.pending)
+                self._of_step = StepSums()
+                if not is_last and self._saver.is_due_within(at.step):
                     self._save()
                 self._stop_if_asked()
         self.outcome.train_seconds += time.perf_counter() - began
@@ -147,43 +168,57 @@ class Trainer:
         self._losses = EpochLoss()
         at.epoch, at.consumed_samples = at.epoch + 1, 0
 
-    def _begin_at_step(self, step: int) -> None:
-        """What an epoch has left says which step comes next: a resume on another number of ranks knew a rounded one.
+    def _begin_at_batch(self, batch: int, left: int) -> None:
+        """What an epoch has left says which batch comes next: a resume on another number of ranks knew a rounded one.
 
         The schedule goes there, too, so that a run that is stopped again goes on with the rate that it had.
         """
-        if step != self.position.step and self._scheduler is not None:
-            self._scheduler.step(step // fleet.profile().accumulate_steps)
-        self.position.step = step
-
-    def _train_step(self, index: int, batch: Arrays, is_last: bool) -> float | None:
-        """One run of the training program; the loss where it is fetched and, skipping or not, looked at."""
         at = self.position
-        is_looked_at = is_last or self._is_looked_at(at.step)
-        paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.step))
+        if batch != at.batches:
+            step = steps_of(batch, at.pending, self._merged)
+            if step != at.step and self._scheduler is not None:
+                self._scheduler.step(step)
+            at.step, at.batches = step, batch
+        self._of_step = StepSums()
+        self._first_step = min(at.step, at.epoch * self._batches_per_epoch // self._merged)
+        self._last_step = at.step + (at.pending + left) // self._merged
+
+    def _train_batch(self, index: int, batch: Arrays) -> float | None:
+        """One run of the training program: a step, or with gradient merge a micro-batch of one."""
+        at, indices = self.position, self._loader.indices(index)
+        is_looked_at = at.step + 1 >= self._last_step or self._is_looked_at(at.step)
+        paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.batches))
         fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
-        at.step += 1
-        if self._scheduler is not None and at.step % fleet.profile().accumulate_steps == 0:
-            self._scheduler.step()
+        step = at.step + 1
+        at.batches, at.pending = at.batches + 1, (at.pending + 1) % self._merged
+        if not at.pending:
+            at.step = step
+            if self._scheduler is not None:
+                self._scheduler.step()
+        self._meter.count(len(indices))
+        self._of_step.samples += len(indices)
         if not is_looked_at:
             return None
         loss = float(fetched[0].item())
-        self._watch.look(loss, at.step, self._loader.indices(index), batch)
+        self._watch.look(loss, step, indices, batch)
+        self._of_step.losses.append(loss)
         return loss
 
     def _is_looked_at(self, step: int) -> bool:
-        """Whether the loss is fetched in the run of the program that follows so many others."""
+        """Whether the loss is fetched in the step that follows so many others."""
         return fleet.should_fetch(step) or self._saver.is_due_within(step + 1)
 
-    def _account(self, loss: float | None, samples: int) -> None:
-        """What is counted, written and shown of a step of that many samples on each rank."""
-        self._meter.count(samples)
-        self.outcome.samples += samples * fleet.worker_num()
+    def _account(self, of_step: StepSums, is_whole: bool) -> None:
+        """What is counted, written and shown of a step; not whole: of the batches whose update is in the next epoch."""
+        loss, samples = of_step.loss(), of_step.samples * fleet.worker_num()
+        self.outcome.samples += samples
         self._losses.add(loss)
-        self._progress.step(loss, samples * fleet.worker_num())
-        inside = self.position.step - self.position.epoch * self._steps_per_epoch
+        if not is_whole:
+            return
+        self._progress.step(loss, samples)
+        inside = self.position.step - self._first_step
         every = self._settings.log_every
-        is_short = inside == self._steps_per_epoch and self._reported < every  # an epoch of fewer steps than that
+        is_short = self.position.step == self._last_step and self._reported < every  # an epoch of fewer steps than that
         if loss is None or not (begins_interval(inside, self._reported, every) or is_short):
             return
         self._reported = inside
@@ -219,6 +254,12 @@ class Trainer:
         said = describe_statistics(fleet.main_program)
         if said is not None:
             self._progress.say(said)
+        if self._batches_per_epoch % self._merged:
+            self._progress.say(
+                f"note: an epoch's {self._batches_per_epoch} batches are no multiple of "
+                f"accumulate_steps={self._merged}: what is left at its end waits for the next epoch's first update, "
+                "and at the end of the run for none"
+            )
 
     def _last_epoch(self) -> int:
         """The epoch (counted from 1) at which this call stops."""
@@ -228,7 +269,7 @@ class Trainer:
     def resume(self, found: Found) -> None:
         """Go on from a checkpoint: tensors into the scope, the position and the learning rate to where they were."""
         self._saver.load(found)
-        again = resumed(found.state, self._steps_per_epoch)
+        again = resumed(found.state, self._batches_per_epoch)
         self.position, self._losses = again.position, again.losses
         self.outcome.checkpoint = found.folder
         if self._scheduler is not None:
@@ -253,8 +294,9 @@ class Trainer:
         # A function of the step is computed anew: the same for the same run, and right if its settings have changed.
         # Other schedules compute a rate from the one before, which only their state gives back bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
-        if is_function or found.state.steps_per_epoch != self._steps_per_epoch:
-            self._scheduler.step(self.position.step // fleet.profile().accumulate_steps)
+        saved = found.state
+        if is_function or (saved.steps_per_epoch, saved.accumulate_steps) != (self._batches_per_epoch, self._merged):
+            self._scheduler.step(self.position.step)
 
 
 def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:

@@ -50,7 +50,7 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
 
     publish = storage.publish
     fit, resume, train_step, stop_if_asked, last_epoch = (
-        Trainer.fit, Trainer.resume, Trainer._train_step, Trainer._stop_if_asked, Trainer._last_epoch,
+        Trainer.fit, Trainer.resume, Trainer._train_batch, Trainer._stop_if_asked, Trainer._last_epoch,
     )  # fmt: skip
     books: list[Book] = []
 
@@ -67,11 +67,11 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
         books[0].write("begin", place=place, came_from=digest, samples=samples)
         return fit(self)
 
-    def noted_step(self: Trainer, index: int, batch: Any, is_last: bool) -> float | None:
+    def noted_step(self: Trainer, index: int, batch: Any) -> float | None:
         if step_seconds and not (folder / HURRY).exists():
             time.sleep(step_seconds)
         place = [self.position.epoch, self.position.consumed_samples]
-        loss = train_step(self, index, batch, is_last)
+        loss = train_step(self, index, batch)
         after = [place[0], self._loader.consumed_after(index + 1)]
         told = {"indices": [int(i) for i in self._loader.indices(index)], "loss": None if loss is None else loss.hex()}
         books[0].write("step", before=place, after=after, **told)
@@ -98,7 +98,7 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
 
     setattr(storage, "publish", noted_publish)  # noqa: B010 (a function of another type, as mypy sees it)
     for name, function in (
-        ("fit", noted_fit), ("resume", noted_resume), ("_train_step", noted_step), ("_stop_if_asked", stop_there),
+        ("fit", noted_fit), ("resume", noted_resume), ("_train_batch", noted_step), ("_stop_if_asked", stop_there),
         ("_last_epoch", stop_before),
     ):  # fmt: skip
         setattr(Trainer, name, function)

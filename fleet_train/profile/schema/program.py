@@ -18,8 +18,8 @@ class ProgramKnobs(CompressionKnobs):
         ge=1,
         le=100_000,
         meaning="Gradient merge: micro-batches per update, their gradients averaged.",
-        reason="Gradients are summed in the program and sent once per update, beside the last backward pass. A step of "
-        "the script is one micro-batch; step the learning rate once per update.",
+        reason="Gradients are summed in the program and sent once per update, beside the last backward pass. A run of "
+        "the script's program is one micro-batch; step the learning rate once per update.",
     )
     amp_level: Literal["O0", "O1", "O2"] = knob(
         "O0",

@@ -28,13 +28,14 @@ _ROUND_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a resumed run needs beside the tensors. Random streams follow from config["seed"] and step."""
+    """Everything a resumed run needs beside the tensors. Random streams follow from config["seed"] and batches."""
 
     epoch: int
     """Finished epochs."""
     step: int
     """Finished steps (optimizer updates) since the beginning of the run."""
     steps_per_epoch: int
+    """Batches that each rank has in an epoch; a step takes ``accumulate_steps`` of them."""
     world_size: int
     scheduler: dict[str, Any]
     config: dict[str, Any]
@@ -44,17 +45,30 @@ class TrainState:
     """Samples of the epoch under way that all ranks together have trained on; 0 between epochs."""
     epoch_losses: list[list[float]] = field(default_factory=list)
     """By rank: sum and number of the losses that were fetched in the epoch under way."""
+    batches: int | None = None
+    """Batches (micro-batches) of each rank since the beginning of the run. None: ``step`` counts them, as that of
+    earlier versions did with gradient merge, too."""
+    pending_batches: int = 0
+    """Those of them whose gradients are summed and wait for their update."""
+    accumulate_steps: int = 1
+    """Batches of an update."""
 
 
-_NUMBERS = ("epoch", "step", "steps_per_epoch", "world_size", "consumed_samples")
+_NUMBERS = (
+    *("epoch", "step", "steps_per_epoch", "world_size"),
+    *("consumed_samples", "pending_batches", "accumulate_steps"),
+)
+_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps")
+"""What checkpoints of earlier versions may lack."""
 _SECTIONS = ("scheduler", "config", "profile", "versions")
 
 
 def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """A state.json that was read, unless it is none of a run: CheckpointError names the entry that is wrong."""
     known = [one.name for one in fields(TrainState)]
-    missing = [name for name in known if name not in state and name not in ("consumed_samples", "epoch_losses")]
+    missing = [name for name in known if name not in state and name not in _LATER]
     wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
+    wrong += [name for name in ("batches",) if state.get(name) is not None and not _is_count(state[name])]
     wrong += [name for name in _SECTIONS if name in state and not isinstance(state[name], dict)]
     wrong += [name for name in ("epoch_losses",) if name in state and not _are_losses(state[name])]
     if damage := [*missing, *wrong, *sorted(state.keys() - known)]:

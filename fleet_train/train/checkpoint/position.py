@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fleet_train import fleet
+from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint.manager import TrainState
 
 
@@ -18,9 +19,13 @@ class Position:
     epoch: int = 0
     """Finished epochs."""
     step: int = 0
-    """Finished steps."""
+    """Finished steps (optimizer updates)."""
     consumed_samples: int = 0
     """Samples of the epoch under way that all ranks together have done."""
+    batches: int = 0
+    """Batches that each rank has done: with gradient merge micro-batches, several to a step."""
+    pending: int = 0
+    """Those of them whose gradients wait for the update that the next ones complete."""
 
 
 @dataclass
@@ -49,13 +54,14 @@ class Resumed:
     losses: EpochLoss = field(default_factory=EpochLoss)
 
 
-def resumed(state: TrainState, steps_per_epoch: int) -> Resumed:
-    """With another number of steps per epoch (other ranks, another batch size) the run goes on at the same share of it.
+def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
+    """With other batches per epoch (other ranks, another batch size) the run goes on at the same share of it.
 
     The losses of an epoch under way go back to the rank that had them, or all to rank 0 when the ranks are others.
     """
-    inside = max(0, state.step - state.epoch * state.steps_per_epoch)
-    step = state.epoch * steps_per_epoch + inside * steps_per_epoch // max(1, state.steps_per_epoch)
+    done, pending = _batches(state)
+    inside = max(0, done - state.epoch * state.steps_per_epoch)
+    batches = state.epoch * batches_per_epoch + inside * batches_per_epoch // max(1, state.steps_per_epoch)
     losses = [EpochLoss(float(total), int(count)) for total, count in state.epoch_losses]
     rank = fleet.worker_index()
     if len(losses) == fleet.worker_num():
@@ -64,4 +70,29 @@ def resumed(state: TrainState, steps_per_epoch: int) -> Resumed:
         mine = EpochLoss(sum(each.total for each in losses), sum(each.count for each in losses))
     else:
         mine = EpochLoss()
-    return Resumed(Position(state.epoch, step, state.consumed_samples), mine)
+    step = steps_of(batches, pending, fleet.profile().accumulate_steps)
+    return Resumed(Position(state.epoch, step, state.consumed_samples, batches, pending), mine)
+
+
+def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:
+    """The updates in so many batches, of which `pending` wait for theirs."""
+    return max(0, batches - pending) // accumulate_steps
+
+
+def _batches(state: TrainState) -> tuple[int, int]:
+    """The batches of each rank that are done, and those of them that wait for their update."""
+    size = fleet.profile().accumulate_steps
+    if state.batches is None:
+        if size > 1 and state.profile.get("digest") != fleet.profile().digest():
+            raise CheckpointError(
+                f"this checkpoint is of a version that counted micro-batches as steps, and of profile "
+                f"'{state.profile.get('name', '')}' with other values than now: how many of its step {state.step} make "
+                f"an update is not known; resume it with the profile that it was saved with, or start anew"
+            )
+        return state.step, state.step % size
+    if state.pending_batches and state.accumulate_steps != size:
+        raise CheckpointError(
+            f"this checkpoint has {state.pending_batches} of the {state.accumulate_steps} micro-batches of an update, "
+            f"and accumulate_steps is now {size}; resume with accumulate_steps: {state.accumulate_steps}"
+        )
+    return state.batches, state.pending_batches

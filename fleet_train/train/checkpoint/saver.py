@@ -27,7 +27,7 @@ class Saver:
     settings: TrainerSettings
     checkpoints: Checkpoints | None
     scheduler: Any
-    steps_per_epoch: int
+    batches_per_epoch: int
     description: dict[str, Any]
 
     def is_due_after(self, at: Position) -> bool:
@@ -65,7 +65,7 @@ class Saver:
         return TrainState(
             epoch=at.epoch,
             step=at.step,
-            steps_per_epoch=self.steps_per_epoch,
+            steps_per_epoch=self.batches_per_epoch,
             world_size=fleet.worker_num(),
             scheduler={} if self.scheduler is None else self.scheduler.state_dict(),
             config=self.description,
@@ -73,6 +73,9 @@ class Saver:
             versions=versions(),
             consumed_samples=at.consumed_samples,
             epoch_losses=fleet.gather([losses.total, losses.count]),
+            batches=at.batches,
+            pending_batches=at.pending,
+            accumulate_steps=profile.accumulate_steps,
         )
 
 

@@ -16,7 +16,7 @@ class TrainerSettings:
     epochs: int
     """Passes over the training data in the whole run."""
     seed: int = 0
-    """Start of the random streams of dropout: one per rank and step."""
+    """Start of the random streams of dropout: one per rank and batch."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     checkpoint_every: int = 0

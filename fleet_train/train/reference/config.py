@@ -135,7 +135,7 @@ class TrainConfig:
         return given * world_size if self.scale_lr else given
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
-        """The learning rate's course over the whole run, in steps."""
+        """The learning rate's course over the whole run, in steps of one batch: see `Schedule.of_updates`."""
         return Schedule(
             self.lr_schedule,
             total_steps=self.epochs * steps_per_epoch,

@@ -24,7 +24,7 @@ class Inputs:
 
     train: Loader
     test: Loader
-    steps_per_epoch: int
+    batches_per_epoch: int
 
     def corrupt_images(self) -> int:
         """Files that could not be read, over all ranks that met them; every rank calls this."""

@@ -66,8 +66,8 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
     if config.deterministic:
         progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
     inputs = open_inputs(config)
-    programs, exe = _make_programs(config, inputs.train.dataset, inputs.steps_per_epoch)
-    first_step = 0 if found is None else resumed(found.state, inputs.steps_per_epoch).position.step
+    programs, exe = _make_programs(config, inputs.train.dataset, inputs.batches_per_epoch)
+    first_step = 0 if found is None else resumed(found.state, inputs.batches_per_epoch).position.step
     sinks = TeeSink([open_sinks(config.output_path, fleet.is_first_worker(), first_step), prometheus])
     try:
         trainer = Trainer(
@@ -86,7 +86,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             progress=progress,
             description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},
         )
-        progress.say(headline(config, inputs.steps_per_epoch))
+        progress.say(headline(config, inputs.batches_per_epoch))
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
@@ -105,13 +105,13 @@ def convert_only(config: TrainConfig) -> None:
     """Join and convert the configured model, and stop there: for planning."""
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    _make_programs(config, open_data(config).train, steps_per_epoch=1)
+    _make_programs(config, open_data(config).train, batches_per_epoch=1)
 
 
-def _make_programs(config: TrainConfig, data: Dataset, steps_per_epoch: int) -> tuple[Programs, Any]:
+def _make_programs(config: TrainConfig, data: Dataset, batches_per_epoch: int) -> tuple[Programs, Any]:
     """The converted programs and an executor on which the startup program has run."""
     strategy = None if config.strategy is None else DistributedStrategy.from_profile(config.strategy)
-    programs = build_programs(config, data, config.schedule(steps_per_epoch), fleet.worker_num(), strategy)
+    programs = build_programs(config, data, config.schedule(batches_per_epoch), fleet.worker_num(), strategy)
     paddle.seed(config.seed)
     exe = paddle.static.Executor(fleet.place())
     exe.run(programs.startup)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet_train.errors import FleetTrainError
 
@@ -40,6 +40,16 @@ class Schedule:
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return _SHAPES[self.shape](self, step)
+
+    def of_updates(self, batches: int) -> Schedule:
+        """The same course where a step takes that many of the batches that this one calls steps."""
+        milestones = {max(1, round(milestone / batches)) for milestone in self.milestones}
+        return replace(
+            self,
+            total_steps=self.total_steps // batches,
+            warmup_steps=round(self.warmup_steps / batches),
+            milestones=tuple(sorted(milestones)),
+        )
 
     def progress(self, step: int) -> float:
         """Share of the run behind us after the warm-up, 0 to 1."""

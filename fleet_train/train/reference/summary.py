@@ -15,15 +15,23 @@ from fleet_train.train.outcome import Outcome
 from fleet_train.train.reference.config import TrainConfig
 
 
-def headline(config: TrainConfig, steps_per_epoch: int) -> str:
+def headline(config: TrainConfig, batches_per_epoch: int) -> str:
     """What will be trained, on what, and how fast the learning rate is."""
     ranks, rate = fleet.worker_num(), config.peak_learning_rate(fleet.worker_num())
     scaled = f" (scaled by {ranks} ranks)" if config.scale_lr and ranks > 1 else ""
     return (
         f"{config.model} on {config.data_name}: {ranks} rank(s) on {fleet.node_num()} node(s), "
-        f"profile {fleet.profile().name}, global batch {global_batch_size(config)}, {steps_per_epoch} steps per epoch, "
+        f"profile {fleet.profile().name}, global batch {global_batch_size(config)}, "
+        f"{_steps(batches_per_epoch)} per epoch, "
         f"{config.optimizer} with learning rate {rate:g}{scaled}, {config.lr_schedule}"
     )
+
+
+def _steps(batches: int) -> str:
+    merged = fleet.profile().accumulate_steps
+    if merged == 1:
+        return f"{batches} steps"
+    return f"{batches / merged:g} steps of {merged} micro-batches"
 
 
 def global_batch_size(config: TrainConfig) -> int:
