@@ -55,6 +55,7 @@ def train(merged: int, samples: int, batch: int, seed: int, folder: Path, **sett
         outcome = trainer.fit()
         values = {name: np.array(value) for name, value in main.state_dict("all", scope).items()}
     parameters = [value.tolist() for name, value in sorted(values.items()) if name.endswith((".w_0", ".b_0"))]
+    assert len(parameters) == 4, sorted(values)
     state = checkpoints.newest()
     assert state is not None
     return {

@@ -38,6 +38,7 @@ def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("merged", [2, 3])
 def test_a_resume_gives_the_same_bits_also_where_an_update_goes_over_the_end_of_an_epoch(
     tmp_path: Path, merged: int
