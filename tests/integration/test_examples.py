@@ -6,6 +6,8 @@ import difflib
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support import commands
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
@@ -38,6 +40,7 @@ def test_four_lines_make_the_single_card_script_distributed() -> None:
     assert [line.split("(")[0] for line in removed] == ["paddle.static.save"]
 
 
+@pytest.mark.long
 def test_with_fleet_one_process_trains_exactly_as_before(tmp_path: Path) -> None:
     single = run_ranks(EXAMPLES / "single_card.py", 1, nodes=0, folder=tmp_path / "single")
     fleet = run_ranks(EXAMPLES / "train_with_fleet.py", 1, nodes=0, folder=tmp_path / "fleet")
@@ -62,6 +65,7 @@ def test_two_machines_train_and_rank_0_saves(tmp_path: Path) -> None:
     assert saved == [True, False], "rank 0 saves for all"
 
 
+@pytest.mark.long
 def test_old_tuning_is_carried_out_or_mapped_in_words(tmp_path: Path) -> None:
     for kind in ("ours", "stock"):
         folder = tmp_path / kind

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.support import commands
 from tests.support.launchers import LaunchersResult, run_launchers
 from tests.support.ports import free_ports
@@ -47,6 +49,7 @@ def test_old_recipe_forms_one_job_with_the_stock_launcher(tmp_path: Path) -> Non
     assert "WARNING: the stock launcher" not in log
 
 
+@pytest.mark.long
 def test_script_that_reads_its_rank_before_the_import_is_warned(tmp_path: Path) -> None:
     commands.put_script(tmp_path, len(HOSTS), TRAIN)
     for node in range(len(HOSTS)):
@@ -60,6 +63,7 @@ def test_script_that_reads_its_rank_before_the_import_is_warned(tmp_path: Path) 
     assert "and line 2 of the script stands above it" in log
 
 
+@pytest.mark.long
 def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_path: Path) -> None:
     asked = commands.OLD_RECIPE.replace("--selected_gpus=0", "--selected_gpus=0,1")
     result = run_form(asked, tmp_path, free_ports(2, HOSTS), check=False)
@@ -69,6 +73,7 @@ def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_p
     assert result.values == {}
 
 
+@pytest.mark.long
 def test_todays_form_with_ips(tmp_path: Path) -> None:
     assert_one_job(run_form(commands.TODAYS_IPS, tmp_path, free_ports(3, HOSTS)), world_size=4)
 

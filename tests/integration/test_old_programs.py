@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, clean_environ, python
 
@@ -76,6 +78,7 @@ def test_each_old_line_fails_today_and_each_new_one_runs(tmp_path: Path) -> None
     assert [problem for (_, new), (_, problem) in zip(rows(), outcomes, strict=True) if new and problem] == []
 
 
+@pytest.mark.long
 def test_example_of_a_program_for_testing_tests_twice_alike(tmp_path: Path) -> None:
     example = next(block for block in fenced_blocks(PAGE, "python") if "unique_name" in block)
     (tmp_path / "example.py").write_text(example)

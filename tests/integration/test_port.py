@@ -11,6 +11,8 @@ import pytest
 from tests.support.processes import ROOT, clean_environ, python
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 SCRIPTS = ROOT / "tests" / "integration" / "port"
 
 

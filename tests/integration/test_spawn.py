@@ -102,6 +102,7 @@ def knobs() -> tuple[str, int, str]:
     return profile.name, profile.nccl_comm_num, os.environ.get("SPAWN_TEST", "")
 
 
+@pytest.mark.long
 def test_a_strategy_is_the_default_of_the_ranks_as_name_path_and_object(tmp_path: Path) -> None:
     strategy = DistributedStrategy()
     strategy.nccl_comm_num = 3
@@ -132,6 +133,7 @@ USES_PADDLE = """
 """
 
 
+@pytest.mark.long
 def test_the_parent_has_not_joined_and_may_use_paddle_before_and_after(tmp_path: Path) -> None:
     with Job(tmp_path / "job") as job:
         job.start("parent", python(str(write_script(USES_PADDLE, tmp_path))), clean_environ())
@@ -220,6 +222,7 @@ def leaves_early() -> None:
         fleet.all_reduce(np.ones(3, "float32"), "sum")
 
 
+@pytest.mark.long
 def test_a_rank_that_returns_while_others_need_it_is_the_one_that_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 0 of 2 failed first: .*left"):
         spawn(leaves_early)
@@ -230,6 +233,7 @@ def never_joins() -> None:
         join()
 
 
+@pytest.mark.long
 def test_a_rank_that_returns_without_joining_is_not_waited_for() -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 of 2 failed first"):
@@ -382,6 +386,7 @@ def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert job.orphans() == []
 
 
+@pytest.mark.long
 def test_two_spawns_side_by_side_do_not_meet(tmp_path: Path) -> None:
     source = """
         import sys

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (5, 16))])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 5, 16))])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     script, folder = ROOT / "tests/parallel/few_bits_ranks.py", tmp_path_factory.mktemp("few_bits")
     result = run_ranks(script, request.param, folder=folder, nodes=request.param, timeout_seconds=280)

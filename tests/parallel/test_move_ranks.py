@@ -11,6 +11,8 @@ import pytest
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
+pytestmark = pytest.mark.long
+
 SAMPLES = 50
 
 

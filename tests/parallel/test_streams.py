@@ -66,7 +66,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return lambda name: [rank[name] for rank in launch(launch_of[name])]
 
 
-@pytest.mark.parametrize("name", [name for _, _, chosen in LAUNCHES for name in chosen])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if world_size == 4 else name
+        for world_size, _, chosen in LAUNCHES
+        for name in chosen
+    ],
+)
 def test_late_streams_give_the_bits_of_the_threads(found: Found, name: str) -> None:
     for rank, seen in enumerate(found(name)):
         assert seen["differing"] == [], f"rank {rank}"

@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Sequence
 
+import pytest
+
 from tests.integration.launch.conftest import Bench, send
 from tests.support.processes import Started
 
@@ -75,6 +77,7 @@ def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: 
     assert bench.job.leftovers() == []
 
 
+@pytest.mark.long
 def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench) -> None:
     words, patience = "wait,wait,done", "--rejoin_timeout=60"
     first, second = start_two(bench, words, patience)
@@ -99,6 +102,7 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
     assert list(bench.temporary.iterdir()) == []
 
 
+@pytest.mark.long
 def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Bench) -> None:
     first, second = start_two(bench, "wait", "--rejoin_timeout=1")
     wait_for_attempt(bench, 0)
@@ -110,6 +114,7 @@ def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Benc
     bench.no_orphans_within(5.0)
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) -> None:
     first, second = start_two(bench, "kill")
     bench.wait_for_output("restart 1 of 3", "node0.log")

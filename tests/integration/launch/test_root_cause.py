@@ -89,6 +89,7 @@ def test_children_of_a_rank_have_no_part_in_its_job(bench: Bench) -> None:
     assert "all steps made" in log
 
 
+@pytest.mark.long
 def test_a_rank_that_left_long_before_it_was_missed_fails_on_its_own_node_too(bench: Bench) -> None:
     """Longer than the launchers of one job ever wait for each other at its end."""
     bench.start_two(SCRIPT, "exit 0, missed late", flags=["--join_timeout=10"])

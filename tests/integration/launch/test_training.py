@@ -7,6 +7,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from tests.integration.launch.conftest import SECRET, Bench, send
 from tests.support.processes import ROOT
 
@@ -45,6 +47,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_training(bench: Bench) -> None:
     assert bench.files_with(SECRET) == []
 
 
+@pytest.mark.long
 def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12_everywhere(bench: Bench) -> None:
     output = bench.folder / "out"
     recipe = "--model=mlp --data=digits --epochs=10000 --log_every=1 --checkpoint_every=1000 --evaluate_every=1000"
@@ -62,6 +65,7 @@ def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12
     assert bench.job.leftovers() == []
 
 
+@pytest.mark.long
 def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps_again(bench: Bench) -> None:
     script = ROOT / "tools" / "examples" / "train_with_restarts.py"
     launcher = bench.start(script, flags=["--nproc_per_node=2", "--max_restarts=3"])

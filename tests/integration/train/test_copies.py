@@ -100,6 +100,7 @@ def copies_made(run: Path) -> float:
     return float([record["checkpoint/copies"] for record in records if "checkpoint/copies" in record][-1])
 
 
+@pytest.mark.long
 def test_a_job_that_was_killed_goes_on_without_the_disk_of_its_first_node(nodes: Nodes, undisturbed: Path) -> None:
     with Job(nodes.folder / "killed") as job:
         nodes.start(job, [0, 1], COPIES, "--background_checkpoints")
@@ -114,6 +115,7 @@ def test_a_job_that_was_killed_goes_on_without_the_disk_of_its_first_node(nodes:
     assert copies_made(nodes.run(0)) >= 2
 
 
+@pytest.mark.long
 def test_others_go_on_without_the_first_node_and_take_it_in_again_with_an_empty_disk(
     nodes: Nodes, undisturbed: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_others_go_on_without_the_first_node_and_take_it_in_again_with_an_empty_
     assert nodes.files(0) == nodes.files(1)
 
 
+@pytest.mark.long
 def test_a_restart_of_the_launcher_takes_the_copy_by_itself(nodes: Nodes) -> None:
     with Job(nodes.folder / "restarted") as job:
         nodes.start(job, [0, 1], COPIES, "--epochs=10", launch=("--max_restarts=2",))
@@ -154,6 +157,7 @@ def test_a_job_that_is_stopped_in_good_order_leaves_its_last_checkpoint_on_both_
     assert nodes.files(0) == nodes.files(1) != {}
 
 
+@pytest.mark.long
 def test_three_nodes_keep_what_three_are_asked_for(nodes: Nodes) -> None:
     nodes.train([0, 1, 2], "--checkpoint_copies=3", "--stop_after_epochs=1")
     assert nodes.files(0) == nodes.files(1) == nodes.files(2) != {}

@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from visualdl import LogReader
 
 from tests.support.processes import ROOT, Ended, Job, clean_environ, python
@@ -59,6 +60,7 @@ def assert_its_command_shows_the_curves(folder: Path, output: str) -> None:
         assert job.orphans() == []
 
 
+@pytest.mark.long
 def test_interrupted_demo_leaves_nobody_behind(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         demo = job.start("demo", python(str(DEMO)), clean_environ())

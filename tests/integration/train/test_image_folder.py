@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from visualdl import LogReader
 
 from tests.support.images import write_image_folder
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import python
+
+pytestmark = pytest.mark.long
 
 RECIPE = (
     *("--model=ResNet18", "--image_size=32", "--epochs=5", "--batch_size=8", "--optimizer=sgd", "--lr=0.02"),

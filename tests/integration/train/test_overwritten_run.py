@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.ports import free_ports
 from tests.support.processes import Job, clean_environ, python, write_script
+
+pytestmark = pytest.mark.long
 
 _DIES_AT_FIRST = """
 import os, sys

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.images import write_image_folder
 from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import python
+
+pytestmark = pytest.mark.long
 
 HOSTS = ["127.0.0.2", "127.0.0.3"]
 FLAGS = (

@@ -6,10 +6,13 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 
 from tests.support.processes import ROOT, Job, clean_environ, python
 from tests.support.ranks import RanksResult, run_ranks, stock_environs
+
+pytestmark = pytest.mark.long
 
 SCRIPT = ROOT / "tools" / "examples" / "own_program.py"
 

@@ -109,6 +109,7 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path, free_ports: Callabl
     assert sent[-1] > sent[0] > 0
 
 
+@pytest.mark.long
 def test_a_port_in_use_ends_every_rank_before_anything_is_trained(
     tmp_path: Path, free_ports: Callable[..., int]
 ) -> None:
@@ -143,6 +144,7 @@ fleet.shutdown()
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_has_left_is_known(tmp_path: Path) -> None:
     zero, one = (rank.output for rank in run_ranks(LEAVING, 2, folder=tmp_path).ranks)
     assert "at first {}" in zero

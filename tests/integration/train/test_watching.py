@@ -25,6 +25,7 @@ def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("kind") == kind]
 
 
+@pytest.mark.long
 def test_the_slow_rank_is_named_once_on_rank_0(slowed: Watched) -> None:
     zero, one = (rank.output for rank in slowed.job.ranks)
     named = re.findall(

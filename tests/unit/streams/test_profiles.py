@@ -26,7 +26,9 @@ CLUSTERS = {
     name: case.shapes[number % len(case.shapes) if case.share == 1 else 0]
     for number, (name, case) in enumerate(CASES.items())
 }
-CHOSEN = [(name, CLUSTERS[name]) for name in CASES] + [("hierarchical", shape) for shape in TEAMS]
+CHOSEN = [(name, CLUSTERS[name]) for name in CASES] + [
+    pytest.param("hierarchical", shape, marks=pytest.mark.long) for shape in TEAMS
+]
 # What must be in a trace, or the profile has not been modelled.
 SEEN = {
     "dgc": ("all_gather", 2),
