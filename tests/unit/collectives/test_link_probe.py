@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fleet_train.collectives.job import link_probe
-from fleet_train.recommend import calibrate
 from tests.unit.collectives.one_of_two import OneOfTwo, one_of_two
 
 TIMES = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
@@ -34,9 +33,3 @@ def test_a_link_is_as_slow_as_the_slowest_rank_of_its_largest_group(
     assert link_probe._slowest(job, sweep, 0.002) == 0.005
     assert link_probe._slowest(job, sweep, 0.007) == 0.007
     assert names == ["probed 0", "probed 1"]
-
-
-def test_a_calibration_takes_the_slowest_of_all_ranks(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "all_gather", lambda name, value: TIMES | {0: value})
-    assert calibrate._slowest(job, 0.002) == 0.009
-    assert calibrate._slowest(job, 0.011) == 0.011

@@ -36,7 +36,14 @@ def test_a_constant_period() -> None:
 
 
 def test_a_period_that_doubles_up_to_the_asked_steps() -> None:
-    assert averagings(schedule("doubling", local_sgd_steps=5), 22) == [(1, 0), (3, 0), (7, 0), (12, 0), (17, 0), (22, 0)]
+    assert averagings(schedule("doubling", local_sgd_steps=5), 22) == [
+        (1, 0),
+        (3, 0),
+        (7, 0),
+        (12, 0),
+        (17, 0),
+        (22, 0),
+    ]
 
 
 def test_fragments_are_spread_over_a_period_with_the_last_one_at_its_end() -> None:
