@@ -22,7 +22,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
 
 
 def test_a_calibration_takes_the_slowest_of_all_ranks(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "all_gather", lambda name, value: TIMES | {0: value})
+    monkeypatch.setattr(job, "all_gather", lambda _, value: TIMES | {0: value})
     assert calibrate._slowest(job, 0.002) == 0.009
     assert calibrate._slowest(job, 0.011) == 0.011
 
