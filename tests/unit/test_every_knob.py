@@ -2,10 +2,10 @@
 
 That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
 looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the
-default, the ends of the range. A flip counts when the plan, the settings of the passes and of the compression,
-LocalSGD's schedule and outer step, or the workers' environment become different; when the code that runs beside
-training reads the knob itself and the plan's notes say so; when it is said on rank 0; or when it is refused with a
-reason.
+default, the ends of the range. A flip counts when other bytes are sent, other values are computed by a simulated job
+or by the outer step, another time is predicted, or the settings of the passes or the workers' environment become
+different; when the code that runs beside training reads the knob itself and the plan's notes say so; when it is said
+on rank 0; or when it is refused with a reason. That a setting is kept somewhere is no effect.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
+import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
@@ -23,9 +25,10 @@ from fleet_train.convert.settings.profile_passes import pass_settings
 from fleet_train.convert.settings.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
 from fleet_train.plan import Gradient, build_plan
-from fleet_train.plan.compression_settings import dgc_settings, powersgd_settings
-from fleet_train.plan.local_sgd import LocalSgdSchedule
 from fleet_train.plan.plan import Note
+from fleet_train.plan.price.choose import PAPER
+from fleet_train.plan.price.predict import Compute, predict
+from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS
@@ -73,17 +76,49 @@ def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
 
 
 def evidence(profile: Profile) -> dict[str, Any]:
-    """What the rest of the package makes of a profile; no digest and no name of a knob is in it."""
-    plan = build_plan(GRADIENTS, CLUSTER, profile).to_json()
-    del plan["profile_digest"], plan["profile_name"], plan["notes"]
+    """What the rest of the package does for a profile; nothing that is merely kept is in it."""
+    plan = build_plan(GRADIENTS, CLUSTER, profile)
+    computing = Compute(0.5, 1.0)
     return {
-        "plan": plan,
+        "buckets": [([one.name for one in bucket.gradients], bucket.communicator) for bucket in plan.buckets],
+        "collectives": [plan.legs(warm_up) for warm_up in (True, False)],
+        "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
+        "trained": trained(profile),
+        "outer step": outer_steps(profile),
         "passes": pass_settings(profile),
-        "compression": (powersgd_settings(profile), dgc_settings(profile)),
-        "schedule": LocalSgdSchedule.of(profile),
-        "outer step": vars(OuterOptimizer(profile)),
         "environment": profile.worker_environment(),
     }
+
+
+def trained(profile: Profile) -> list[Any]:
+    """The bytes of each step of a simulated job whose ranks bring different gradients, and the values at its end."""
+    shape, steps = ((200, 100), 8) if profile.compression != "none" else ((6, 4), 150)
+    if profile.use_local_sgd:
+        steps = profile.local_sgd_is_warm_steps + 150
+    gradients = [Gradient("w", shape, "float32"), Gradient("v", (6, 8), "float32")]
+    start = {gradient.name: np.ones(gradient.shape, "float32") for gradient in gradients}
+    cluster = Cluster.imagined(2, 2)
+    plan = build_plan(gradients, cluster, profile, state_values_per_parameter=1)
+    job = SimulatedJob(plan, profile, start, Momentum)
+    brought = [[np.random.default_rng(rank).normal(size=one.shape) for one in gradients] for rank in range(4)]
+    seen: list[Any] = []
+    for step in range(steps):
+        job.rate = 0.1 / (1 + step) ** 2
+
+        def backward(rank: int, _: Any, step: int = step) -> Local:
+            arrays = zip(("w", "v"), brought[rank], strict=True)
+            return Local({name: (array * (1 + step % 3)).astype("float32") for name, array in arrays}, 1.0 + step)
+
+        seen.append(job.step(backward).sent)
+    return [*seen, *(values[name].tobytes() for values in job.ranks for name in ("w", "v"))]
+
+
+def outer_steps(profile: Profile) -> list[list[float]]:
+    """Two steps of a constant difference, whose effect on the values is what an averaging of real ranks brings."""
+    outer, found = OuterOptimizer(profile), []
+    for _ in range(2):
+        found.append(outer.step([paddle.ones([2])], [paddle.full([2], 0.5)], 0.25)[0].tolist())
+    return found
 
 
 def notes(profile: Profile) -> tuple[Note, ...]:

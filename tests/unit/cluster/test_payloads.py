@@ -1,0 +1,32 @@
+"""What becomes of the members' words at a barrier."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_train.cluster.store.protocol.payloads import Reduced, Word
+from fleet_train.cluster.store.protocol.wire import Fields
+
+
+def reduced(*headers: dict[str, object]) -> Reduced:
+    """The parts of members 0, 1, ... of a step barrier."""
+    barrier = Reduced()
+    for member, header in enumerate(headers):
+        barrier.add(Word(1 << member, len(headers), Fields(header), b""))
+    return barrier
+
+
+@pytest.mark.parametrize(
+    ("told", "slowest"),
+    [([12.0, 80.0, 30.0], 80.0), ([80.0, 12.0], 80.0), ([0.0], 0.0), ([80.0, None, 12.0], None)],
+)
+def test_the_slowest_member_has_the_longest_step(told: list[float | None], slowest: float | None) -> None:
+    barrier = reduced(*({"slowest": milliseconds} for milliseconds in told))
+    assert barrier.result() == barrier.part() == ({"slowest": slowest, "stop": None}, b"")
+
+
+def test_the_lowest_member_that_asks_for_a_stop_is_heard() -> None:
+    barrier = reduced({"slowest": 1.0}, {"slowest": 1.0, "stop": [1, "z"]}, {"slowest": 1.0, "stop": [2, "a"]})
+    assert barrier.stop == (1, "z")
+    barrier = reduced({"slowest": 1.0, "stop": [2, "a"]}, {"slowest": 1.0, "stop": [1, "z"]}, {"slowest": 1.0})
+    assert barrier.stop == (1, "z")
