@@ -1,0 +1,86 @@
+"""What the command line takes, as plain data: each command's name, arguments, options, kinds, defaults and choices.
+
+``python -m tests.unit.cli.command_options`` writes it to ``options.json``, which ``test_options.py`` holds it to.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleet_train.cli import cli
+
+FILE = Path(__file__).parent / "options.json"
+REWRITE = "python -m tests.unit.cli.command_options"
+
+
+def described() -> dict[str, Any]:
+    """``{"launch": {"--strategy": {...}, ...}, "manifest slurm": ..., "": the options before a command}``."""
+    return {"": parameters_of(cli), **commands_of(cli, ())}
+
+
+def commands_of(group: click.Group, path: tuple[str, ...]) -> dict[str, Any]:
+    context = click.Context(group)
+    found: dict[str, Any] = {}
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None, name
+        found[" ".join((*path, name))] = parameters_of(command)
+        if isinstance(command, click.Group):
+            found |= commands_of(command, (*path, name))
+    return found
+
+
+def parameters_of(command: click.Command) -> dict[str, Any]:
+    """Keyed by how a user writes each: all spellings of an option; an argument by its name in capitals."""
+    return {
+        "/".join((*p.opts, *p.secondary_opts)) if isinstance(p, click.Option) else p.name.upper(): one(p)
+        for p in command.params
+    }
+
+
+def one(parameter: click.Parameter) -> dict[str, Any]:
+    """Without what differs between releases of click: an option that has no default has no ``default`` here."""
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    told: dict[str, Any] = {"kind": "flag" if is_flag else kind(parameter.type)}
+    if parameter.required:
+        told["required"] = True
+    if parameter.multiple or parameter.nargs != 1:
+        told["many"] = True
+    if isinstance(parameter, click.Option) and parameter.hidden:
+        told["hidden"] = True
+    if isinstance(parameter.type, click.Choice):
+        told["choices"] = list(parameter.type.choices)
+    default = parameter.to_info_dict()["default"]
+    if default is not None and not (is_flag and default is False):
+        told["default"] = plain(default)
+    return told
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def kind(of: click.ParamType) -> str:
+    """``integer 1..``: bounds where there are some, ``..<1`` where the bound itself is excluded."""
+    name = str(of.to_info_dict()["name"]).lower().removesuffix(" range")
+    low, high = getattr(of, "min", None), getattr(of, "max", None)
+    if low is None and high is None:
+        return name
+    low_text = "" if low is None else f"{'>' if getattr(of, 'min_open', False) else ''}{low:g}"
+    high_text = "" if high is None else f"{'<' if getattr(of, 'max_open', False) else ''}{high:g}"
+    return f"{name} {low_text}..{high_text}"
+
+
+def text() -> str:
+    return json.dumps(described(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
+    print(f"wrote {FILE}")
