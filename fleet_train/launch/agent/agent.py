@@ -39,7 +39,7 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
             raise
         except StopRequested as stop:
             say(f"{_stop_message(launch, stop)}; no rank was running")
-            return 128 + stop.number
+            return stop.exit_code
         finally:
             if membership is not None:
                 membership.exit_barrier(_EXIT_BARRIER_SECONDS)
@@ -67,7 +67,7 @@ def _run_attempts(
         say(f"the job has ended before this node could join: {end}")
         return end.exit_code
     except StopRequested as stop:
-        coordinator.stop(128 + stop.number, _stop_message(launch, stop))
+        coordinator.stop(stop.exit_code, _stop_message(launch, stop))
         raise
 
 
@@ -107,7 +107,7 @@ def _run_one(
         return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_culprit=True)
     except StopRequested as stop:
         if rendezvous is not None:
-            rendezvous.fail(_stop_message(launch, stop), 128 + stop.number, no_culprit=True, final=True)
+            rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_culprit=True, final=True)
         raise
     finally:
         if rendezvous is not None:

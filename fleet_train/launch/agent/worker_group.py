@@ -96,7 +96,7 @@ def run_worker_group(
             verdict = Monitor(files, rendezvous, stock, follower, stop).watch()
         return _CONCLUSIONS[verdict.cause](group, verdict)
     except StopRequested as request:
-        return _stopped(group, request.number)
+        return _stopped(group, request.number, request.exit_code)
     finally:
         if stock.poll() is None:
             processes.kill_now(stock)
@@ -227,7 +227,7 @@ def _never_started(group: _WorkerGroup) -> RunResult:
 
 def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     if group.stop.by_signal:
-        return _stopped(group, group.stop.signal_number)
+        return _stopped(group, group.stop.signal_number, 128 + group.stop.signal_number)
     notice = _stop_notice(group)
     if notice.get("again"):  # without a saved state, the next attempt is a restart like any other
         report = {"message": notice["why"], "no_culprit": True}
@@ -235,10 +235,10 @@ def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     return _end_by_force(group, str(notice["why"]), 128 + signal.SIGTERM)
 
 
-def _stopped(group: _WorkerGroup, number: int) -> RunResult:
+def _stopped(group: _WorkerGroup, number: int, exit_code: int) -> RunResult:
     """Ctrl-C, a second signal, or ranks of this node that did not stop in good order after the first one."""
     message = f"{group.launch.node.describe()} was stopped by {signal_name(number)}"
-    return _end_by_force(group, message, 128 + number)
+    return _end_by_force(group, message, exit_code)
 
 
 def _end_by_force(group: _WorkerGroup, message: str, exit_code: int) -> RunResult:

@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fleet_train.errors import Preempted
+
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
 """Kubernetes, Slurm and ``kill`` send SIGTERM; Slurm's ``--signal=USR1@seconds`` comes earlier."""
 _HANDLED = (signal.SIGINT, signal.SIGHUP, *GRACEFUL)
 
 
 class StopRequested(BaseException):
-    """Ctrl-C, a closed terminal, or a second signal. Not an Exception: nothing may swallow it on its way."""
+    """Ctrl-C, a closed terminal, or a second signal. Not an Exception: nothing may swallow it on its way.
 
-    def __init__(self, number: int) -> None:
+    ``may_go_on``: a graceful signal between two attempts: what earlier ones have saved is all that there is to save.
+    """
+
+    def __init__(self, number: int, may_go_on: bool = False) -> None:
         super().__init__(number)
         self.number = number
+        self.exit_code = Preempted.exit_code if may_go_on else 128 + number
 
 
 class Stopping:
@@ -26,11 +32,12 @@ class Stopping:
     def __init__(self) -> None:
         self.asked = 0
         self._watching = False
+        self._has_watched = False
 
     @contextmanager
     def gracefully(self) -> Iterator[None]:
         """Within the block the first graceful signal is only noted, so that the ranks can save their state."""
-        self._watching = True
+        self._watching = self._has_watched = True
         try:
             yield
         finally:
@@ -42,7 +49,8 @@ class Stopping:
             return
         for each in _HANDLED:
             signal.signal(each, signal.SIG_IGN)
-        raise StopRequested(number)
+        may_go_on = number in GRACEFUL and self._has_watched and not self._watching and not self.asked
+        raise StopRequested(number, may_go_on)
 
 
 @contextmanager
