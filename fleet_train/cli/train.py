@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fleet_train.cli.options.companions import TRAIN, refuse_without_companion
 from fleet_train.cli.options.completing import folders, profiles
 from fleet_train.cli.options.numbers import Number, WholeNumber, WholeNumberRange
 from fleet_train.cli.options.verbose import verbose_option
@@ -110,8 +111,10 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
 @_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=WholeNumber())
 @verbose_option
-def command(lr: float | None, **options: Any) -> None:
+@click.pass_context
+def command(context: click.Context, /, lr: float | None, **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
+    refuse_without_companion(context, TRAIN, options)
     config = TrainConfig(learning_rate=lr, **options)
     from fleet_train.train.reference.job import run
 
