@@ -163,6 +163,7 @@ def test_three_nodes_keep_what_three_are_asked_for(nodes: Nodes) -> None:
     assert nodes.files(0) == nodes.files(1) == nodes.files(2) != {}
 
 
+@pytest.mark.long
 def test_an_older_run_that_a_node_has_kept_does_not_come_back(nodes: Nodes) -> None:
     nodes.train([0, 1], COPIES)
     older = nodes.files(1)

@@ -127,6 +127,7 @@ def test_one_card_reads_a_checkpoint_of_two_ranks_and_evaluates_the_same(
     assert summary(one)["test_loss"] == pytest.approx(summary(two_ranks[1])["test_loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
     tmp_path: Path, two_ranks: tuple[RanksResult, Path]
 ) -> None:
@@ -172,6 +173,7 @@ def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alon
     assert {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()} == before
 
 
+@pytest.mark.long
 def test_an_overwritten_run_whose_checkpoints_are_a_link_is_resumed_and_not_the_old_one(
     tmp_path: Path, two_ranks: tuple[RanksResult, Path]
 ) -> None:
