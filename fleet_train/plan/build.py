@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan.choices import entry_of, refuse_unknown
 from fleet_train.plan.compressions import sent_of
 from fleet_train.plan.fragments import fragments_of
 from fleet_train.plan.legs import Sent
@@ -16,6 +15,7 @@ from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradien
 from fleet_train.plan.quantised import BITS, averaging_settings
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import Buckets, buckets_of, chosen_in_words
+from fleet_train.profile.knobs import entry_of, refuse_unknown
 
 _SENDS_STATE = {"keep": False, "average": True, "reset": False}
 _AVERAGING_DTYPES = ("float32", "bfloat16", *BITS)

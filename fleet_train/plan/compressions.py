@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fleet_train.plan.choices import entry_of
 from fleet_train.plan.compression_settings import (
     FLOAT_BYTES,
     SPARSE_BYTES,
@@ -23,6 +22,7 @@ from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import ITEM_BYTES, Bucket
 from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 Exchanges = tuple[Sent, ...]
 

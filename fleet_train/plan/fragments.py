@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleet_train.errors import ProfileError
-from fleet_train.plan.choices import entry_of
 from fleet_train.plan.plan import Gradient
+from fleet_train.profile.knobs import entry_of
 
 
 def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fleet_train.plan.choices import entry_of
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 @dataclass

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fleet_train.plan.choices import entry_of
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 BITS = {"int8": 8, "int4": 4}
 """By the value of ``compression`` and of ``local_sgd_dtype``."""

@@ -16,11 +16,11 @@ from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
-from fleet_train.plan.choices import entry_of
 from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
 from fleet_train.plan.compressions import compression_of
 from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 @dataclass(frozen=True)

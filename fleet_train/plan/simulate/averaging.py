@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from fleet_train.plan.choices import entry_of
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.local_sgd import LocalSgdSchedule
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
@@ -15,6 +14,7 @@ from fleet_train.plan.simulate.optimizers import NumpyOptimizer
 from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 Values = dict[str, Array]
 

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from fleet_train.plan.choices import entry_of
 from fleet_train.plan.compression_settings import (
     FLOAT_BYTES,
     SPARSE_BYTES,
@@ -28,6 +27,7 @@ from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, Powe
 from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 class SimulatedMethod(Protocol):
