@@ -15,7 +15,7 @@ from fleet_train.doctor.judge.everything import judge
 from fleet_train.doctor.judge.finding import PASS, Finding, exit_code, verdict
 from fleet_train.doctor.options import Options
 from fleet_train.doctor.party import Party
-from fleet_train.launch.workers.signals import StopRequested, signal_name, stopping_signals
+from fleet_train.launch.workers.signals import StopRequested, request_name, stopping_signals
 from fleet_train.selftest.start import Where
 
 
@@ -30,7 +30,7 @@ def start(options: Options, where: Where, as_json: bool) -> int:
         with stopping_signals():  # so that folders are cleaned also on SIGTERM
             examined = examiner.run()
     except StopRequested as stop:
-        click.echo(f"fleet_train: stopped by {signal_name(stop.number)}; nothing was found out", err=True)
+        click.echo(f"fleet_train: stopped by {request_name(stop.number)}; nothing was found out", err=True)
         return 128 + stop.number
     findings = judge(examined, options.groups)
     seconds = time.monotonic() - began

@@ -77,22 +77,22 @@ class _Chunks:
     @classmethod
     def even(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
         """The allreduce's cut: as many segments as the largest allows, then all of one length."""
-        number = _round_up(max(_divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
-        return cls(size, nbytes, _round_up(_divide_up(nbytes, number), item_bytes), number // size)
+        number = _round_up(max(divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
+        return cls(size, nbytes, _round_up(divide_up(nbytes, number), item_bytes), number // size)
 
     @classmethod
     def uneven(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
         """The reduce's cut: segments as large as they may be, so that the last chunk can be far shorter."""
         largest = SEGMENT_BYTES // item_bytes * item_bytes
-        segment = _round_up(min(_divide_up(nbytes, 2 * size), largest), item_bytes)
-        number = _round_up(max(_divide_up(nbytes, segment), 2 * size), size)
+        segment = _round_up(min(divide_up(nbytes, 2 * size), largest), item_bytes)
+        number = _round_up(max(divide_up(nbytes, segment), 2 * size), size)
         return cls(size, nbytes, segment, number // size)
 
     def chunk(self, position: int) -> Flow:
         """The chunk of a position, segment by segment."""
         whole = self.segment_bytes * self.segments_per_rank
         length = max(0, min(whole, self.nbytes - position % self.size * whole))
-        return Flow(length, _divide_up(length, self.segment_bytes))
+        return Flow(length, divide_up(length, self.segment_bytes))
 
     def segment(self, index: int) -> Flow:
         length = self.nbytes - index % (self.size * self.segments_per_rank) * self.segment_bytes
@@ -177,9 +177,9 @@ def _add(result: dict[Edge, Flow], sender: int, receiver: int, flow: Flow) -> No
         result[sender, receiver] = result.get((sender, receiver), Flow(0, 0)).plus(flow)
 
 
-def _divide_up(number: int, divisor: int) -> int:
+def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return _divide_up(number, multiple) * multiple
+    return divide_up(number, multiple) * multiple

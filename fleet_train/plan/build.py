@@ -12,9 +12,13 @@ from fleet_train.plan.fragments import fragments_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.notes import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
-from fleet_train.plan.quantised import averaging_settings
+from fleet_train.plan.quantised import BITS, averaging_settings
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import Buckets, buckets_of, chosen_in_words
+from fleet_train.profile.knobs import entry_of, refuse_unknown
+
+_SENDS_STATE = {"keep": False, "average": True, "reset": False}
+_AVERAGING_DTYPES = ("float32", "bfloat16", *BITS)
 
 
 def build_settled(
@@ -121,12 +125,13 @@ def _averaging(
 ) -> Averaging | None:
     if not profile.use_local_sgd:
         return None
+    refuse_unknown("local_sgd_dtype", profile.local_sgd_dtype, _AVERAGING_DTYPES, "bytes in the plan")
     trained = {gradient.name for gradient in gradients}
     values = tuple(value for value in averaged or gradients if value.name in trained)
     return Averaging(
         values,
         tuple(value for value in averaged if value.name not in trained),
-        state_values if profile.local_sgd_momentum == "average" else 0,
+        state_values if entry_of("local_sgd_momentum", profile.local_sgd_momentum, _SENDS_STATE, "rule") else 0,
         profile.local_sgd_is_warm_steps,
         profile.local_sgd_steps,
         profile.local_sgd_schedule,

@@ -7,11 +7,9 @@ the tests. What is missing in one of them is an error when a plan or a program i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from fleet_train.errors import ConversionError
 from fleet_train.plan.compression_settings import (
     FLOAT_BYTES,
     SPARSE_BYTES,
@@ -24,8 +22,8 @@ from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import ITEM_BYTES, Bucket
 from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
-Entry = TypeVar("Entry")
 Exchanges = tuple[Sent, ...]
 
 
@@ -77,18 +75,9 @@ COMPRESSIONS: dict[str, Compression] = {
 }
 
 
-def entry_of(name: str, table: Mapping[str, Entry], what: str) -> Entry:
-    """The entry of a compression in ``table``. Raises ConversionError where there is none: nothing stands in for it."""
-    if name not in table:
-        raise ConversionError(
-            f"compression: {name} has no {what}, so that it cannot be carried out; use one of {', '.join(table)}"
-        )
-    return table[name]
-
-
 def compression_of(name: str) -> Compression:
     """What the plan knows of a compression, by the knob's value. Raises ConversionError for an unknown one."""
-    return entry_of(name, COMPRESSIONS, "bytes in the plan")
+    return entry_of("compression", name, COMPRESSIONS, "bytes in the plan")
 
 
 def sent_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:

@@ -5,10 +5,11 @@ Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 202
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fleet_train.errors import ProfileError
 from fleet_train.plan.plan import Gradient
+from fleet_train.profile.knobs import entry_of
 
 
 def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
@@ -25,7 +26,7 @@ def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple
             f"local_sgd_fragments: {number} is more than the {len(layers)} layers that the program trains; use "
             f"{len(layers)} or less"
         )
-    dealt = [layers[first::number] for first in range(number)] if pattern == "strided" else _cut(layers, values, number)
+    dealt = entry_of("local_sgd_fragment_pattern", pattern, _PATTERNS, "order")(layers, values, number)
     return tuple(tuple(sorted(position for layer in part for position in layer)) for part in dealt)
 
 
@@ -35,6 +36,11 @@ def layers_of(values: Sequence[Gradient]) -> list[list[int]]:
     for position, value in enumerate(values):
         layers.setdefault(value.name.rpartition(".")[0] or value.name, []).append(position)
     return list(layers.values())
+
+
+def _deal(layers: Sequence[list[int]], _: Sequence[Gradient], number: int) -> list[list[list[int]]]:
+    """``number`` hands, as cards are dealt."""
+    return [list(layers[first::number]) for first in range(number)]
 
 
 def _cut(layers: Sequence[list[int]], values: Sequence[Gradient], number: int) -> list[list[list[int]]]:
@@ -50,3 +56,9 @@ def _cut(layers: Sequence[list[int]], values: Sequence[Gradient], number: int) -
         parts[-1].append(layer)
         done += size
     return parts
+
+
+_PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[Gradient], int], list[list[list[int]]]]] = {
+    "strided": _deal,
+    "sequential": _cut,
+}

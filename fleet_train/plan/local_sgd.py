@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 @dataclass
@@ -27,8 +28,8 @@ class LocalSgdSchedule:
     """Parts of the parameters that are averaged in turn, each once in a period; with a constant period only."""
 
     def __post_init__(self) -> None:
-        if self.period == 0:
-            self.period = 1 if self.kind == "doubling" else self.steps
+        first = {"constant": self.steps, "doubling": 1, "adaptive": self.steps}
+        self.period = self.period or entry_of("local_sgd_schedule", self.kind, first, "schedule of averagings")
 
     @classmethod
     def of(cls, profile: Profile) -> LocalSgdSchedule:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 BITS = {"int8": 8, "int4": 4}
 """By the value of ``compression`` and of ``local_sgd_dtype``."""
+_IS_STOCHASTIC = {"nearest": False, "stochastic": True}
 SCALE_BYTES = 4
 WHOLE = 12582912.0
 """1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest whole number (ties to
@@ -101,5 +103,5 @@ def _settings(profile: Profile, kind: str) -> QuantisedSettings:
         bits=BITS[kind],
         block=profile.quantised_block_size,
         error_feedback=profile.quantised_error_feedback,
-        stochastic=profile.quantised_rounding == "stochastic",
+        stochastic=entry_of("quantised_rounding", profile.quantised_rounding, _IS_STOCHASTIC, "rounding"),
     )

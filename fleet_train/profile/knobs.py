@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from fleet_train.errors import ConversionError
+
+Entry = TypeVar("Entry")
 Fate = Literal["carried out", "mapped", "refused"]
 FATES: tuple[Fate, ...] = ("carried out", "mapped", "refused")
 
@@ -181,3 +184,17 @@ def _only_with_of(stored: dict[str, Any]) -> OnlyWith:
         stored["default_fits"],
         (either[0], tuple(either[1])) if either else None,
     )
+
+
+def entry_of(knob: str, value: str, table: Mapping[str, Entry], what: str) -> Entry:
+    """The entry of a knob's value in ``table``. Raises ConversionError where there is none: nothing else is taken."""
+    refuse_unknown(knob, value, table, what)
+    return table[value]
+
+
+def refuse_unknown(knob: str, value: str, known: Collection[str], what: str) -> None:
+    """Raise ConversionError for a knob's value that is not among those that have ``what``."""
+    if value not in known:
+        raise ConversionError(
+            f"{knob}: {value} has no {what}, so that it cannot be carried out; use one of {', '.join(known)}"
+        )

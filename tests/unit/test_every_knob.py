@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.local_sgd.outer import OuterOptimizer
 from fleet_train.convert.settings.profile_passes import pass_settings
 from fleet_train.convert.settings.strategy import DistributedStrategy
-from fleet_train.errors import ProfileError
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Gradient, build_plan
 from fleet_train.plan.plan import Note
 from fleet_train.plan.price.choose import PAPER
@@ -160,6 +161,26 @@ def test_a_flipped_knob_is_never_ignored(name: str) -> None:
     assert set(fates.values()) & {"changes", "said"}, f"no value of {name} has an effect: {fates}"
     if KNOBS[name].kind is bool or KNOBS[name].choices:
         assert "nothing" not in fates.values(), f"{name}: a value without effect: {fates}"
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].choices])
+def test_a_choice_that_only_the_schema_knows_does_not_pass_for_another(name: str) -> None:
+    profile = Profile(**what_it_stands_beside(KNOBS[name])).model_copy(update={name: "new"})
+    with pytest.raises(ConversionError, match=r"new.*; use "):
+        evidence(profile)
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].choices])
+def test_no_two_choices_do_the_same(name: str) -> None:
+    # Without momentum the outer steps are the plain one.
+    pushed = {"outer_momentum": 0.5} if name == "outer_optimizer" else {}
+    profiles = {
+        choice: Profile(**what_it_stands_beside(KNOBS[name]) | {name: choice} | (pushed if choice != "none" else {}))
+        for choice in KNOBS[name].choices
+    }
+    seen = {choice: evidence(profile) for choice, profile in profiles.items()}
+    same = [(one, other) for one, other in combinations(seen, 2) if seen[one] == seen[other]]
+    assert same == []
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].needs or KNOBS[name].only_with])

@@ -124,10 +124,10 @@ def _compare(job: Job, timeout_seconds: float) -> None:
         "backend": backend_name(),
         "endpoints of all ranks": ",".join(job.cluster.endpoints),
     }
-    refuse_differences(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
+    refuse_other_ranks(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
 
 
-def refuse_differences(brought: Variants, cluster: Cluster) -> None:
+def refuse_other_ranks(brought: Variants, cluster: Cluster) -> None:
     """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
     for name, expected in brought[0][1].items() if brought else ():
         differing = [(ranks, facts) for ranks, facts in brought[1:] if facts is None or facts.get(name) != expected]

@@ -17,9 +17,10 @@ from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
-from fleet_train.plan.compressions import compression_of, entry_of
+from fleet_train.plan.compressions import compression_of
 from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def make_method(
     quantised: QuantisedSums | None,
 ) -> BucketMethod:
     """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
-    make = entry_of(bucket.compression, METHODS, "method on real ranks")
+    make = entry_of("compression", bucket.compression, METHODS, "method on real ranks")
     return make(_Parts(bucket, job, plan, profile, reducer, dgc, quantised))
 
 

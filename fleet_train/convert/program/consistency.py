@@ -6,7 +6,7 @@ from typing import Any
 
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.join import refuse_differences
+from fleet_train.collectives.job.join import refuse_other_ranks
 from fleet_train.errors import ScheduleMismatch
 from fleet_train.plan import CommPlan, first_difference
 from fleet_train.profile import Profile
@@ -16,7 +16,7 @@ from fleet_train.profile.difference import comparable, first_differing_knob
 def agree(job: Job, name: str, value: Any) -> None:
     """Raise ScheduleMismatch on every rank unless all of them bring the same JSON value for ``name``."""
     brought = job.compare(f"agree on {name} {job.count(f'agree on {name}')}", {name: value})
-    refuse_differences(brought, job.cluster)
+    refuse_other_ranks(brought, job.cluster)
 
 
 def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:

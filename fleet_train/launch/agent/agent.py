@@ -15,7 +15,7 @@ from fleet_train.launch.rendezvous.restart_policy import Attempt, Kind, RunResul
 from fleet_train.launch.rendezvous.round import Rendezvous
 from fleet_train.launch.report.terminal import finish, say, tell
 from fleet_train.launch.report.text import failure_report, headline
-from fleet_train.launch.workers.signals import Stopping, StopRequested, signal_name, stopping_signals
+from fleet_train.launch.workers.signals import Stopping, StopRequested, request_name, stopping_signals
 
 _EXIT_BARRIER_SECONDS = 12.0
 
@@ -72,7 +72,7 @@ def _run_attempts(
 
 
 def _stop_message(launch: Launch, stop: StopRequested) -> str:
-    return f"{launch.node.describe()} was stopped by {signal_name(stop.number)}"
+    return f"{launch.node.describe()} was stopped by {request_name(stop.number)}"
 
 
 def _run_one(

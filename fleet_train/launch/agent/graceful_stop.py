@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_train.launch.rendezvous.round import Rendezvous
 from fleet_train.launch.workers import processes
-from fleet_train.launch.workers.signals import Stopping, signal_name
+from fleet_train.launch.workers.signals import Stopping, request_name
 from fleet_train.launch.workers.watching import RankFiles
 
 # Beyond another node's grace: how long the news of its end may take.
@@ -63,7 +63,7 @@ class GracefulStop:
         """Once per tick: signals, and ranks that were told to stop by somebody else."""
         if self._stopping.asked and not self.by_signal:
             self.by_signal = True
-            self._ask(f"{self._files.node.describe()} was asked to stop by {signal_name(self._stopping.asked)}")
+            self._ask(f"{self._files.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
         elif one_has_stopped and self._until is None:
             self._until = self._clock() + self._grace_seconds
 

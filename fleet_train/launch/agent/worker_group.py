@@ -27,7 +27,7 @@ from fleet_train.launch.workers.chatter import Chatter, Everything
 from fleet_train.launch.workers.holding import take_log_dir
 from fleet_train.launch.workers.inbox import Inbox
 from fleet_train.launch.workers.paddle_launch import PrivateFolder
-from fleet_train.launch.workers.signals import Stopping, StopRequested, signal_name
+from fleet_train.launch.workers.signals import Stopping, StopRequested, request_name
 from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
@@ -237,7 +237,7 @@ def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
 
 def _stopped(group: _WorkerGroup, number: int, exit_code: int) -> RunResult:
     """Ctrl-C, a second signal, or ranks of this node that did not stop in good order after the first one."""
-    message = f"{group.launch.node.describe()} was stopped by {signal_name(number)}"
+    message = f"{group.launch.node.describe()} was stopped by {request_name(number)}"
     return _end_by_force(group, message, exit_code)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, WorkerFailed
 from fleet_train.launch.rendezvous.membership import Membership
 from fleet_train.launch.rendezvous.restart_policy import Attempt, Kind, RunResult, pause_seconds, why_not_again
-from fleet_train.launch.rendezvous.round import Facts, Say, refuse_differences
+from fleet_train.launch.rendezvous.round import Facts, Say, refuse_other_launcher
 from fleet_train.launch.report.text import counted, headline
 from fleet_train.launch.spec.request import FaultPolicy
 
@@ -65,7 +65,7 @@ class Coordinator:
                 f"{self.membership.node.describe()}; end it first, or choose another --started_port (a launcher can "
                 "join a job that is at work when all are started with --max_restarts)"
             )
-        refuse_differences(self.membership.node, self._facts, self.membership.leader, self.membership.facts())
+        refuse_other_launcher(self.membership.node, self._facts, self.membership.leader, self.membership.facts())
         self._say(f"the job is at work; {self.membership.node.describe()} joins at the next restart")
         while True:
             try:

@@ -296,10 +296,10 @@ def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:
     """Raises ScheduleMismatch that names the first node that was started differently from this one."""
     for ranges, theirs in brought:
         if theirs is not None and theirs != ours:
-            refuse_differences(node, ours, ranges[0][0], theirs)
+            refuse_other_launcher(node, ours, ranges[0][0], theirs)
 
 
-def refuse_differences(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
+def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
     """Raises ScheduleMismatch that lists every fact in which two launchers differ."""
     different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
     if different:

@@ -119,6 +119,7 @@ class WorkerResult:
 
 
 def signal_name(number: int) -> str:
+    """``SIGTERM``; ``signal 34`` where Python has no name for it."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from fleet_train.errors import Preempted
+from fleet_train.launch.report.worker_result import signal_name
 
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
 """Kubernetes, Slurm and ``kill`` send SIGTERM; Slurm's ``--signal=USR1@seconds`` comes earlier."""
@@ -68,8 +69,6 @@ def stopping_signals() -> Iterator[Stopping]:
             signal.signal(number, handler)
 
 
-def signal_name(number: int) -> str:
+def request_name(number: int) -> str:
     """``SIGTERM``; ``Ctrl-C`` for what users know under that name."""
-    if number == signal.SIGINT:
-        return "Ctrl-C"
-    return signal.Signals(number).name
+    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)

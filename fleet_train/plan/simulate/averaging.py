@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fleet_train.plan.simulate.optimizers import NumpyOptimizer
 from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 Values = dict[str, Array]
 
@@ -146,13 +147,17 @@ class _Fragment:
         """The step from the anchor. SlowMo: Wang et al. 2019, algorithm 1. DiLoCo: Douillard et al. 2023, Nesterov."""
         lr, momentum = self._profile.outer_lr, self._profile.outer_momentum
         before = self._velocity.get(index, np.zeros(difference.shape))
-        if self._profile.outer_optimizer == "slowmo":
+
+        def slowmo() -> Array:
             self._velocity[index] = momentum * before + difference / rate
             return np.asarray(lr * rate * self._velocity[index])
-        if self._profile.outer_optimizer == "diloco":
+
+        def diloco() -> Array:
             self._velocity[index] = momentum * before + difference
             return np.asarray(lr * (difference + momentum * self._velocity[index]))
-        return difference
+
+        steps: dict[str, Callable[[], Array]] = {"none": lambda: difference, "slowmo": slowmo, "diloco": diloco}
+        return entry_of("outer_optimizer", self._profile.outer_optimizer, steps, "step in the simulation")()
 
 
 def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fleet_train.plan.backend_bytes import divide_up
 from fleet_train.plan.compression_settings import (
     Array,
     DgcSettings,
@@ -208,11 +209,7 @@ def ring_sum_16_bit(values: Sequence[Array], rounded: Rounding) -> Array:
 
 def _gloo_chunk_elements(count: int, world_size: int, item_bytes: int = 2) -> int:
     """Elements per rank's chunk: whole segments of at most 1 MiB, two or more per rank."""
-    segments = max(2 * world_size, _divide_up(count * item_bytes, 2**20))
-    segments = _divide_up(segments, world_size) * world_size
-    segment_bytes = _divide_up(count * item_bytes, segments)
-    return segments // world_size * _divide_up(segment_bytes, item_bytes)
-
-
-def _divide_up(dividend: int, divisor: int) -> int:
-    return (dividend + divisor - 1) // divisor
+    segments = max(2 * world_size, divide_up(count * item_bytes, 2**20))
+    segments = divide_up(segments, world_size) * world_size
+    segment_bytes = divide_up(count * item_bytes, segments)
+    return segments // world_size * divide_up(segment_bytes, item_bytes)

@@ -19,7 +19,7 @@ from fleet_train.plan.compression_settings import (
     powersgd_reduced_elements,
     powersgd_settings,
 )
-from fleet_train.plan.compressions import compression_of, entry_of
+from fleet_train.plan.compressions import compression_of
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.plan import Bucket, CommPlan
 from fleet_train.plan.quantised import QuantisedSettings, gradient_settings
@@ -27,6 +27,7 @@ from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, Powe
 from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.wire import SimulatedWire
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 class SimulatedMethod(Protocol):
@@ -142,7 +143,7 @@ def make_method(
     bucket: Bucket, plan: CommPlan, profile: Profile, wire: SimulatedWire, momentum: float, use_nesterov: bool
 ) -> SimulatedMethod:
     """The method of one bucket. Raises ConversionError for a compression that nobody simulates."""
-    make = entry_of(bucket.compression, METHODS, "method in the simulation")
+    make = entry_of("compression", bucket.compression, METHODS, "method in the simulation")
     return make(_Parts(bucket, plan, profile, wire, momentum, use_nesterov))
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
+from fleet_train.collectives.engines.stages import Progress, carry_out
 from fleet_train.collectives.methods.dgc import DgcMethod
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket
 from fleet_train.plan.compression_settings import (
     DgcSettings,
     dgc_kept_elements,
@@ -21,32 +19,11 @@ from fleet_train.plan.compression_settings import (
     sparsity_at,
 )
 from fleet_train.plan.simulate.compression import DgcSimulation
-
-
-class Alone:
-    """The reducer of a job of one rank."""
-
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        del more
-        yield HAND_OVER
-        return list(buffers)
-
-
-def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
-    return Bucket(0, tuple(Gradient(f"w{i}", shape, dtype) for i, shape in enumerate(shapes)), 0)
+from tests.unit.compression.alone import Alone, bucket, normal, step
 
 
 def alone(shapes: Bucket, settings: DgcSettings) -> DgcMethod:
     return DgcMethod(shapes, None, Alone(), 1, settings)
-
-
-def step(method: DgcMethod, *gradients: Any) -> list[np.ndarray]:
-    tensors = [paddle.to_tensor(np.asarray(gradient, "float32")) for gradient in gradients]
-    return [np.array(update.numpy()) for update in carry_out(Progress(method.average(tensors)))]
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
 def test_ramp_of_the_sparsity() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
+from fleet_train.collectives.engines.stages import Progress, carry_out
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan import Bucket, Gradient
 from fleet_train.plan.compression_settings import (
     PowerSgdSettings,
     low_rank_families,
@@ -21,34 +18,9 @@ from fleet_train.plan.compression_settings import (
     random_factor,
 )
 from fleet_train.plan.simulate.compression import PowerSgdSimulation, orthonormal
+from tests.unit.compression.alone import Alone, bucket, normal, step
 
 ALWAYS = PowerSgdSettings(min_compression=0.0)
-
-
-class Alone:
-    """The reducer of a job of one rank; counts what passes."""
-
-    def __init__(self) -> None:
-        self.elements: list[int] = []
-
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        del more
-        yield HAND_OVER
-        self.elements += [buffer.shape[0] for buffer in buffers]
-        return list(buffers)
-
-
-def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
-    return Bucket(0, tuple(Gradient(f"w{i}", shape, dtype) for i, shape in enumerate(shapes)), 0)
-
-
-def step(method: PowerSgdMethod, *gradients: Any) -> list[np.ndarray]:
-    tensors = [paddle.to_tensor(np.asarray(gradient, "float32")) for gradient in gradients]
-    return [np.array(update.numpy()) for update in carry_out(Progress(method.average(tensors)))]
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
 def test_only_matrices_that_gain_are_compressed() -> None:

@@ -16,7 +16,7 @@ from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.servers.server import StoreServer
 from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
-from fleet_train.launch.rendezvous.round import Rendezvous, refuse_differences
+from fleet_train.launch.rendezvous.round import Rendezvous, refuse_other_launcher
 from fleet_train.launch.report.worker_result import WorkerResult
 from fleet_train.launch.spec.node import Node
 
@@ -95,7 +95,7 @@ def test_nodes_that_differ_are_both_told_what_differs(pair: list[Rendezvous]) ->
 
 def test_a_fact_that_only_one_side_has_differs(nodes: list[Node]) -> None:
     with pytest.raises(ScheduleMismatch, match="b is None there and 1 here"):
-        refuse_differences(nodes[0], {"a": 1, "b": 1}, 1, {"a": 1})
+        refuse_other_launcher(nodes[0], {"a": 1, "b": 1}, 1, {"a": 1})
 
 
 @pytest.mark.usefixtures("server")
