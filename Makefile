@@ -1,7 +1,7 @@
 # The bars of this project. `make` alone lists them. Needs Linux, make, and python3 with venv; nothing else by hand.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from
-#   ARGS="-k name"      further arguments for pytest (make test) or for the demo (make demo)
+#   ARGS="-k name"      further arguments for pytest (make test), the demo (make demo) or tools/check_wheel.py (make wheel)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ ARGS ?=
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format wheel clean
 
 BIN := $(VENV)/bin
 SOURCES := fleet_train tools tests
@@ -39,6 +39,9 @@ check: $(DEV_STAMP) ## Format, lint, strict types, profile schema, direction of 
 format: $(DEV_STAMP) ## Rewrite the sources as `make check` wants them
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+wheel: $(RUN_STAMP) ## Build the wheel into dist/, install it where nothing else is, and train with it there
+	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 clean: ## Remove .venv, caches and build folders; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
