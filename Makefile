@@ -1,7 +1,7 @@
 # The bars of this project. `make` alone lists them. Needs Linux, make, and python3 with venv; nothing else by hand.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from
-#   ARGS="-k name"      further arguments for pytest (make test, test-long, coverage) or for the demo (make demo)
+#   ARGS="-k name"      further arguments for pytest (make test, test-long, coverage), the demo (make demo) or tools/check_wheel.py (make wheel)
 #   WORKERS=0           test files at a time: one more than there are cores, unless told; 0 is in pytest's own process
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long coverage check format docs clean
+.PHONY: help demo test test-long coverage check format docs wheel clean
 
 BIN := $(VENV)/bin
 SOURCES := fleet_train tools tests
@@ -60,6 +60,9 @@ format: $(DEV_STAMP) ## Rewrite the sources as `make check` wants them
 docs: $(DOCS_STAMP) ## Build the documentation as a site: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
 	@echo "site/index.html; search needs a server: $(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory site"
+
+wheel: $(RUN_STAMP) ## Build the wheel into dist/, install it where nothing else is, and train with it there
+	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 clean: ## Remove .venv, .venv-docs, caches, the site and build folders; runs/ stays
 	rm -rf $(VENV) $(DOCS_VENV) site build dist htmlcov .coverage .coverage.* *.egg-info .pytest_cache .mypy_cache .ruff_cache

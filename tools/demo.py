@@ -125,15 +125,21 @@ def stopping_on_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def started(commands: list[list[str]], folders: Folders) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both launchers running: node 0 speaks here, the other into its file. On leaving, none of them runs."""
+def started(
+    commands: list[list[str]], folders: Folders, environment: dict[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Both launchers running: node 0 speaks here, the other into its file. On leaving, none of them runs.
+
+    Without ``environment`` and ``cwd``: this process's, with the checkout importable.
+    """
+    environment = node_environment() if environment is None else environment
     nodes: list[subprocess.Popen[bytes]] = []
     try:
         for index, command in enumerate(commands):
             with (folders.log / f"node{index}.out").open("wb") as sink:
                 # A session of their own: Ctrl-C reaches them through us only, once, and in a known order.
                 output: dict[str, Any] = {} if index == 0 else {"stdout": sink, "stderr": subprocess.STDOUT}
-                nodes.append(subprocess.Popen(command, env=node_environment(), start_new_session=True, **output))
+                nodes.append(subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **output))
         yield nodes
     finally:
         stop_all(nodes)
