@@ -1,8 +1,8 @@
 """Click-through prediction: DeepFM on embeddings of users, ads and sites, as static graphs are used for most.
 
 The table of clicks is made by a rule: each user, ad and site has an appeal of its own, users and ads have tastes that
-match or do not, and whether somebody clicks is drawn with the probability that follows. No feature tells them: a model
-must learn a vector per id. The measure is the AUC on new impressions; that of the true probabilities is the best there is.
+match or do not, and a click is drawn with the probability that follows. No feature tells them: a model must learn a
+vector per id. The measure is the AUC on new impressions; that of the true probabilities is the best there is.
 
 python -m fleet_train launch --nproc_per_node=2 tools/examples/click_through.py
 """
@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from fleet_train import fleet, role_maker
 
-IDS_OF_FIELDS = (600, 200, 50)  # users, ads, sites
+IDS_OF_FIELDS = (400, 100, 30)  # users, ads, sites
 ROWS, WIDTH, IMPRESSIONS, EPOCHS, JOINT_BATCH = sum(IDS_OF_FIELDS), 8, 80_000, 3, 512
 
 flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,7 +28,7 @@ args = flags.parse_args()
 def impressions(count: int, seed: int) -> tuple[Any, Any, Any]:
     """Rows of the table as int64 [count, 3], clicks as float32 [count, 1], the probabilities behind them [count]."""
     rule, random = np.random.default_rng(0), np.random.default_rng(seed)
-    appeal, tastes = rule.normal(0, 0.7, ROWS), rule.normal(0, 0.8, (ROWS, 4))
+    appeal, tastes = rule.normal(0, 1, ROWS), rule.normal(0, 0.8, (ROWS, 2))
     # Some ids are seen a lot and many are rare, as in real tables.
     ids = [random.beta(0.7, 1.5, count) * size for size in IDS_OF_FIELDS]
     rows = np.stack(ids, axis=1).astype("int64") + np.cumsum((0, *IDS_OF_FIELDS[:-1]))
@@ -58,7 +58,7 @@ with paddle.static.program_guard(training, startup):
     rows = paddle.static.data("rows", [None, len(IDS_OF_FIELDS)], "int64")
     clicks = paddle.static.data("clicks", [None, 1], "float32")
     loss = nn.functional.binary_cross_entropy_with_logits(logits(rows), clicks)
-    optimizer = paddle.optimizer.Adam(0.005)
+    optimizer = paddle.optimizer.Adam(0.01)
     optimizer = fleet.distributed_optimizer(optimizer)  # the strategy is the launcher's
     optimizer.minimize(loss, startup)
 with paddle.static.program_guard(evaluation, paddle.static.Program()):  # this startup program is never run

@@ -75,7 +75,7 @@ if fleet.is_first_worker():  # a program without an optimizer does not communica
     (found,) = exe.run(drawing, feed={"noise": new_noise}, fetch_list=[points])
     distances = np.linalg.norm(found[:, None] - CENTRES, axis=2)
     inside = distances.min(axis=1) < 4 * SPREAD
-    reached = np.bincount(distances.argmin(axis=1)[inside], minlength=CLOUDS)
-    print(f"{inside.mean():.3f} of the points lie in a cloud, {(reached > 40).sum()} of {CLOUDS} clouds on {ranks} rank(s)")
+    reached = np.bincount(distances.argmin(axis=1)[inside], minlength=CLOUDS) > 0.02 * len(found)
+    print(f"{inside.mean():.3f} of the points lie in {reached.sum()} of {CLOUDS} clouds on {ranks} rank(s)")
 fleet.save_persistables(exe, f"{args.output_dir}/judging", judging)
 fleet.save_persistables(exe, f"{args.output_dir}/making", making)

@@ -51,8 +51,9 @@ exe.run(startup)
 
 rank, ranks = fleet.worker_index(), fleet.worker_num()
 digits = load_digits()
-pixels = (digits.images / 16).astype("float32")[:, None]
-targets = digits.target.astype("int64")[:, None]
+shuffled = np.random.default_rng(0).permutation(len(digits.images))  # the first 1437 train, the others are held out
+pixels = (digits.images[shuffled] / 16).astype("float32")[:, None]
+targets = digits.target[shuffled].astype("int64")[:, None]
 for epoch in range(EPOCHS):
     order = np.random.default_rng(epoch).permutation(TRAINING_SAMPLES)  # the same on all ranks
     for step in range(steps_per_epoch):

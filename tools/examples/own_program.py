@@ -56,7 +56,6 @@ args = flags.parse_args()
 
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-
 rank, ranks = fleet.worker_index(), fleet.worker_num()
 train_data, test_data = Curve(1000, noise=0.1, seed=1), Curve(201, noise=0.0, seed=2)
 loader = BatchLoader(train_data, ShardedBatchSampler(train_data.num_samples, BATCH_SIZE, rank, ranks, seed=SEED))

@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 
 from fleet_train import fleet, role_maker
 
-STEPS, JOINT_BATCH, WORDS, LENGTH, WIDTH = 400, 64, 60, 16, 32
+STEPS, JOINT_BATCH, WORDS, LENGTH, WIDTH = 300, 64, 40, 12, 32
 PADDING, NOT, GOOD, BAD = 0, 1, range(2, 12), range(12, 22)  # words from 22 on say nothing
 
 flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,7 +31,7 @@ def sentences(count: int, seed: int) -> tuple[Any, Any]:
         verdict = 0
         while verdict == 0:  # a draw has no label: another sentence
             text: list[int] = []
-            for word in random.integers(2, WORDS, size=random.integers(5, 9)):
+            for word in random.integers(2, WORDS, size=random.integers(3, 7)):
                 value = (word in GOOD) - (word in BAD)
                 turned = random.random() < 0.5 and value != 0
                 verdict += -value if turned else value
@@ -58,10 +58,12 @@ fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 paddle.seed(1)
 training, startup, evaluation = (paddle.static.Program() for _ in range(3))
 with paddle.static.program_guard(training, startup):
-    words, labels = (paddle.static.data(name, [None, size], "int64") for name, size in (("words", LENGTH), ("labels", 1)))
+    words, labels = (
+        paddle.static.data(name, [None, size], "int64") for name, size in (("words", LENGTH), ("labels", 1))
+    )
     loss = nn.functional.cross_entropy(class_scores(words), labels)
-    falling = paddle.optimizer.lr.PolynomialDecay(0.003, decay_steps=STEPS)
-    schedule = paddle.optimizer.lr.LinearWarmup(falling, warmup_steps=40, start_lr=0.0, end_lr=0.003)
+    falling = paddle.optimizer.lr.PolynomialDecay(0.005, decay_steps=STEPS)
+    schedule = paddle.optimizer.lr.LinearWarmup(falling, warmup_steps=40, start_lr=0.0, end_lr=0.005)
     clip = nn.ClipGradByGlobalNorm(1.0)
     optimizer = paddle.optimizer.AdamW(schedule, weight_decay=0.01, grad_clip=clip)
     optimizer = fleet.distributed_optimizer(optimizer)  # the strategy is the launcher's
