@@ -261,6 +261,11 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
     parser.add_argument("--tests", default="tests/unit", help="what pytest is given, with spaces between")
+    parser.add_argument(
+        "--preload",
+        default="numpy pydantic",
+        help="imported once, before the tests begin again and again; add paddle where the tests need it",
+    )
     parser.add_argument("--most", type=int, default=0, help="try a sample of so many changes; 0 = all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which the tests count as endless")
@@ -278,7 +283,7 @@ def main() -> int:
         for mutant in found:
             print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
         return 0
-    for name in ("numpy", "paddle", "pydantic"):
+    for name in flags.preload.split():
         importlib.import_module(name)
     assert "fleet_train" not in sys.modules
     began = time.monotonic()
