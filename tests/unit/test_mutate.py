@@ -1,0 +1,82 @@
+"""The tool that changes the code place by place: which changes it makes, and which of them tests notice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+from tools import mutate
+
+SOURCE = '''"""Says how many."""
+def bounded(number, most):
+    """No more than ``most``."""
+    if not number or most < 1:
+        return 0
+    return min(number + 2, most)
+'''
+
+
+def changes(folder: Path, source: str = SOURCE) -> dict[str, str]:
+    """By what is changed, the whole file with the change."""
+    path = folder / "module.py"
+    path.write_text(source)
+    lines, found = source.splitlines(keepends=True), {}
+    for mutant in mutate.mutants_of(path):
+        first, last = mutant.lines
+        found[mutant.what] = "".join([*lines[:first], mutant.text, *lines[last:]])
+    return found
+
+
+def test_each_place_is_changed_once_and_each_file_is_python(tmp_path: Path) -> None:
+    found = changes(tmp_path)
+    assert set(found) >= {
+        "most < 1  ->  most <= 1",
+        "1  ->  2",
+        "not number  ->  not not number",
+        "not number or most < 1  ->  not number and most < 1",
+        "number + 2  ->  number - 2",
+        "2  ->  3",
+        "min  ->  max",
+        "return 0  ->  return None",
+        "return min(number + 2, most)  ->  return None",
+        "if not number or most < 1:  ->  if False:",
+        "if not number or most < 1:  ->  if True:",
+    }
+    for what, text in found.items():
+        compile(text, what, "exec")
+        assert text != SOURCE
+    assert "return max(number + 2, most)" in found["min  ->  max"]
+
+
+def test_a_call_is_left_out_and_texts_stay(tmp_path: Path) -> None:
+    found = changes(tmp_path, 'def say(text):\n    print(text + "!")\n    return "done"\n')
+    assert set(found) == {"left out: print(text + '!')", "return 'done'  ->  return None"}
+    assert found["left out: print(text + '!')"].splitlines()[1] == "    pass"
+
+
+def test_what_tests_notice_and_what_they_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    (project / "tests").mkdir(parents=True)
+    (project / "fleet_train").mkdir()
+    (project / "fleet_train/module.py").write_text(SOURCE)
+    check = "from module import bounded\ndef test_it():\n    assert bounded(1, 9) == 3 and bounded(0, 9) == 0\n"
+    (project / "tests/test_module.py").write_text("import sys\nsys.path.insert(0, 'fleet_train')\n" + check)
+    monkeypatch.setattr(mutate, "ROOT", project)
+    mutants = {mutant.what: mutant for mutant in mutate.mutants_of(project / "fleet_train/module.py")}
+    copy = mutate.Copy(tmp_path / "copy", ["tests/test_module.py"], seconds=120.0)
+    assert copy.run() == "survived"
+    assert copy.try_out(mutants["2  ->  3"]) == "noticed"
+    assert copy.try_out(mutants["most < 1  ->  most <= 1"]) == "survived"
+    assert (tmp_path / "copy/fleet_train/module.py").read_text() == SOURCE
+
+
+def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["mutate.py", "--help"])
+    with pytest.raises(SystemExit):
+        mutate.main()
+    text = capsys.readouterr().out
+    assert "tools/mutate.py --tests" in text
+    assert (ROOT / "tools/mutate.py").exists()

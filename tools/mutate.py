@@ -1,0 +1,308 @@
+"""Change one place of the code at a time, and list the changes that no test notices.
+
+    .venv/bin/python tools/mutate.py --tests "tests/unit/plan tests/unit/test_plan.py" fleet_train/plan
+    .venv/bin/python tools/mutate.py --tests tests/unit/cluster --most 150 --seed 1 fleet_train/cluster/network.py
+
+A change is one of: another comparison, another arithmetic or boolean operator, a number one larger, the other truth
+value, a `not` left out, `None` returned, min for max, a condition that never holds, a statement left out. The tests run
+in a copy of the checkout; the checkout itself is not touched. Each change is put back before the next.
+
+Printed is a line for each change that survived, FILE:LINE and what was changed, then how many there were of each end. A
+survivor is a question: is the change no change at all (a faster path, the words of a message), or is a test missing?
+The exit code is 0 whatever survives; 2 where the tests fail before anything is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("fleet_train", "tests", "tools", "strategies", "docs", "pyproject.toml", "README.md", "README_cn.md")
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+_TWINS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_NOTICED, _SURVIVED, _ENDLESS = "noticed", "survived", "noticed by its endlessness"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: ``lines`` [first, last) of the file become ``text``."""
+
+    path: Path
+    line: int
+    what: str
+    lines: tuple[int, int]
+    text: str
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every change of one file, in the order of its lines."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    for statement in _statements(tree):
+        for position, _ in enumerate(ast.walk(statement)):
+            for number in range(3):
+                changed = copy.deepcopy(statement)
+                node = _node_at(changed, position)
+                what = _change(node, number) if node is not None else ""
+                if what:
+                    yield _mutant(path, statement, changed, getattr(node, "lineno", statement.lineno), what)
+        if _is_droppable(statement):
+            nothing = ast.Pass(lineno=statement.lineno, col_offset=statement.col_offset)
+            yield _mutant(path, statement, nothing, statement.lineno, f"left out: {ast.unparse(statement)[:80]}")
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Those of functions and modules that are no definition, docstring or import; of blocks, the head and what is in
+    it."""
+    for node in ast.walk(tree):
+        for block in ("body", "orelse", "finalbody"):
+            found = getattr(node, block, None)
+            for statement in found if isinstance(found, list) else []:
+                if not _is_fixed(statement):
+                    yield statement
+
+
+def _is_fixed(statement: ast.AST) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    fixed = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assert, ast.Raise)
+    return is_text or isinstance(statement, (*fixed, ast.Pass, ast.With, ast.AsyncWith, ast.Try, ast.For, ast.AsyncFor))
+
+
+def _is_droppable(statement: ast.stmt) -> bool:
+    is_call = isinstance(statement, ast.Expr) and not isinstance(statement.value, (ast.Yield, ast.YieldFrom))
+    return is_call or isinstance(statement, (ast.AugAssign, ast.Break, ast.Continue))
+
+
+def _node_at(statement: ast.stmt, position: int) -> ast.AST | None:
+    """The node of that number in ``ast.walk``; None where it stands in a block, whose statements have turns of their
+    own."""
+    inner = {id(node) for block in ("body", "orelse") for one in _block(statement, block) for node in ast.walk(one)}
+    node = list(ast.walk(statement))[position]
+    return None if id(node) in inner else node
+
+
+def _block(statement: ast.stmt, name: str) -> list[ast.stmt]:
+    found = getattr(statement, name, [])
+    return found if isinstance(found, list) else []
+
+
+def _change(node: ast.AST, number: int) -> str:
+    """Make the change of that number in place; what it is in words, empty where there is none."""
+    before = ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else ""
+    changes = _changes(node)
+    if number >= len(changes):
+        return ""
+    field, value = changes[number]
+    setattr(node, field, value)
+    if isinstance(node, (ast.If, ast.While)):
+        return f"{before.splitlines()[0]}  ->  {ast.unparse(node).splitlines()[0]}"
+    return f"{before[:90]}  ->  {ast.unparse(node)[:90]}"
+
+
+def _changes(node: ast.AST) -> list[tuple[str, object]]:
+    """(field of the node, its other value) of each change of this node."""
+    found: list[tuple[str, object]] = []
+    if isinstance(node, ast.Compare):
+        found.append(("ops", [_COMPARISONS[type(node.ops[0])](), *node.ops[1:]]))
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _OPERATORS and not _is_text(node):
+        found.append(("op", _OPERATORS[type(node.op)]()))
+    elif isinstance(node, ast.BoolOp):
+        found.append(("op", ast.Or() if isinstance(node.op, ast.And) else ast.And()))
+        found += [
+            ("values", node.values[:index] + node.values[index + 1 :]) for index in range(min(2, len(node.values)))
+        ]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        found.append(("value", not node.value))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        found.append(("value", node.value + 1))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        found.append(("operand", ast.UnaryOp(ast.Not(), node.operand)))
+    elif isinstance(node, ast.Name) and node.id in _TWINS:
+        found.append(("id", _TWINS[node.id]))
+    elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
+        found.append(("value", ast.Constant(None)))
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        found.append(("test", ast.Constant(False)))
+        found.append(("test", ast.Constant(True)))
+    return found
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
+    sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+    return any(isinstance(side, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_string(side) for side in sides)
+
+
+def _is_string(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _mutant(path: Path, statement: ast.stmt, changed: ast.stmt, line: int, what: str) -> Mutant:
+    text = ast.unparse(ast.fix_missing_locations(changed))
+    indent = " " * statement.col_offset
+    end = statement.end_lineno or statement.lineno
+    return Mutant(
+        path, line, what, (statement.lineno - 1, end), "".join(f"{indent}{one}\n" for one in text.splitlines())
+    )
+
+
+class Copy:
+    """A copy of the checkout in which the tests run."""
+
+    def __init__(self, folder: Path, tests: list[str], seconds: float) -> None:
+        self.folder, self.tests, self.seconds = folder, tests, seconds
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif (ROOT / name).exists():
+                shutil.copy(ROOT / name, folder / name)
+
+    def try_out(self, mutant: Mutant) -> str:
+        """How the tests end with a change."""
+        path = self.folder / mutant.path.relative_to(ROOT)
+        source = path.read_text()
+        lines = source.splitlines(keepends=True)
+        first, last = mutant.lines
+        # A line that begins or ends inside another statement (`a; b`) is left alone by this: none is in the code.
+        path.write_text("".join([*lines[:first], mutant.text, *lines[last:]]))
+        try:
+            return self.run()
+        finally:
+            path.write_text(source)
+
+    def run(self) -> str:
+        """In a fork of this process, which has imported what takes long."""
+        child = os.fork()
+        if child == 0:
+            self._run_tests()
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                _end_group(child)
+                return _NOTICED if status else _SURVIVED
+            time.sleep(0.02)
+        _end_group(child)
+        os.waitpid(child, 0)
+        return _ENDLESS
+
+    def _run_tests(self) -> None:
+        """Does not return. The tests' own processes stay in its group, so that they end with it."""
+        os.setsid()
+        os.chdir(self.folder)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path[:] = [str(self.folder), *(one for one in sys.path if one not in ("", str(ROOT), str(ROOT / "tools")))]
+        code = 1
+        try:
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *self.tests]))
+        finally:
+            os._exit(code)
+
+
+def _end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def files_in(paths: list[Path]) -> list[Path]:
+    """The Python files named, and those below the folders named."""
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+
+
+def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
+    parser.add_argument("--tests", default="tests/unit", help="what pytest is given, with spaces between")
+    parser.add_argument(
+        "--preload",
+        default="numpy pydantic",
+        help="imported once, before the tests begin again and again; add paddle where the tests need it",
+    )
+    parser.add_argument("--most", type=int, default=0, help="try a sample of so many changes; 0 = all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which the tests count as endless")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further change after so long; 0 = no end")
+    parser.add_argument("--list", action="store_true", help="print the changes and run nothing")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    flags = read_flags()
+    found = [mutant for path in files_in(flags.paths) for mutant in mutants_of(path.resolve())]
+    if flags.most and len(found) > flags.most:
+        found = random.Random(flags.seed).sample(found, flags.most)
+    if flags.list:
+        for mutant in found:
+            print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
+        return 0
+    for name in flags.preload.split():
+        importlib.import_module(name)
+    assert "fleet_train" not in sys.modules
+    began = time.monotonic()
+    ends: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
+        checkout = Copy(Path(folder), flags.tests.split(), flags.timeout)
+        if checkout.run() != _SURVIVED:
+            print("the tests fail, or take too long, before anything is changed", file=sys.stderr)
+            return 2
+        for mutant in found:
+            if flags.minutes and time.monotonic() - began > 60 * flags.minutes:
+                break
+            end = checkout.try_out(mutant)
+            ends[end] += 1
+            if end == _SURVIVED:
+                print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}", flush=True)
+    print(f"{sum(ends.values())} of {len(found)} changes tried in {time.monotonic() - began:.0f} s:", dict(ends))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
