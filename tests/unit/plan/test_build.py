@@ -52,3 +52,14 @@ def test_an_averaging_hides_behind_every_micro_batch_of_its_overlap() -> None:
     # 2 rounds of 1 ms and 1 MB at 100 MB/s are 12 ms; a micro-batch takes 6 ms.
     assert predict(plan, CLUSTER, network, slow).exposed == pytest.approx(0.006 / 8)
     assert predict(replace(plan, accumulate_steps=2), CLUSTER, network, slow).exposed == 0.0
+
+
+def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
+    weight = Gradient("w", (1000,), "float32")
+    sent = {}
+    for rule in ("keep", "reset", "average"):
+        profile = Profile(use_local_sgd=True, local_sgd_momentum=rule)
+        averaging = build_plan([weight], CLUSTER, profile, state_values_per_parameter=2).averaging
+        assert averaging is not None
+        sent[rule] = [one.nbytes for one in averaging.sent]
+    assert sent == {"keep": [4000], "reset": [4000], "average": [4000, 8000]}
