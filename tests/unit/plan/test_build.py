@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.errors import ProfileError
 from fleet_train.plan import CommPlan, Gradient, build_plan
 from fleet_train.plan.build import fuse
 from fleet_train.plan.legs import Sent
 from fleet_train.plan.price.predict import Compute, Link, Network, predict
-from fleet_train.plan.price.traffic import traffic
+from fleet_train.plan.price.traffic import averaging_bytes, traffic
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import Buckets
 
@@ -43,7 +44,9 @@ def test_headers_are_divided_by_the_period_as_the_payload_is() -> None:
     # Of each node: 4 messages of 96 bytes out, 4 answers of 48 bytes.
     assert traffic(plan, cluster, warm_up=True).protocol == (576.0, 576.0)
     assert traffic(plan, cluster).protocol == (72.0, 72.0)
-    assert traffic(plan, cluster).sent == (MEGABYTE / 2, MEGABYTE / 2)
+    found = traffic(plan, cluster)
+    assert found.sent == found.leaving == found.entering == (MEGABYTE / 2, MEGABYTE / 2)
+    assert averaging_bytes(plan) == [(4.0 * MEGABYTE, 4.0 * MEGABYTE)]
 
 
 def test_an_averaging_hides_behind_every_micro_batch_of_its_overlap() -> None:
@@ -52,3 +55,21 @@ def test_an_averaging_hides_behind_every_micro_batch_of_its_overlap() -> None:
     # 2 rounds of 1 ms and 1 MB at 100 MB/s are 12 ms; a micro-batch takes 6 ms.
     assert predict(plan, CLUSTER, network, slow).exposed == pytest.approx(0.006 / 8)
     assert predict(replace(plan, accumulate_steps=2), CLUSTER, network, slow).exposed == 0.0
+
+
+def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
+    weight = Gradient("w", (1000,), "float32")
+    sent = {}
+    for rule in ("keep", "reset", "average"):
+        profile = Profile(use_local_sgd=True, local_sgd_momentum=rule)
+        averaging = build_plan([weight], CLUSTER, profile, state_values_per_parameter=2).averaging
+        assert averaging is not None
+        sent[rule] = [one.nbytes for one in averaging.sent]
+    assert sent == {"keep": [4000], "reset": [4000], "average": [4000, 8000]}
+
+
+def test_teams_of_an_asked_size_that_divides_the_ranks() -> None:
+    profile = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
+    assert build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
+    with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
+        build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
