@@ -84,7 +84,13 @@ class _Rank:
         assert report is not None
         how = f"sys.exit({end.code!r})"
         self._channel.send(
-            {"kind": "failed", "message": how, "reports": [report.to_json()], "traceback": _told(end, end)}
+            {
+                "kind": "failed",
+                "message": how,
+                "exit_code": report.exit_code,
+                "reports": [report.to_json()],
+                "traceback": _told(end, end),
+            }
         )
         return report.exit_code
 
@@ -105,6 +111,7 @@ class _Rank:
             {
                 "kind": "unguarded" if is_unguarded else "preempted" if is_preempted else "failed",
                 "message": str(cause) if is_unguarded or is_preempted else f"{type(cause).__name__}: {cause}",
+                "exit_code": code,
                 "reports": [report.to_json() for report in reports],
                 "traceback": _told(error, cause),
             }

@@ -142,6 +142,8 @@ class Ranks:
         if rank.result is not None and still_ran:
             status = 0
         told = rank.told or {}
+        if rank.asked_to_stop and "exit_code" in told:  # it was leaving with that, slower than we waited
+            status = int(told["exit_code"])
         return RankOutcome(
             rank=rank.index,
             status=status,
