@@ -63,7 +63,8 @@ def assert_same_parameters(one: Path, two: Path, *, noise: tuple[str, ...] = ())
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_images_are_classified_as_by_one_process(tmp_path: Path) -> None:
     one, two = one_process("image_classification.py", tmp_path), two_ranks(IMAGES, tmp_path)
     pattern = r"held-out accuracy ([\d.]+) over 360 images"
@@ -72,7 +73,8 @@ def test_images_are_classified_as_by_one_process(tmp_path: Path) -> None:
     assert_same_parameters(one.folder, two.folder)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_sentences_are_understood_as_by_one_process(tmp_path: Path) -> None:
     one, two = one_process("text_transformer.py", tmp_path), two_ranks(SENTENCES, tmp_path)
     pattern = r"held-out accuracy ([\d.]+) on \d rank\(s\); by counting words ([\d.]+)"
@@ -84,7 +86,8 @@ def test_sentences_are_understood_as_by_one_process(tmp_path: Path) -> None:
     assert_same_parameters(one.folder, two.folder, noise=("linear_1.b_0", "linear_7.b_0"))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_clicks_are_foretold_as_by_one_process(tmp_path: Path) -> None:
     one, two = one_process("click_through.py", tmp_path), two_ranks(CLICKS, tmp_path)
     pattern = r"held-out AUC ([\d.]+) on \d rank\(s\); the true probabilities have ([\d.]+)"
@@ -94,14 +97,16 @@ def test_clicks_are_foretold_as_by_one_process(tmp_path: Path) -> None:
     assert_same_parameters(one.folder, two.folder)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_generator_reaches_the_clouds(tmp_path: Path) -> None:
     inside, reached = two_ranks(GAN, tmp_path).measures(r"([\d.]+) of the points lie in (\d) of 8 clouds")
     assert inside > 0.5
     assert reached >= 6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_gan_begins_as_in_one_process(tmp_path: Path) -> None:
     steps = ("--steps", "50")
     one, two = one_process("gan.py", tmp_path, *steps), two_ranks(GAN, tmp_path, *steps)
