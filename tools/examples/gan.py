@@ -29,7 +29,7 @@ args = flags.parse_args()
 def network(name: str, inputs: int, outputs: int) -> Any:
     """Below its own name guard: each program that builds it reads the same parameters."""
     with paddle.utils.unique_name.guard(f"{name}_"):
-        middle = nn.Linear(inputs, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2)
+        middle = nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
         return nn.Sequential(*middle, nn.Linear(WIDTH, outputs))
 
 
@@ -47,12 +47,12 @@ with paddle.static.program_guard(judging, startup):
     real = paddle.static.data("real", [None, 2], "float32")
     made = generate(paddle.static.data("noise", [None, NOISE], "float32")).detach()
     judging_loss = softplus(-judge(real)).mean() + softplus(judge(made)).mean()
-    optimizer = paddle.optimizer.Adam(1e-3, beta1=0.5, parameters=judge.parameters())
+    optimizer = paddle.optimizer.Adam(2e-3, beta1=0.5, parameters=judge.parameters())
     fleet.distributed_optimizer(optimizer).minimize(judging_loss, startup)
 with paddle.static.program_guard(making, startup):
     generate, judge = generator_and_discriminator()
     making_loss = softplus(-judge(generate(paddle.static.data("noise", [None, NOISE], "float32")))).mean()
-    optimizer = paddle.optimizer.Adam(1e-3, beta1=0.5, parameters=generate.parameters())
+    optimizer = paddle.optimizer.Adam(2e-3, beta1=0.5, parameters=generate.parameters())
     fleet.distributed_optimizer(optimizer).minimize(making_loss, startup)
 with paddle.static.program_guard(drawing, paddle.static.Program()):  # this startup program is never run
     points = generator_and_discriminator()[0](paddle.static.data("noise", [None, NOISE], "float32"))
