@@ -126,8 +126,8 @@ def test_a_clock_that_is_ahead(two: Two, tmp_path: Path, ahead: int, level: str)
     early.mkdir()
     (early / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {ahead}\n")
     told = second_is(two, tmp_path, Patient(environ={"PYTHONPATH": f"{early}{os.pathsep}{ROOT}"}))
-    (finding,) = told.findings("clock", level)
-    assert finding["hosts"] == [host(0, two), host(1, two)]
+    pair = [host(0, two), host(1, two)]  # on a busy machine the other direction may be told as well
+    (finding,) = [one for one in told.findings("clock", level) if one["hosts"] == pair]
     assert f"{ahead}.0" in finding["measured"] or f"{ahead - 1}.9" in finding["measured"]
     assert "behind" in finding["measured"]
 
