@@ -20,6 +20,9 @@ SOURCES := fleet_train tools tests
 # One worker runs all tests of a file: what a file's tests share is made once. In the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests start hundreds of processes: each finds the modules as earlier ones have compiled them.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A stamp carries the hash of what was installed and of the interpreter: a changed pin or another PYTHON installs again.
 hash = $(shell { cat $(1); $(PYTHON) --version; } 2>/dev/null | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.installed-run-$(call hash,requirements.txt)

@@ -200,8 +200,13 @@ def ignores_sigterm() -> None:
     ("train", "first", "within_seconds"),
     [
         (segfault, "rank 1 of 2 failed first: killed by SIGSEGV", 15),
-        (ends_itself, "rank 0 of 2 failed first: .*exit code 0 before its function had returned", 15),
-        (says_exit, "rank 1 of 2 failed first: sys.exit.'no data'.", 15),
+        pytest.param(
+            ends_itself,
+            "rank 0 of 2 failed first: .*exit code 0 before its function had returned",
+            15,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(says_exit, "rank 1 of 2 failed first: sys.exit.'no data'.", 15, marks=pytest.mark.long),
         (ignores_sigterm, "rank 0 of 2 failed first: OSError: disk full", 20),
     ],
 )

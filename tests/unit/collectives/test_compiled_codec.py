@@ -177,6 +177,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
+@pytest.mark.long
 def test_processes_compile_at_once_and_later_ones_find_what_they_made(tmp_path: Path) -> None:
     several = [start(tmp_path) for _ in range(3)]
     for process in several:
