@@ -20,11 +20,11 @@ ALL_PROFILES = ["unfused", "fused", "two communicators"]
     ("world_size", "nodes", "optimizers", "profiles"),
     [
         (2, 2, ALL_OPTIMIZERS, ["fused"]),
-        (2, 2, ["Momentum", "AdamW"], ["unfused", "two communicators"]),
-        (3, 3, ["SGD", "AdamW"], ["fused"]),
-        (3, 3, ["Adam"], ["unfused", "two communicators"]),
+        pytest.param(2, 2, ["Momentum", "AdamW"], ["unfused", "two communicators"], marks=pytest.mark.long),
+        pytest.param(3, 3, ["SGD", "AdamW"], ["fused"], marks=pytest.mark.long),
+        pytest.param(3, 3, ["Adam"], ["unfused", "two communicators"], marks=pytest.mark.long),
         (4, 2, ["AdamW"], ["hierarchical"]),
-        (4, 1, ["Momentum"], ["teams of two"]),
+        pytest.param(4, 1, ["Momentum"], ["teams of two"], marks=pytest.mark.long),
         (2, 1, ["Momentum"], ["no overlap"]),
     ],
 )
