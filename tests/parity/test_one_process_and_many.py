@@ -49,6 +49,7 @@ def test_parameters_after_20_steps(
             assert other[case]["state"] == first["state"], f"{case}: replicas differ"
 
 
+@pytest.mark.long
 def test_settings_change_the_number_of_collectives(tmp_path: Path) -> None:
     result = run_ranks(
         ROOT / "tests/parity/compare.py",

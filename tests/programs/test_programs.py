@@ -199,6 +199,7 @@ def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run,
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @each(COMPARED)
 def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
     wrong = []
