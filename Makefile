@@ -18,6 +18,8 @@ SHELL := /bin/bash
 
 BIN := $(VENV)/bin
 SOURCES := fleet_train tools tests
+# Tests start hundreds of processes, which would each compile the package where Python may keep nothing.
+COMPILE := $(BIN)/python -m compileall -q fleet_train
 # One worker runs all tests of a file: what a file's tests share is made once. In the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -34,9 +36,11 @@ demo: $(RUN_STAMP) ## Train a small network on handwritten digits on two "nodes"
 	$(BIN)/python tools/demo.py $(ARGS)
 
 test: $(DEV_STAMP) ## Run every test but those marked long; ARGS="-k plan" selects
+	@$(COMPILE)
 	$(PYTEST) -m "not long" $(ARGS)
 
 test-long: $(DEV_STAMP) ## Run the tests marked long: engines, browser, soaks, lab, doctor, faults with long waits
+	@$(COMPILE)
 	$(PYTEST) -m long $(ARGS)
 
 coverage: $(DEV_STAMP) ## Branch coverage of fleet_train by unit and parallel tests: a summary, and htmlcov/index.html

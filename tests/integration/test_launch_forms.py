@@ -78,6 +78,7 @@ def test_todays_form_with_ips(tmp_path: Path) -> None:
     assert_one_job(run_form(commands.TODAYS_IPS, tmp_path, free_ports(3, HOSTS)), world_size=4)
 
 
+@pytest.mark.long
 def test_todays_form_with_master(tmp_path: Path) -> None:
     # On two real machines the launcher finds its own address; on one it must be told which of the two it plays.
     env_of_node = [{"POD_IP": host} for host in HOSTS]

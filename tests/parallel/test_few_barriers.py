@@ -18,7 +18,7 @@ Ranks = list[dict[str, Any]]
     params=[
         pytest.param((2, False), id="2"),
         pytest.param((3, False), id="3", marks=pytest.mark.long),
-        pytest.param((2, True), id="2, s"),
+        pytest.param((2, True), id="2, s", marks=pytest.mark.long),
         pytest.param((3, True), id="3, s", marks=pytest.mark.long),
     ],
 )

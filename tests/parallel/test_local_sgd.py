@@ -42,7 +42,7 @@ EACH_CASE = pytest.mark.parametrize(
     [
         *((2, 2, case) for case in FLAT),
         *(pytest.param(3, 3, case, marks=pytest.mark.long) for case in FLAT),
-        *((4, 2, case) for case in HIERARCHICAL),
+        *(pytest.param(4, 2, case, marks=pytest.mark.long) for case in HIERARCHICAL),
     ],
 )
 

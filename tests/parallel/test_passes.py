@@ -50,6 +50,7 @@ def test_more_ranks_than_gather_sum_alike(tmp_path: Path) -> None:
         assert [rank[case]["state"] for rank in ranks] == [first["state"]] * 5, f"{case}: replicas differ"
 
 
+@pytest.mark.long
 def test_local_batch_norm_does_not(tmp_path: Path) -> None:
     """The test above would see it if nothing was exchanged."""
     ranks = cases_of_ranks(tmp_path, 2, "local")
@@ -74,6 +75,7 @@ def test_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path, late_strea
         assert rank["state"] == ranks[0]["state"]
 
 
+@pytest.mark.long
 def test_low_precision_keeps_replicas_equal(tmp_path: Path) -> None:
     ranks = cases_of_ranks(tmp_path, 2, "lowered")
     assert ranks[0]["parameters"] == ranks[1]["parameters"]

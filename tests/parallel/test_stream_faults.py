@@ -34,6 +34,7 @@ def last_words(result: RanksResult, rank: int) -> str:
     return str(said[0])
 
 
+@pytest.mark.long
 def test_a_collective_that_never_ends_on_any_rank(tmp_path: Path) -> None:
     result = run("never ends", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code] * 3, result.report()
@@ -81,6 +82,7 @@ def test_a_rank_that_is_missing_between_two_barriers_is_named_by_the_watchdog(
         assert "(the collective ended with: no collective has ended for" in said
 
 
+@pytest.mark.long
 def test_of_a_rank_that_skips_a_collective_is_said_where_it_stands(tmp_path: Path) -> None:
     result = run("skips", tmp_path)
     codes = [WorkerFailed.exit_code, ScheduleMismatch.exit_code, WorkerFailed.exit_code]

@@ -20,11 +20,11 @@ ALL_PROFILES = ["unfused", "fused", "two communicators"]
     ("world_size", "nodes", "optimizers", "profiles"),
     [
         (2, 2, ALL_OPTIMIZERS, ["fused"]),
-        (2, 2, ["Momentum", "AdamW"], ["unfused", "two communicators"]),
-        (3, 3, ["SGD", "AdamW"], ["fused"]),
-        (3, 3, ["Adam"], ["unfused", "two communicators"]),
-        (4, 2, ["AdamW"], ["hierarchical"]),
-        (4, 1, ["Momentum"], ["teams of two"]),
+        pytest.param(2, 2, ["Momentum", "AdamW"], ["unfused", "two communicators"], marks=pytest.mark.long),
+        pytest.param(3, 3, ["SGD", "AdamW"], ["fused"], marks=pytest.mark.long),
+        pytest.param(3, 3, ["Adam"], ["unfused", "two communicators"], marks=pytest.mark.long),
+        pytest.param(4, 2, ["AdamW"], ["hierarchical"], marks=pytest.mark.long),
+        pytest.param(4, 1, ["Momentum"], ["teams of two"], marks=pytest.mark.long),
         (2, 1, ["Momentum"], ["no overlap"]),
     ],
 )
@@ -49,6 +49,7 @@ def test_parameters_after_20_steps(
             assert other[case]["state"] == first["state"], f"{case}: replicas differ"
 
 
+@pytest.mark.long
 def test_settings_change_the_number_of_collectives(tmp_path: Path) -> None:
     result = run_ranks(
         ROOT / "tests/parity/compare.py",

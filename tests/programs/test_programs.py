@@ -56,7 +56,7 @@ UNDER_LATE_STREAMS: dict[str, tuple[str, ...]] = {
 
 # The first test of a subject waits for the launch of all its cases.
 # Subjects whose programs `make test` trains on two ranks; `make test-long` trains those of the others.
-SHORT = ("settings", "control", "schedules")
+SHORT = ("settings", "control")
 # What oneDNN computes in bfloat16 by the program's own will: on processors without AVX-512 plain Paddle raises.
 IN_BFLOAT16 = ("bfloat16", "own_auto_cast")
 NO_BFLOAT16 = pytest.mark.skipif(
@@ -199,6 +199,7 @@ def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run,
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @each(COMPARED)
 def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
     wrong = []

@@ -66,9 +66,11 @@ def test_the_rank_that_failed_is_named_on_both_nodes(
 @pytest.mark.parametrize(
     ("fault", "exit_code", "how"),
     [
-        ("loop", 11, f"{_MISSED}, then stopped by SIGTERM"),
+        pytest.param("loop", 11, f"{_MISSED}, then stopped by SIGTERM", marks=pytest.mark.long),
         ("sys.exit 3", 3, r"exit code 3 \(sys.exit\(3\)\)"),
-        ("never join", 11, r"exit code 0 \(left the job while others waited for it at join\)"),
+        pytest.param(
+            "never join", 11, r"exit code 0 \(left the job while others waited for it at join\)", marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_rank_that_failed_is_named_on_one_node(bench: Bench, fault: str, exit_code: int, how: str) -> None:

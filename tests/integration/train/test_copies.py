@@ -189,6 +189,7 @@ def test_an_older_run_that_a_node_has_kept_does_not_come_back(nodes: Nodes) -> N
     assert nodes.kept(0) == nodes.kept(1) == ["step-00000080", "step-00000090"]
 
 
+@pytest.mark.long
 def test_nothing_is_sent_where_all_nodes_see_one_folder(nodes: Nodes, undisturbed: Path) -> None:
     shared = nodes.folder / "shared"
     first, _ = nodes.train([0, 1], COPIES, output=str(shared))

@@ -62,6 +62,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert records(found, "test/accuracy") == records(expected, "test/accuracy")
 
 
+@pytest.mark.long
 def test_going_on_in_the_middle_of_an_epoch_is_the_same_run_on_one_process(tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     recipe = (
@@ -152,6 +153,7 @@ def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
     assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()
 
 
+@pytest.mark.long
 def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alone(
     tmp_path: Path, two_ranks: tuple[RanksResult, Path]
 ) -> None:

@@ -177,6 +177,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
+@pytest.mark.long
 def test_processes_compile_at_once_and_later_ones_find_what_they_made(tmp_path: Path) -> None:
     several = [start(tmp_path) for _ in range(3)]
     for process in several:
@@ -189,11 +190,13 @@ def test_processes_compile_at_once_and_later_ones_find_what_they_made(tmp_path: 
     assert said(start(tmp_path)) == "0 0"
 
 
+@pytest.mark.long
 def test_loops_are_compiled_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert said(start(tmp_path / "file")) == "0 0"
 
 
+@pytest.mark.long
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path) -> None:
     said(start(tmp_path))
     (folder,) = tmp_path.iterdir()

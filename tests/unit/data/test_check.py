@@ -94,7 +94,7 @@ def test_loader_is_measured_for_the_given_time_or_exactly_one_epoch() -> None:
     loader = make_loader(train, LoaderSettings(batch_size=8))
     began = time.perf_counter()
     speed = loader_speed(loader, 0.2, lambda _: None)
-    assert 0.2 <= time.perf_counter() - began < 5
+    assert 0.2 <= time.perf_counter() - began < 60
     assert speed.num_samples > 40  # several epochs
     assert loader_speed(loader, 0.0, lambda _: None, whole=True).num_samples == 40
 

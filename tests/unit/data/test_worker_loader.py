@@ -224,7 +224,7 @@ def test_no_worker_outlives_a_training_that_is_killed_or_interrupted(folder: Pat
         workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()[1:]]
         assert len(workers) == 2
         os.killpg(process.pid, number)
-        _, alive = psutil.wait_procs(workers, timeout=10)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         output, errors = process.communicate(timeout=120)
     assert alive == []
     assert output == ""
