@@ -1,6 +1,7 @@
 """Run as several ranks by test_move_ranks.py: trains with `Trainer` and reports which samples each epoch was fed with.
 
-argv: where the run is, and the step with a checkpoint after which it ends in the step that follows (0 = it does not).
+argv: where the run is, and where it ends: "step", in the step that follows the first, of which it has a checkpoint;
+"epoch", with the first epoch, in the middle of a step; "never".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fleet_train.train.components.settings import TrainerSettings
 from fleet_train.train.trainer import Trainer
 from tests.support.worker import report
 
-SAMPLES, EPOCHS = 50, 2
+SAMPLES, EPOCHS, MERGED = 50, 2, 4
 
 
 class Recording(BatchLoader):
@@ -30,11 +31,11 @@ class Recording(BatchLoader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.taken: dict[int, list[int]] = {}
-        self.ends_after = 0
+        self.ends_after_a_step = False
 
     def consumed_after(self, steps: int) -> int:
-        # The trainer asks this once after each step, whose number is then `steps`.
-        if self.ends_after and steps > self.ends_after:
+        # The trainer asks this once after each batch, `steps` of which the epoch has had then.
+        if self.ends_after_a_step and steps > MERGED:
             report(fleet.worker_index(), taken=self.taken)
             sys.exit()  # without a goodbye: the checkpoint may still be being written
         self.taken.setdefault(self.sampler.epoch, []).extend(int(i) for i in self.indices(steps - 1))
@@ -46,15 +47,15 @@ def build() -> tuple[Any, Any]:
     labels = paddle.static.data("labels", [None], "int64")
     hidden = paddle.tanh(paddle.nn.Linear(1, 40)(features / SAMPLES))
     loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(40, 2)(hidden), labels)
-    # An update takes 4 micro-batches: the checkpoint is in the middle of one.
-    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(accumulate_steps=4)).minimize(loss)
+    # The 13 batches that each of two ranks has in an epoch end in the middle of an update.
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(accumulate_steps=MERGED)).minimize(loss)
     exe = paddle.static.Executor(fleet.place())
     exe.run(fleet.startup_program)
     return exe, loss
 
 
 def main() -> None:
-    output, ends_after = Path(sys.argv[1]), int(sys.argv[2])
+    output, ends = Path(sys.argv[1]), sys.argv[2]
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     rank, world = fleet.worker_index(), fleet.worker_num()
@@ -62,9 +63,13 @@ def main() -> None:
     values = np.arange(SAMPLES)
     data = ArrayDataset("numbers", values.astype("float32")[:, None], (values % 2).astype("int64"), 2)
     loader = Recording(data, ShardedBatchSampler(SAMPLES, 2, rank, world, seed=3))
-    loader.ends_after = ends_after
+    loader.ends_after_a_step = ends == "step"
     checkpoints = Checkpoints(output, background=True)
-    settings = TrainerSettings(epochs=EPOCHS, checkpoint_every_steps=ends_after)
+    settings = TrainerSettings(
+        epochs=EPOCHS,
+        checkpoint_every_steps=1 if ends == "step" else 0,
+        stop_after_epochs=1 if ends == "epoch" else None,
+    )
     trainer = Trainer(exe, loss, loader, settings, checkpoints=checkpoints)
     found = checkpoints.newest()
     if found is not None:
