@@ -5,18 +5,13 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PACKAGE = "fleet_train"
+from tools.docs_site.folders import PACKAGE, docstring_of, dotted_name, folders
+
 INDEX = "reference/api/index.md"
 HEAD = """# API
 
 What a training script uses. Every folder of the package has a page of its own beside this one.
 """
-
-
-def folders(root: Path) -> list[str]:
-    """Dotted names of the package and of every package in it, parents first."""
-    inits = (root / PACKAGE).rglob("__init__.py")
-    return sorted(".".join(path.parent.relative_to(root).parts) for path in inits)
 
 
 def api_uri(folder: str) -> str:
@@ -29,11 +24,9 @@ def api_pages(root: Path) -> dict[str, str]:
     everything = "    options:\n      show_if_no_docstring: true\n"
     pages = {INDEX: HEAD + "".join(_shown(name) + everything for name in public_names(root))}
     for folder in folders(root):
-        modules = [
-            name for path in sorted((root / folder.replace(".", "/")).glob("*.py")) if (name := _module(path, root))
-        ]
-        text = _docstring(root / folder.replace(".", "/") / "__init__.py")
-        pages[api_uri(folder)] = f"# {folder}\n\n{text}\n" + "".join(_shown(name) for name in modules)
+        modules = [module for path in sorted(folder.glob("*.py")) if (module := _module(path, root))]
+        name = dotted_name(folder, root)
+        pages[api_uri(name)] = f"# {name}\n\n{docstring_of(folder)}\n" + "".join(map(_shown, modules))
     return pages
 
 
@@ -53,10 +46,6 @@ def _module(path: Path, root: Path) -> str | None:
     if path.name in ("__init__.py", "__main__.py") or not any(map(ast.get_docstring, public)):
         return None
     return ".".join(path.relative_to(root).with_suffix("").parts)
-
-
-def _docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
 def _shown(name: str) -> str:

@@ -46,6 +46,11 @@ def folders(root: Path) -> list[Path]:
     return sorted(path.parent for path in (root / PACKAGE).rglob("__init__.py"))
 
 
+def dotted_name(folder: Path, root: Path) -> str:
+    """As imports name a folder."""
+    return ".".join(folder.relative_to(root).parts)
+
+
 def page(root: Path) -> str:
     """The text of ``docs/layout.md``."""
     rows = ((folder.relative_to(root).as_posix(), first_sentence(docstring_of(folder))) for folder in folders(root))

@@ -8,8 +8,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
-from tools.docs_site.api import INDEX, PACKAGE, api_pages, api_uri, folders
+from tools.docs_site.api import INDEX, api_pages, api_uri
 from tools.docs_site.command_line import command_line_page
+from tools.docs_site.folders import PACKAGE, dotted_name, folders
 from tools.docs_site.links import CATALOGUE, PAGES_OUTSIDE, Page, Rewriter, source_page, source_uri
 from tools.docs_site.profile_reference import catalogue_page, keys_page
 
@@ -31,7 +32,8 @@ def _with_api(nav: Any) -> Any:
         return {title: _with_api(entry) for title, entry in nav.items()}
     if nav != INDEX:
         return nav
-    return [INDEX, *({folder.removeprefix(f"{PACKAGE}."): api_uri(folder)} for folder in folders(ROOT))]
+    names = [dotted_name(folder, ROOT) for folder in folders(ROOT)]
+    return [INDEX, *({name.removeprefix(f"{PACKAGE}."): api_uri(name)} for name in names)]
 
 
 def on_files(files: Files, config: Any) -> Files:
