@@ -89,8 +89,7 @@ class _Lowering:
         results = operator.results()[:1] if operator.name() in BATCH_NORMS else operator.results()
         for result in results:
             if _is_float32(result):
-                result.set_type(paddle.pir.create_shaped_type(low_type, list(result.shape)))
-                self._cast_back(result)
+                self._give_back(result, low_type)
         self.count += 1
 
     def _in_low_precision(self, source: Any, operator: Any) -> Any:
@@ -102,7 +101,8 @@ class _Lowering:
                 self._low[source.id].stop_gradient = False
         return self._low[source.id]
 
-    def _cast_back(self, result: Any) -> None:
+    def _give_back(self, result: Any, low_type: Any) -> None:
+        result.set_type(paddle.pir.create_shaped_type(low_type, list(result.shape)))
         back = paddle.cast(result, paddle.float32)
         cast = back.get_defining_op()
         result.replace_all_uses_with(back)
@@ -121,35 +121,19 @@ class _Rounding(_Lowering):
     """The same numbers without an operator in low precision: its inputs and results, and with them the gradients of
     both, are rounded by a cast there and back, and it computes in float32, as low precision adds up in any case."""
 
-    def lower(self, operator: Any, tensors: Sequence[int]) -> None:
-        sources = {index: operator.operand_source(index) for index in tensors}
-        wanted = {index: source for index, source in sources.items() if _is_float32(source)}
-        if not wanted:
-            return
-        for index, source in wanted.items():
-            operator.operand(index).set_source(self._in_low_precision(source, operator))
-        paddle.pir.set_insertion_point_after(operator)
-        for result in operator.results():
-            if _is_float32(result):
-                self._cast_back(result)
-        self.count += 1
-
     def _in_low_precision(self, source: Any, operator: Any) -> Any:
         if source.id not in self._low:
             paddle.pir.set_insertion_point(operator)
             self._low[source.id] = paddle.cast(paddle.cast(source, self._dtype), paddle.float32)
         return self._low[source.id]
 
-    def _cast_back(self, result: Any) -> None:
+    def _give_back(self, result: Any, low_type: Any) -> None:  # noqa: ARG002
         low = paddle.cast(result, self._dtype)
         back = paddle.cast(low, paddle.float32)
         result.replace_all_uses_with(back)
         low.get_defining_op().operand(0).set_source(result)  # the line before has made it read what comes of it
         self._low[back.id] = back
         self._casts_back.append(back.get_defining_op())
-
-    def drop_unused_casts(self) -> None:
-        """Every cast is read: by its rounding or by those who read the result."""
 
 
 def _is_float32(value: Any) -> bool:

@@ -50,15 +50,16 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         return features, model(features), labels
 
     training, startup = paddle.static.Program(), paddle.static.Program()
-    # `schedule` counts batches; how many of them make a step is known once fleet has resolved the profile.
-    courses = [schedule]
-    scheduler = paddle.optimizer.lr.LambdaDecay(config.peak_learning_rate(world_size), lambda step: courses[-1](step))
+    # `schedule` counts batches, the scheduler steps, which take several with gradient merge.
+    scheduler = paddle.optimizer.lr.LambdaDecay(
+        config.peak_learning_rate(world_size),
+        lambda step: schedule.of_updates(fleet.profile().accumulate_steps)(step),
+    )
     with paddle.static.program_guard(training, startup), paddle.utils.unique_name.guard():
         _, logits, labels = logits_and_labels(training=True)
         loss = paddle.nn.functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
         optimizer = fleet.distributed_optimizer(make_optimizer(config, scheduler, training), strategy=strategy)
-        courses.append(schedule.of_updates(fleet.profile().accumulate_steps))
-        scheduler.step(0)
+        scheduler.step(0)  # the first rate once more: `strategy` may be another profile than fleet had before
         average, skipping = _around_update(config, optimizer)
         optimizer.minimize(loss, startup)
     if skipping is not None:
