@@ -1,4 +1,4 @@
-"""What the control plane costs: the root's processor time and bytes per gate, joining, latency, lost relays, strangers.
+"""What the control plane costs: the root's processor time and bytes a barrier, joins, latency, lost relays, strangers.
 
     python tools/bench_control_plane.py --before CHECKOUT --record docs/benchmarks/2026-11-22-control-plane
 
@@ -46,8 +46,8 @@ def talking() -> Iterator[list[Talking]]:
             each.end()
 
 
-def measure_gates(nodes: int, ranks_per_node: int, gates: int, *, relays: bool) -> dict[str, Any]:
-    """One job: join, then ``gates`` gates; the root's share of them."""
+def measure_barriers(nodes: int, ranks_per_node: int, barriers: int, *, relays: bool) -> dict[str, Any]:
+    """One job: join, then ``barriers`` barriers; the root's share of them."""
     job = Job(nodes, ranks_per_node)
     asked: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "silence": 120.0}
     with talking() as processes:
@@ -59,7 +59,7 @@ def measure_gates(nodes: int, ranks_per_node: int, gates: int, *, relays: bool) 
             ports = processes[-1].first
         where = [ports[str(node if relays else 0)] for node in range(nodes) for _ in range(ranks_per_node)]
         start = root.next()
-        ranks = Talking("stand_ins.py", {"ports": where, "gates": gates})
+        ranks = Talking("stand_ins.py", {"ports": where, "barriers": barriers})
         processes.append(ranks)
         joined, after_join = ranks.next(), root.next()
         ranks.next()
@@ -71,9 +71,9 @@ def measure_gates(nodes: int, ranks_per_node: int, gates: int, *, relays: bool) 
         "nodes": nodes,
         "relays": relays,
         "children_of_root": job.children_of_root() + ranks_per_node if relays else job.world_size,
-        "root_cpu_ms_per_gate": 1e3 * (after["cpu_seconds"] - before["cpu_seconds"]) / gates,
-        "root_bytes_per_gate": (after["bytes"] - before["bytes"]) / gates,
-        "gate_ms_wall": 1e3 * told["gate_seconds"],
+        "root_cpu_ms_per_gate": 1e3 * (after["cpu_seconds"] - before["cpu_seconds"]) / barriers,
+        "root_bytes_per_gate": (after["bytes"] - before["bytes"]) / barriers,
+        "gate_ms_wall": 1e3 * told["barrier_seconds"],
         "join_seconds_wall": joined["joined_seconds"],
         "join_root_cpu_seconds": after_join["cpu_seconds"] - start["cpu_seconds"],
     }
@@ -118,8 +118,8 @@ def served(folder: Path) -> Iterator[str]:
             server.kill()
 
 
-def measure_latency(folder: Path, gates: int, attack: str = "") -> dict[str, float]:
-    """Two real clients; the median, the 95th percentile and the longest of their gates, in milliseconds."""
+def measure_latency(folder: Path, barriers: int, attack: str = "") -> dict[str, float]:
+    """Two real clients; the median, the 95th percentile and the longest of their barriers, in milliseconds."""
     environ = {**os.environ, "PYTHONPATH": str(folder)}
     with served(folder) as endpoint:
         attacker = None
@@ -128,8 +128,10 @@ def measure_latency(folder: Path, gates: int, attack: str = "") -> dict[str, flo
             attacker = subprocess.Popen(command)
             time.sleep(1)
         command = [sys.executable, str(HERE / "latency.py"), "member", endpoint]
-        other = subprocess.Popen([*command, "1", str(gates)], env=environ)
-        told = subprocess.run([*command, "0", str(gates)], env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        other = subprocess.Popen([*command, "1", str(barriers)], env=environ)
+        told = subprocess.run(
+            [*command, "0", str(barriers)], env=environ, stdout=subprocess.PIPE, text=True, check=True
+        )
         other.wait()
         if attacker is not None:
             attacker.kill()
@@ -147,7 +149,7 @@ def median_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def measure(rounds: int, gates: int, before: Path | None) -> dict[str, Any]:
+def measure(rounds: int, barriers: int, before: Path | None) -> dict[str, Any]:
     """Every part, ``rounds`` times, the parts in turn."""
     turns: dict[str, list[dict[str, Any]]] = {}
 
@@ -157,9 +159,9 @@ def measure(rounds: int, gates: int, before: Path | None) -> dict[str, Any]:
 
     for _ in range(rounds):
         for nodes, per_node, relays in SIZES:
-            few = max(5, gates // 4) if nodes * per_node > 2000 else gates
+            few = max(5, barriers // 4) if nodes * per_node > 2000 else barriers
             name = f"{nodes} x {per_node} {'over relays' if relays else 'at the root'}"
-            note(name, measure_gates(nodes, per_node, few, relays=relays))
+            note(name, measure_barriers(nodes, per_node, few, relays=relays))
         note("latency", measure_latency(ROOT, 3000))
         if before is not None:
             note("latency before", measure_latency(before, 3000))
@@ -172,13 +174,13 @@ def measure(rounds: int, gates: int, before: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gates", type=int, default=60, help="Gates per job and round.")
+    parser.add_argument("--barriers", type=int, default=60, help="Barriers per job and round.")
     parser.add_argument("--rounds", type=int, default=3, help="How often each part is measured, in turn.")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Also measure the latency of this checkout.")
     parser.add_argument("--record", type=Path, metavar="PATH", help="Write PATH.json and PATH.md.")
     options = parser.parse_args()
     before = options.before.resolve() if options.before else None
-    result = circumstances() | measure(options.rounds, options.gates, before)
+    result = circumstances() | measure(options.rounds, options.barriers, before)
     if options.record is None:
         print(json.dumps(result["medians"], indent=1))
         return

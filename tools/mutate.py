@@ -60,7 +60,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift,
     ast.RShift: ast.LShift,
 }
-_TWINS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_COUNTERPARTS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NOTICED, _SURVIVED, _ENDLESS = "noticed", "survived", "noticed by its endlessness"
 
 
@@ -158,8 +158,8 @@ def _changes(node: ast.AST) -> list[tuple[str, object]]:
         found.append(("value", node.value + 1))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         found.append(("operand", ast.UnaryOp(ast.Not(), node.operand)))
-    elif isinstance(node, ast.Name) and node.id in _TWINS:
-        found.append(("id", _TWINS[node.id]))
+    elif isinstance(node, ast.Name) and node.id in _COUNTERPARTS:
+        found.append(("id", _COUNTERPARTS[node.id]))
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         found.append(("value", ast.Constant(None)))
     elif isinstance(node, (ast.If, ast.IfExp)):

@@ -1,4 +1,4 @@
-"""The command line: parse, call a room, turn errors into one line and one exit code.
+"""The command line: parse, call a layer, turn errors into one line and one exit code.
 
 Each command lives in a module of its own below this package, named after it, with a click command called ``command``.
 It is imported only when it is asked for: ``launch --help`` must not pay for Paddle.

@@ -16,10 +16,10 @@ from fleet_train.collectives.job.step_notes import Communication
 from fleet_train.collectives.local_sgd import overlap
 from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
 from fleet_train.collectives.local_sgd.fragments import Fragment
-from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.base import BucketMethod, Remembers
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.collectives.methods.registry import dtype_between_teams, make_method
+from fleet_train.collectives.methods.registry import dtype_between_groups, make_method
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.price.traffic import averaging_bytes, traffic
@@ -44,16 +44,17 @@ class GradientExchange:
         self._job = job
         self._plan = plan
         self._profile = profile
-        between = dtype_between_teams(profile.compression)
-        reducers = make_reducers(job, plan.communicators, plan.team_size, between)
-        sums = QuantisedSums(job, plan, reducers) if plan.is_quantised else None
+        between = dtype_between_groups(profile.compression)
+        allreduces = make_allreduces(job, plan.communicators, plan.team_size, between)
+        sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
         self.notices = sums.notices if sums else []
         """What users should know of how it is carried out here."""
         self._methods: list[BucketMethod] = [
-            make_method(bucket, job, plan, profile, reducers[bucket.communicator], dgc, sums) for bucket in plan.buckets
+            make_method(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums)
+            for bucket in plan.buckets
         ]
         later = job.engine.device.to_host
-        averager = ParameterAverager(profile, plan, reducers[0], sums, rate, later) if plan.averaging else None
+        averager = ParameterAverager(profile, plan, allreduces[0], sums, rate, later) if plan.averaging else None
         self.averager = averager
         self.number = job.count("exchange")
         """Of the conversion that this belongs to: 0, 1, ..."""
@@ -66,7 +67,7 @@ class GradientExchange:
         self._looks: list[replica_check.Look] = []
         self._is_settled = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
-        self._gate: Future[Passed] | None = None
+        self._barrier: Future[Passed] | None = None
         rank = job.cluster.rank
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[rank]
         self._averaging_bytes = [sent[rank] for sent in averaging_bytes(plan)]
@@ -83,12 +84,12 @@ class GradientExchange:
     def arrive(self) -> None:
         """Called at the start of a step that ends with an update: the ranks meet while they compute, if they meet.
 
-        Behind the gate Gloo waits for 30 s only, so this is for ranks that are quicker than that by far; all have
-        read the same times at the last gate. Otherwise, and at the first step, they meet before the first bucket.
+        Behind the barrier Gloo waits for 30 s only, so this is for ranks that are quicker than that by far; all have
+        read the same times at the last barrier. Otherwise, and at the first step, they meet before the first bucket.
         """
         self._barriers.take_turn()
         if self._job.notes.slowest_step_ms < _EARLY_MS and self._has_barrier(self.step + 1):
-            self._gate = self._begin_gate(self._moment_of(self.step + 1))
+            self._barrier = self._begin_barrier(self._moment_of(self.step + 1))
 
     @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
@@ -132,15 +133,15 @@ class GradientExchange:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
-        if self._gate is not None and not self._job.engine.reads_values:
-            with self._job.clock.exposed():  # the computing thread stands at the gate itself
-                self._gate.result()
+        if self._barrier is not None and not self._job.engine.reads_values:
+            with self._job.clock.exposed():  # the computing thread stands at the barrier itself
+                self._barrier.result()
         bucket = self._plan.buckets[index]
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients),
             self._place(self._descriptions[index]),
             bucket.communicator,
-            self._gate,
+            self._barrier,
         )
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
@@ -197,7 +198,7 @@ class GradientExchange:
         underway, self._underway = self._underway, None
         with self._job.clock.exposed():
             correction = underway.correction.result()
-        self._pass(underway.gate)
+        self._pass(underway.barrier)
         return overlap.apply(correction, self.averager.held_of(underway.fragment, held))
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
@@ -222,7 +223,7 @@ class GradientExchange:
             self.averager.settle()  # now, for the schedule of before
         if self._underway is not None:
             self._underway.correction.result()
-            self._pass(self._underway.gate)
+            self._pass(self._underway.barrier)
             self._underway = None
 
     def settle(self) -> None:
@@ -264,28 +265,28 @@ class GradientExchange:
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()
-        if updates and self._gate is None and self._has_barrier(self.step):
-            self._gate = self._begin_gate(self._moment)
+        if updates and self._barrier is None and self._has_barrier(self.step):
+            self._barrier = self._begin_barrier(self._moment)
 
     def _end_step(self) -> None:
         self._job.clock.end_step()
         if self.sends_gradients:
             self._job.clock.add_sent(self._gradient_bytes)
-        if self._gate is not None:
-            self._pass(self._gate)
-            self._gate = None
+        if self._barrier is not None:
+            self._pass(self._barrier)
+            self._barrier = None
 
-    def _begin_gate(self, name: str) -> Future[Passed]:
+    def _begin_barrier(self, name: str) -> Future[Passed]:
         """Meet all ranks beside the computing; the note says how it was since the last time."""
         self._barriers.begun()
         engine, note = self._job.engine, self._job.notes.own()
-        bound = self._profile.collective_timeout_seconds + engine.gate_margin_seconds
+        bound = self._profile.collective_timeout_seconds + engine.barrier_margin_seconds
         return engine.beside(lambda: self._job.step_barrier(name, bound, note))
 
-    def _pass(self, gate: Future[Passed]) -> None:
-        """Take in what a gate has brought: on the computing thread, so that it is known after the same step."""
-        passed = gate.result()
-        self._job.clock.add_gate(passed.seconds)
+    def _pass(self, barrier: Future[Passed]) -> None:
+        """Take in what a barrier has brought: on the computing thread, so that it is known after the same step."""
+        passed = barrier.result()
+        self._job.clock.add_barrier(passed.seconds)
         self._job.notes.take(passed.answer)
 
     def _place(self, what: str) -> Place:
@@ -294,23 +295,23 @@ class GradientExchange:
 
     def _start_averaging(self, averager: ParameterAverager, fragment: Fragment, held: Held) -> None:
         sent = overlap.capture(held, averager.rate)
-        gate, running = self._start("averaging", overlap.correct(fragment, sent))
-        self._underway = overlap.Underway(gate, running, fragment)
+        barrier, running = self._start("averaging", overlap.correct(fragment, sent))
+        self._underway = overlap.Underway(barrier, running, fragment)
         self._steps_beside = 0
         averager.schedule.begin_period()
 
     def _start(self, what: str, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._moment}"
-        gate = self._begin_gate(f"{moment} {self._job.count(moment)}")
+        barrier = self._begin_barrier(f"{moment} {self._job.count(moment)}")
         place = Place(moment, moment, self._profile.collective_timeout_seconds)
-        with self._job.clock.exposed():  # where the computing thread stands at the gate itself
-            return gate, self._job.engine.start(stages, place, gate=gate)
+        with self._job.clock.exposed():  # where the computing thread stands at the barrier itself
+            return barrier, self._job.engine.start(stages, place, barrier=barrier)
 
     def _run(self, what: str, stages: Stages[Any]) -> None:
-        gate, running = self._start(what, stages)
+        barrier, running = self._start(what, stages)
         with self._job.clock.exposed():
             running.result()
-        self._pass(gate)
+        self._pass(barrier)
 
     def _check(self, held: Held, names: Sequence[str], first: bool = False) -> None:
         every = self._profile.divergence_check_steps

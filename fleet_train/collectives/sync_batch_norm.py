@@ -18,7 +18,7 @@ from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, passed_on, token
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.process_groups import new_group
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.plan import ITEM_BYTES
 
 # An allreduce on a ring takes twice as many messages one after the other as an allgather, and sums here are a few
@@ -55,7 +55,7 @@ class RankStatistics:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: Any = None
-        self.exchanges: list[Sent] = []
+        self.exchanges: list[CollectiveSpec] = []
         """What one forward and backward pass exchanges, in order: for the plan."""
         self._moment = f"statistics of program {job.count('statistics')}"
 
@@ -122,7 +122,7 @@ class RankStatistics:
 
     def _count(self, kind: str, elements: Sequence[int], dtype: Any) -> None:
         item_bytes = ITEM_BYTES["float64" if dtype == paddle.float64 else "float32"]
-        self.exchanges.append(Sent(kind, sum(elements) * item_bytes, item_bytes, flat=True))
+        self.exchanges.append(CollectiveSpec(kind, sum(elements) * item_bytes, item_bytes, flat=True))
 
     def _emit(
         self, name: str, what: str, outputs: Sequence[Any], run: Callable[..., Stages[Any]], chain: Any, inputs: Any

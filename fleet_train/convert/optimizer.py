@@ -38,7 +38,7 @@ from fleet_train.convert.settings.profile_passes import (
     take_over_momentum,
 )
 from fleet_train.errors import ConversionError
-from fleet_train.plan import Bucket, CommPlan, Gradient, build_plan
+from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
 from fleet_train.profile import Profile
 
 ParamsGrads = list[tuple[Any, Any]]
@@ -259,10 +259,10 @@ def _refuse_dynamic_mode() -> None:
         )
 
 
-def _as_gradient(value: Any) -> Gradient:
+def _as_gradient(value: Any) -> TensorSpec:
     """A parameter's or statistic's name, shape and dtype, for the plan."""
     name = str(value.get_defining_op().attrs().get("parameter_name", value.name))
-    return Gradient(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
+    return TensorSpec(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
 
 
 def _program_of(loss: Any) -> Any:

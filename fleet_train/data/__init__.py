@@ -21,12 +21,15 @@ from fleet_train.data.open import (
     LOADERS,
     SHARDINGS,
     LoaderSettings,
-    Seat,
+    Participant,
     make_evaluation_loader,
     make_loader,
     open_splits,
 )
 from fleet_train.data.settle import settle
+
+Seat = Participant
+"""The former name."""
 
 __all__ = [
     "AUGMENTATIONS",
@@ -46,6 +49,7 @@ __all__ = [
     "Loader",
     "LoaderSettings",
     "OwnDataSampler",
+    "Participant",
     "Prefetcher",
     "Seat",
     "ShardedBatchSampler",

@@ -26,7 +26,7 @@ _MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
-class Seat:
+class Participant:
     """Where this process stands among those that read: in the job, and on its machine."""
 
     rank: int = 0
@@ -35,14 +35,14 @@ class Seat:
     local_size: int = 1
 
     @classmethod
-    def of(cls, rank: int, endpoints: Sequence[str]) -> Seat:
+    def of(cls, rank: int, endpoints: Sequence[str]) -> Participant:
         """From `fleet.worker_index()` and `fleet.worker_endpoints()` ("host:port" by rank)."""
         hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints]
         neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         return cls(rank, len(hosts), neighbours.index(rank), len(neighbours))
 
 
-ALONE = Seat()
+ALONE = Participant()
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def open_splits(
     return image_splits(Path(data_dir), images, max_corrupt)
 
 
-def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, place: Any = None) -> Loader:
+def make_loader(
+    dataset: Dataset, settings: LoaderSettings, participant: Participant = ALONE, place: Any = None
+) -> Loader:
     """This rank's training batches. Call `settle` on all ranks before the first epoch, and `close` at the end.
 
     place: `fleet.place()`. On a GPU the batches are copied to it in the prefetch thread; None = arrays in any case.
@@ -102,9 +104,9 @@ def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, 
         sampler = OwnDataSampler(
             dataset.num_samples,
             settings.batch_size,
-            seat.local_rank,
-            seat.local_size,
-            total_ranks=seat.world_size,
+            participant.local_rank,
+            participant.local_size,
+            total_ranks=participant.world_size,
             seed=settings.seed,
             policy=settings.uneven,
         )
@@ -112,21 +114,25 @@ def make_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, 
         sampler = ShardedBatchSampler(
             dataset.num_samples,
             settings.batch_size,
-            seat.rank,
-            seat.world_size,
+            participant.rank,
+            participant.world_size,
             seed=settings.seed,
             last_batch=settings.last_batch,
         )
-    return _loader(dataset, sampler, settings, seat, place, training=True)
+    return _loader(dataset, sampler, settings, participant, place, training=True)
 
 
-def make_evaluation_loader(dataset: Dataset, settings: LoaderSettings, seat: Seat = ALONE, place: Any = None) -> Loader:
+def make_evaluation_loader(
+    dataset: Dataset, settings: LoaderSettings, participant: Participant = ALONE, place: Any = None
+) -> Loader:
     """This rank's share of an evaluation, unchanged by augmentations: over all ranks each sample once."""
     rank, world_size = (
-        (seat.local_rank, seat.local_size) if settings.shard_by == "folder" else (seat.rank, seat.world_size)
+        (participant.local_rank, participant.local_size)
+        if settings.shard_by == "folder"
+        else (participant.rank, participant.world_size)
     )
     sampler = EvaluationSampler(dataset.num_samples, settings.batch_size, rank, world_size)
-    return _loader(dataset, sampler, settings, seat, place, training=False)
+    return _loader(dataset, sampler, settings, participant, place, training=False)
 
 
 def default_workers(local_size: int) -> int:
@@ -135,10 +141,15 @@ def default_workers(local_size: int) -> int:
 
 
 def _loader(
-    dataset: Dataset, sampler: BatchSampler, settings: LoaderSettings, seat: Seat, place: Any, training: bool
+    dataset: Dataset,
+    sampler: BatchSampler,
+    settings: LoaderSettings,
+    participant: Participant,
+    place: Any,
+    training: bool,
 ) -> Loader:
     augment = settings.augment if training else "none"
-    workers = default_workers(seat.local_size) if settings.workers is None else settings.workers
+    workers = default_workers(participant.local_size) if settings.workers is None else settings.workers
     depth = settings.prefetch_depth
     finish = device_copy(place)
     if not isinstance(dataset, ImageFolder):

@@ -14,7 +14,7 @@ from typing import Any
 from fleet_train.doctor.facts import Examination, Folder, GroupResult, NodeFacts, NodeReport, from_json, to_json
 from fleet_train.doctor.measure import folders, gpus, machine, network, software
 from fleet_train.doctor.options import GROUP_NEEDS_SECONDS, GROUP_SECONDS, Options
-from fleet_train.doctor.party import Party
+from fleet_train.doctor.participants import Participants
 from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.circle import Circle
 from fleet_train.doctor.peers.responder import Responder
@@ -31,8 +31,8 @@ _DEFAULT_MTU = 1500
 class Examiner:
     """``say`` is told of what takes time. Every part has a bound, and all together ``options.whole_seconds``."""
 
-    def __init__(self, party: Party, options: Options, say: Say) -> None:
-        self.party = party
+    def __init__(self, participants: Participants, options: Options, say: Say) -> None:
+        self.participants = participants
         self.options = options
         self.mark = f"{folders.MARK}{secrets.token_hex(8)}"
         self._say = say
@@ -42,7 +42,7 @@ class Examiner:
     def run(self) -> Examination:
         """Everything that the nodes have found; all that are present return the same, unless one is lost meanwhile."""
         try:
-            return self._alone() if self.party.is_alone else self._among_others()
+            return self._alone() if self.participants.is_alone else self._among_others()
         finally:
             folders.clean(self._folders, self.mark)
 
@@ -53,14 +53,16 @@ class Examiner:
 
     def _alone(self) -> Examination:
         board = Board()
-        responder = Responder(self.party.address, self.party.ports[0], self.party.access, ["127.0.0.1"], board)
+        responder = Responder(
+            self.participants.address, self.participants.ports[0], self.participants.access, ["127.0.0.1"], board
+        )
         responder.close()
         facts = self._facts(responder.held)
-        return Examination(self.party.addresses, {0: NodeReport(facts, (0,))}, {}, self.party.ports[0][0])
+        return Examination(self.participants.addresses, {0: NodeReport(facts, (0,))}, {}, self.participants.ports[0][0])
 
     def _facts(self, held: dict[int, str]) -> NodeFacts:
-        asked, party = self.options.groups, self.party
-        facts = NodeFacts(party.index, party.processes)
+        asked, participants = self.options.groups, self.participants
+        facts = NodeFacts(participants.index, participants.processes)
         if "machine" in asked:
             self._folders = self._examine_folders()
             facts = replace(
@@ -73,7 +75,7 @@ class Examiner:
         if "software" in asked:
             facts = replace(facts, software=software.software(self.options.strategy, self.options.script))
         if "network" in asked:
-            here = network.network(party.addresses, party.index, held, party.is_named, os.environ)
+            here = network.network(participants.addresses, participants.index, held, participants.is_named, os.environ)
             facts = replace(facts, network=here)
         if "gpus" in asked:
             facts = replace(facts, gpus=gpus.gpus())
@@ -90,12 +92,18 @@ class Examiner:
     # among others
 
     def _among_others(self) -> Examination:
-        board, party = Board(), self.party
-        responder = Responder(party.address, party.ports[party.index], party.access, party.addresses, board).start()
-        circle = Circle(party, board, responder)
+        board, participants = Board(), self.participants
+        responder = Responder(
+            participants.address,
+            participants.ports[participants.index],
+            participants.access,
+            participants.addresses,
+            board,
+        ).start()
+        circle = Circle(participants, board, responder)
         try:
             facts = self._facts(responder.held)
-            board.put(f"here/{party.index}", self._here(responder, facts))
+            board.put(f"here/{participants.index}", self._here(responder, facts))
             present = circle.meet(self._left(self.options.join_timeout_seconds), self._say)
             self._network(circle, facts, present)
             missing = circle.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
@@ -112,7 +120,7 @@ class Examiner:
             "open": responder.ports,
             "extra": responder.extra_port,
             "udp": responder.udp_port,
-            "subject": free_port(self.party.address),
+            "subject": free_port(self.participants.address),
             "mark": self.mark,
             "folders": [folder.purpose for folder in facts.folders],
         }
@@ -130,11 +138,11 @@ class Examiner:
             seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
             echoes, streams = circle.measure_pairs(present, seconds)
             report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
-        circle.board.put(f"report/{self.party.index}", to_json(report))
+        circle.board.put(f"report/{self.participants.index}", to_json(report))
 
     def _with_shared_folders(self, board: Board, facts: NodeFacts) -> NodeFacts:
         marks = {node: str((board.get(f"here/{node}") or {}).get("mark", "")) for node in board.nodes("here")}
-        others = {node: mark for node, mark in marks.items() if node != self.party.index and _is_mark(mark)}
+        others = {node: mark for node, mark in marks.items() if node != self.participants.index and _is_mark(mark)}
         shared = tuple(
             replace(folder, shared_with=tuple(sorted(n for n, mark in others.items() if folders.seen(folder, mark))))
             for folder in facts.folders
@@ -142,7 +150,7 @@ class Examiner:
         return replace(facts, folders=shared)
 
     def _group(self, circle: Circle, present: list[int]) -> None:
-        circle.board.put(f"group/{self.party.index}", to_json(self._form(circle.board, sorted(present))))
+        circle.board.put(f"group/{self.participants.index}", to_json(self._form(circle.board, sorted(present))))
 
     def _form(self, board: Board, present: list[int]) -> GroupResult:
         from fleet_train.doctor.peers.forming import form
@@ -155,10 +163,10 @@ class Examiner:
         if not all(isinstance((board.get(f"here/{node}") or {}).get("subject"), int) for node in present):
             return GroupResult(True, "", skipped="a node has said no port for it")
         ports = [int(board.get(f"here/{node}")["subject"]) for node in present]
-        log = self.options.log_dir / f"doctor.{self.party.index}.log"
-        addresses = [self.party.addresses[node] for node in present]
+        log = self.options.log_dir / f"doctor.{self.participants.index}.log"
+        addresses = [self.participants.addresses[node] for node in present]
         seconds = self._left(GROUP_SECONDS) - _PART_SECONDS
-        return form(addresses, ports, present.index(self.party.index), Path(log), seconds)
+        return form(addresses, ports, present.index(self.participants.index), Path(log), seconds)
 
     def _examination(self, board: Board) -> Examination:
         reports, groups = {}, {}
@@ -170,7 +178,9 @@ class Examiner:
                     groups[node] = from_json(GroupResult, told)
             except ValueError:
                 continue  # named as a node whose report did not come
-        return Examination(self.party.addresses, reports, groups, self.party.ports[self.party.index][0])
+        return Examination(
+            self.participants.addresses, reports, groups, self.participants.ports[self.participants.index][0]
+        )
 
 
 def _present(board: Board, node: int) -> list[int]:

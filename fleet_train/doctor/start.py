@@ -7,14 +7,13 @@ import time
 
 import click
 
-from fleet_train.doctor import party as parties
 from fleet_train.doctor import report
 from fleet_train.doctor.examine import Examiner
 from fleet_train.doctor.facts import Examination
 from fleet_train.doctor.judge.everything import judge
 from fleet_train.doctor.judge.finding import PASS, Finding, exit_code, verdict
 from fleet_train.doctor.options import Options
-from fleet_train.doctor.party import Party
+from fleet_train.doctor.participants import Participants, find
 from fleet_train.launch.workers.signals import StopRequested, request_name, stopping_signals
 from fleet_train.selftest.start import Where
 
@@ -22,10 +21,10 @@ from fleet_train.selftest.start import Where
 def start(options: Options, where: Where, as_json: bool) -> int:
     """Examine; returns the exit code. Raises FleetTrainError for flags that describe no cluster."""
     began = time.monotonic()
-    party = parties.find(where, options.join_timeout_seconds)
-    if party is None:
+    participants = find(where, options.join_timeout_seconds)
+    if participants is None:
         return 0  # the first process of this node does it
-    examiner = Examiner(party, options, lambda text: click.echo(f"fleet_train: {text}", err=True))
+    examiner = Examiner(participants, options, lambda text: click.echo(f"fleet_train: {text}", err=True))
     try:
         with stopping_signals():  # so that folders are cleaned also on SIGTERM
             examined = examiner.run()
@@ -36,15 +35,15 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
-    for line in _shown(party, examined, findings, seconds):
+    for line in _shown(participants, examined, findings, seconds):
         click.echo(line, err=as_json)
     return exit_code(findings)
 
 
-def _shown(party: Party, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
+def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
     """The lowest node that is there prints everything, the others what concerns them."""
-    own = examined.host(party.index)
-    if party.index == min(examined.reports, default=party.index):
+    own = examined.host(participants.index)
+    if participants.index == min(examined.reports, default=participants.index):
         table = report.matrix(examined)
         return [*report.lines(findings), *([""] if table else []), *table, "", verdict(findings, seconds)]
     mine = [one.line for one in findings if one.level != PASS and own in one.hosts]

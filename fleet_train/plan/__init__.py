@@ -1,7 +1,10 @@
 """What will be communicated: gradients -> buckets -> collectives, as pure data. No Paddle."""
 
 from fleet_train.plan.explain import explain
-from fleet_train.plan.plan import Bucket, CommPlan, Gradient, first_difference
+from fleet_train.plan.plan import Bucket, CommPlan, TensorSpec, first_difference
 from fleet_train.plan.price.choose import build_plan
 
-__all__ = ["Bucket", "CommPlan", "Gradient", "build_plan", "explain", "first_difference"]
+Gradient = TensorSpec
+"""The former name."""
+
+__all__ = ["Bucket", "CommPlan", "Gradient", "TensorSpec", "build_plan", "explain", "first_difference"]

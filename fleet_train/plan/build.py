@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan.compressions import sent_of
+from fleet_train.plan.compressions import collectives_of
 from fleet_train.plan.fragments import fragments_of
-from fleet_train.plan.legs import Sent
 from fleet_train.plan.notes import notes_of
-from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, Gradient
+from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, TensorSpec
 from fleet_train.plan.quantised import BITS, averaging_settings
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import Buckets, buckets_of, chosen_in_words
@@ -22,11 +22,11 @@ _AVERAGING_DTYPES = ("float32", "bfloat16", *BITS)
 
 
 def build_settled(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[TensorSpec],
     cluster: Cluster,
     profile: Profile,
-    averaged: Sequence[Gradient] = (),
-    statistics: Sequence[Sent] = (),
+    averaged: Sequence[TensorSpec] = (),
+    statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` leaves
@@ -49,7 +49,7 @@ def build_settled(
         )
         for index, group in enumerate(groups)
     )
-    buckets = tuple(replace(bucket, sent=sent_of(bucket, profile, bool(team_size))) for bucket in buckets)
+    buckets = tuple(replace(bucket, sent=collectives_of(bucket, profile, bool(team_size))) for bucket in buckets)
     return CommPlan(
         world_size=cluster.world_size,
         node_num=cluster.node_num,
@@ -67,7 +67,7 @@ def build_settled(
     )
 
 
-def fuse(gradients: Sequence[Gradient], asked: Buckets, most: int) -> list[list[Gradient]]:
+def fuse(gradients: Sequence[TensorSpec], asked: Buckets, most: int) -> list[list[TensorSpec]]:
     """Group gradients into buckets of one dtype, bounded by size and by ``most`` gradients, in the order in which
     buckets fill.
 
@@ -75,8 +75,8 @@ def fuse(gradients: Sequence[Gradient], asked: Buckets, most: int) -> list[list[
     bucket of its own. ``last_comm_group_size_MB`` bounds the last bucket (as in Paddle), whose transfer nothing hides,
     and the first one too, so that communication starts early (as in PyTorch's DDP).
     """
-    closed: list[list[Gradient]] = []
-    open_by_dtype: dict[str, list[Gradient]] = {}
+    closed: list[list[TensorSpec]] = []
+    open_by_dtype: dict[str, list[TensorSpec]] = {}
     for gradient in gradients:
         bucket = open_by_dtype.setdefault(gradient.dtype, [])
         limit = asked.megabytes if closed else min(asked.edge_megabytes, asked.megabytes)
@@ -92,7 +92,7 @@ def fuse(gradients: Sequence[Gradient], asked: Buckets, most: int) -> list[list[
     return buckets[:-1] + _split_tail(buckets[-1], asked.edge_megabytes)
 
 
-def _split_tail(bucket: list[Gradient], limit_megabytes: float) -> list[list[Gradient]]:
+def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[TensorSpec]]:
     """Cut the gradients that become ready last into a small bucket: nothing is left to hide its transfer behind."""
     size, start = 0, len(bucket)
     while start > 0 and size + bucket[start - 1].nbytes <= limit_megabytes * MEGABYTE:
@@ -102,15 +102,15 @@ def _split_tail(bucket: list[Gradient], limit_megabytes: float) -> list[list[Gra
 
 
 def _team_size(cluster: Cluster, profile: Profile) -> int:
-    """Ranks per team of the hierarchical allreduce; 0 where teams would be single ranks or the whole job."""
+    """Ranks per local group of the hierarchical allreduce; 0 where they would be single ranks or the whole job."""
     if not profile.use_hierarchical_allreduce:
         return 0
     asked = profile.hierarchical_allreduce_inter_nranks
     sizes = {len(cluster.ranks_on_node(node)) for node in range(cluster.node_num)}
     if not asked and len(sizes) > 1:
         raise ProfileError(
-            f"use_hierarchical_allreduce: the nodes have {sorted(sizes)} ranks; teams follow the nodes only where all "
-            "have the same number. Start as many on each, or set hierarchical_allreduce_inter_nranks"
+            f"use_hierarchical_allreduce: the nodes have {sorted(sizes)} ranks; local groups follow the nodes only "
+            "where all have the same number. Start as many on each, or set hierarchical_allreduce_inter_nranks"
         )
     size = asked or sizes.pop()
     if asked and cluster.world_size % size:
@@ -121,7 +121,7 @@ def _team_size(cluster: Cluster, profile: Profile) -> int:
 
 
 def _averaging(
-    gradients: Sequence[Gradient], averaged: Sequence[Gradient], profile: Profile, state_values: int
+    gradients: Sequence[TensorSpec], averaged: Sequence[TensorSpec], profile: Profile, state_values: int
 ) -> Averaging | None:
     if not profile.use_local_sgd:
         return None

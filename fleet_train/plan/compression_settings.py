@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.plan.plan import Bucket, Gradient
+from fleet_train.plan.plan import Bucket, TensorSpec
 from fleet_train.profile import Profile
 
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ class Matrix:
         return self.rows, self.columns, self.rank
 
 
-def matrix_of(position: int, gradient: Gradient, settings: PowerSgdSettings) -> Matrix | None:
+def matrix_of(position: int, gradient: TensorSpec, settings: PowerSgdSettings) -> Matrix | None:
     """The gradient as a matrix [shape[0], rest], or None when factors of the asked rank would not pay."""
     if len(gradient.shape) < 2 or gradient.elements == 0:
         return None
@@ -112,7 +112,7 @@ def random_factor(seed: int, name: str, shape: tuple[int, ...], step: int = 0) -
     return generator.standard_normal(shape, dtype=np.float32)
 
 
-def is_sparse(gradient: Gradient, settings: DgcSettings) -> bool:
+def is_sparse(gradient: TensorSpec, settings: DgcSettings) -> bool:
     """Whether DGC selects from this gradient, rather than sending it whole."""
     return gradient.elements >= max(1, settings.min_elements)
 

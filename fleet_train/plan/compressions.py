@@ -18,13 +18,13 @@ from fleet_train.plan.compression_settings import (
     powersgd_reduced_elements,
     powersgd_settings,
 )
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.plan import ITEM_BYTES, Bucket
 from fleet_train.plan.quantised import gradient_settings
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of
 
-Exchanges = tuple[Sent, ...]
+Exchanges = tuple[CollectiveSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,35 @@ class Compression:
 
     sent: Callable[[Bucket, Profile, bool], Exchanges]
     wire_dtype: str = ""
-    """The dtype that travels; empty = the gradient's own. With teams it travels between their leaders only."""
+    """The dtype that travels; empty = the gradient's own. With local groups it travels between their leaders only."""
     keeps_nan: bool = False
     """Whether a NaN of a gradient would stay in what is kept of it and sent later."""
 
 
 def _dense(bucket: Bucket, _: Profile, __: bool) -> Exchanges:
-    return (Sent("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype]),)
+    return (CollectiveSpec("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype]),)
 
 
 def _in_16_bits(bucket: Bucket, _: Profile, hierarchical: bool) -> Exchanges:
     if hierarchical:
-        return (Sent("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype], between_item_bytes=2),)
-    return (Sent("allreduce", 2 * bucket.elements, 2),)
+        return (CollectiveSpec("allreduce", bucket.nbytes, ITEM_BYTES[bucket.dtype], between_item_bytes=2),)
+    return (CollectiveSpec("allreduce", 2 * bucket.elements, 2),)
 
 
 def _in_few_bits(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
-    return (Sent("quantised", bucket.nbytes, ITEM_BYTES[bucket.dtype], quantised=gradient_settings(profile)),)
+    return (CollectiveSpec("quantised", bucket.nbytes, ITEM_BYTES[bucket.dtype], quantised=gradient_settings(profile)),)
 
 
 def _factors(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
     elements = powersgd_reduced_elements(bucket, powersgd_settings(profile))
-    return tuple(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
+    return tuple(CollectiveSpec("allreduce", FLOAT_BYTES * number, FLOAT_BYTES) for number in elements)
 
 
 def _largest(bucket: Bucket, profile: Profile, _: bool) -> Exchanges:
     settings = dgc_settings(profile)
     selected, whole = dgc_kept_elements(bucket, settings, settings.rampup_begin_step + settings.rampup_step)
-    sparse = (Sent("allgather", SPARSE_BYTES * selected, SPARSE_BYTES),) if selected else ()
-    return sparse + ((Sent("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES),) if whole else ())
+    sparse = (CollectiveSpec("allgather", SPARSE_BYTES * selected, SPARSE_BYTES),) if selected else ()
+    return sparse + ((CollectiveSpec("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES),) if whole else ())
 
 
 COMPRESSIONS: dict[str, Compression] = {
@@ -80,6 +80,6 @@ def compression_of(name: str) -> Compression:
     return entry_of("compression", name, COMPRESSIONS, "bytes in the plan")
 
 
-def sent_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
+def collectives_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
     """What a bucket sends in a step, by its method of compression, at full strength."""
     return compression_of(bucket.compression).sent(bucket, profile, hierarchical)

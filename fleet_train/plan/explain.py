@@ -47,7 +47,7 @@ def _per_update(plan: CommPlan) -> list[str]:
 
 
 def _collectives(plan: CommPlan, warm_up: bool) -> str:
-    return _count(len(plan.legs(warm_up)), "collective")
+    return _count(len(plan.phases(warm_up)), "collective")
 
 
 def _sent(plan: CommPlan, warm_up: bool) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleet_train.errors import ProfileError
-from fleet_train.plan.plan import Gradient
+from fleet_train.plan.plan import TensorSpec
 from fleet_train.profile.knobs import entry_of
 
 
-def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
+def fragments_of(values: Sequence[TensorSpec], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
     """Positions of ``values`` in ``number`` fragments of whole layers; empty for one fragment.
 
     ``pattern``: ``strided`` deals layers out in turn, ``sequential`` cuts their list where sizes come out most even.
@@ -30,7 +30,7 @@ def fragments_of(values: Sequence[Gradient], number: int, pattern: str) -> tuple
     return tuple(tuple(sorted(position for layer in part for position in layer)) for part in dealt)
 
 
-def layers_of(values: Sequence[Gradient]) -> list[list[int]]:
+def layers_of(values: Sequence[TensorSpec]) -> list[list[int]]:
     """Positions of values whose names agree up to their last dot, in the order of their first ones."""
     layers: dict[str, list[int]] = {}
     for position, value in enumerate(values):
@@ -38,12 +38,12 @@ def layers_of(values: Sequence[Gradient]) -> list[list[int]]:
     return list(layers.values())
 
 
-def _deal(layers: Sequence[list[int]], _: Sequence[Gradient], number: int) -> list[list[list[int]]]:
+def _deal(layers: Sequence[list[int]], _: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
     """``number`` hands, as cards are dealt."""
     return [list(layers[first::number]) for first in range(number)]
 
 
-def _cut(layers: Sequence[list[int]], values: Sequence[Gradient], number: int) -> list[list[list[int]]]:
+def _cut(layers: Sequence[list[int]], values: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
     """``number`` runs of neighbouring layers, none of them empty: each ends where its share of all elements is full."""
     sizes = [sum(values[position].elements for position in layer) for layer in layers]
     parts: list[list[list[int]]] = [[]]
@@ -58,7 +58,7 @@ def _cut(layers: Sequence[list[int]], values: Sequence[Gradient], number: int) -
     return parts
 
 
-_PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[Gradient], int], list[list[list[int]]]]] = {
+_PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], list[list[list[int]]]]] = {
     "strided": _deal,
     "sequential": _cut,
 }

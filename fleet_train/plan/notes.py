@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan.legs import Sent
-from fleet_train.plan.plan import MEGABYTE, Bucket, Gradient, Note
+from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.plan.plan import MEGABYTE, Bucket, Note, TensorSpec
 from fleet_train.profile import Profile
 from fleet_train.profile.buckets import CHOSEN, DECLINED, buckets_of
 
 
 def notes_of(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[TensorSpec],
     buckets: Sequence[Bucket],
     cluster: Cluster,
     profile: Profile,
     team_size: int,
-    statistics: Sequence[Sent],
+    statistics: Sequence[CollectiveSpec],
 ) -> list[Note]:
     """One note for each knob that has a say in what is sent, or in the program around it."""
     return [
@@ -29,7 +29,7 @@ def notes_of(
     ]
 
 
-def _fusing(gradients: Sequence[Gradient], buckets: Sequence[Bucket], profile: Profile) -> list[Note]:
+def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile: Profile) -> list[Note]:
     asked = buckets_of(profile)
     notes = [
         Note(
@@ -76,9 +76,9 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
     notes = []
     if profile.use_hierarchical_allreduce:
         effect = (
-            f"teams of {team_size} ranks; {cluster.world_size // team_size} leaders send between teams"
+            f"local groups of {team_size} ranks; {cluster.world_size // team_size} leaders send between local groups"
             if team_size
-            else "every team would be one rank, or all of them: the same as the flat allreduce"
+            else "every local group would be one rank, or all of them: the same as the flat allreduce"
         )
         notes.append(Note("use_hierarchical_allreduce", effect))
     if profile.sync_nccl_allreduce:
@@ -128,7 +128,7 @@ def _local_sgd(profile: Profile) -> list[Note]:
     return notes
 
 
-def _program(profile: Profile, statistics: Sequence[Sent]) -> list[Note]:
+def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Note]:
     """What happens within a rank's own pass: nothing of it changes what is sent, but for batch norm."""
     notes = []
     if profile.sync_batch_norm:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan.legs import Leg, Sent, legs_of, sent_by_rank
+from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, phases_of, sent_by_rank
 from fleet_train.plan.quantised import QuantisedSettings
 
 MEGABYTE = 2**20
@@ -47,7 +47,7 @@ def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class TensorSpec:
     """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness."""
 
     name: str
@@ -70,11 +70,11 @@ class Bucket:
     """Gradients that are communicated together, in the order in which the backward pass finishes them."""
 
     index: int
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[TensorSpec, ...]
     communicator: int
     algorithm: str = "allreduce"
     compression: str = "none"
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[CollectiveSpec, ...] = ()
     """What is sent in a step once compression runs at full strength."""
 
     @property
@@ -104,9 +104,9 @@ class Bucket:
 class Averaging:
     """LocalSGD: what is averaged instead of gradients after the warm-up, and how often."""
 
-    values: tuple[Gradient, ...]
+    values: tuple[TensorSpec, ...]
     """The parameters."""
-    statistics: tuple[Gradient, ...]
+    statistics: tuple[TensorSpec, ...]
     """Running means and variances: averaged uncompressed, whatever the parameters are sent as."""
     state_values_per_parameter: int
     """Values of the optimizer's state that are averaged with each value of a parameter (``local_sgd_momentum``)."""
@@ -138,11 +138,11 @@ class Averaging:
         return sum(self.values[position].nbytes for position in self.parts[part])
 
     @property
-    def sent(self) -> tuple[Sent, ...]:
+    def sent(self) -> tuple[CollectiveSpec, ...]:
         """The exchanges of a period: of one averaging, or of one of each fragment."""
-        return tuple(sent for part in range(len(self.parts)) for sent in self.sent_of(part))
+        return tuple(sent for part in range(len(self.parts)) for sent in self.collectives_of(part))
 
-    def sent_of(self, part: int) -> tuple[Sent, ...]:
+    def collectives_of(self, part: int) -> tuple[CollectiveSpec, ...]:
         """The exchanges of one fragment's averaging; statistics, loss and the optimizer's state go with the last."""
         trained, others = _elements([self.values[i] for i in self.parts[part]]), _elements(self.statistics)
         if part != len(self.parts) - 1:
@@ -151,13 +151,18 @@ class Averaging:
         loss = {"float32": 1} if self.schedule == "adaptive" else {}
         in_16_bits = self.wire_dtype == "bfloat16"
         parts = [("bfloat16" if in_16_bits else dtype, elements) for dtype, elements in trained.items()]
-        rounded = [Sent("quantised", 4 * n, 4, quantised=self.quantised) for n in trained.values() if self.quantised]
+        rounded = [
+            CollectiveSpec("quantised", 4 * n, 4, quantised=self.quantised) for n in trained.values() if self.quantised
+        ]
         whole = [] if rounded else parts
         whole += [part for table in (others, state, loss) for part in table.items()]
-        return (*rounded, *(Sent("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in whole if n))
+        return (
+            *rounded,
+            *(CollectiveSpec("allreduce", n * ITEM_BYTES[dtype], ITEM_BYTES[dtype]) for dtype, n in whole if n),
+        )
 
 
-def _elements(values: Sequence[Gradient]) -> dict[str, int]:
+def _elements(values: Sequence[TensorSpec]) -> dict[str, int]:
     """How many elements a mean is taken of, by the dtype in which it is."""
     groups = by_mean_dtype([value.dtype for value in values])
     return {dtype: sum(values[i].elements for i in positions) for dtype, positions in groups.items()}
@@ -180,13 +185,13 @@ class CommPlan:
     communicators: int
     buckets: tuple[Bucket, ...]
     team_size: int = 0
-    """Hierarchical allreduce: ranks per team; 0 = flat."""
+    """Hierarchical allreduce: ranks per local group; 0 = flat."""
     averaging: Averaging | None = None
     accumulate_steps: int = 1
     """Micro-batches per update; the numbers of this plan are per update."""
     waits_for_each: bool = False
     """``sync_nccl_allreduce``: a bucket is waited for before the next operator starts."""
-    statistics: tuple[Sent, ...] = ()
+    statistics: tuple[CollectiveSpec, ...] = ()
     """Synchronised batch norm: the exchanges of one forward and backward pass, each of which is waited for."""
     profile_name: str = ""
     profile_digest: str = ""
@@ -200,7 +205,7 @@ class CommPlan:
         """Bytes of all gradients of one rank."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    def exchanges(self, warm_up: bool = False) -> tuple[Sent, ...]:
+    def exchanges(self, warm_up: bool = False) -> tuple[CollectiveSpec, ...]:
         """What all ranks exchange in an update that synchronises, in order: in an averaging of LocalSGD, or, with
         ``warm_up`` and without LocalSGD, in an update with averaged gradients."""
         if self.averaging is not None and not warm_up:
@@ -213,14 +218,14 @@ class CommPlan:
         averages = self.averaging is not None and self.averaging.quantised is not None
         return averages or any(bucket.is_quantised for bucket in self.buckets)
 
-    def legs(self, warm_up: bool = False) -> list[Leg]:
+    def phases(self, warm_up: bool = False) -> list[CollectivePhase]:
         """The collectives of `exchanges`, one after the other."""
-        return [leg for sent in self.exchanges(warm_up) for leg in legs_of(self.world_size, self.team_size, sent)]
+        return [phase for sent in self.exchanges(warm_up) for phase in phases_of(self.world_size, self.team_size, sent)]
 
     def sent_by_rank(self, warm_up: bool = False) -> tuple[float, ...]:
         """Payload bytes that each rank sends per update; LocalSGD: the mean of a period after the warm-up."""
         share = 1 / self.averaging.period if self.averaging is not None and not warm_up else 1.0
-        return tuple(nbytes * share for nbytes in sent_by_rank(self.legs(warm_up), self.world_size))
+        return tuple(nbytes * share for nbytes in sent_by_rank(self.phases(warm_up), self.world_size))
 
     @property
     def sent_bytes_per_step(self) -> float:
@@ -230,7 +235,7 @@ class CommPlan:
     @property
     def collectives_per_step(self) -> int:
         """Collectives that a rank takes part in, at most, in an update that synchronises."""
-        return len(self.legs()) if self.world_size > 1 else 0
+        return len(self.phases()) if self.world_size > 1 else 0
 
     @cached_property
     def digest(self) -> str:

@@ -77,7 +77,7 @@ PAIRS: dict[tuple[str, str], Verdict] = {
     ("fused", "waiting"): _goes("each bucket is waited for before the next operator starts"),
     ("fused", "local_sgd"): _goes("buckets carry the gradients of the warm-up; parameters are averaged in one piece"),
     ("fused", "outer"): _goes("the outer step sees averaged parameters, whatever the buckets of the warm-up were"),
-    ("communicators", "hierarchical"): _goes("each communicator has teams and leaders' group of its own"),
+    ("communicators", "hierarchical"): _goes("each communicator has local groups and leaders' group of its own"),
     ("communicators", "waiting"): _goes("only one bucket is under way at a time, so that one communicator would do"),
     ("communicators", "local_sgd"): _goes("the warm-up uses all of them, an averaging the first one"),
     ("communicators", "outer"): _goes("the averaged difference travels on the first communicator"),
@@ -103,10 +103,10 @@ _WARM_UP_ONLY = _refused(
 )
 PAIRS |= {
     **_with("bf16", "fused communicators waiting", _goes("each bucket is cast before it is sent and back after")),
-    **_with("bf16", "hierarchical", _goes("inside a team float32, between the leaders half the bytes")),
+    **_with("bf16", "hierarchical", _goes("inside a local group float32, between the leaders half the bytes")),
     **_with("bf16", "local_sgd outer", _goes("concerns the warm-up; local_sgd_dtype is for the averaging")),
     **_with("quantised", "fused communicators waiting", _goes("each bucket is rounded, with scales per block")),
-    **_with("quantised", "hierarchical", _goes("inside a team float32, between the leaders few bits")),
+    **_with("quantised", "hierarchical", _goes("inside a local group float32, between the leaders few bits")),
     **_with(
         "quantised",
         "local_sgd outer",

@@ -14,11 +14,11 @@ import paddle
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import METHODS, make_method
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
-from fleet_train.plan import CommPlan, Gradient
+from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
 from fleet_train.plan.compression_settings import dgc_settings
 from fleet_train.plan.price.costs import TYPICAL, Costs
@@ -54,7 +54,7 @@ class _Measured:
     taken: float
 
 
-def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: Step) -> tuple[Costs, list[float]]:
+def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step: Step) -> tuple[Costs, list[float]]:
     """What exchanges cost, alone and beside ``step``, which computes and sends nothing, and this rank's seconds of a
     step alone. All ranks call it; all get the same costs.
 
@@ -84,7 +84,7 @@ def calibrate(job: Job, gradients: Sequence[Gradient], network: Network, step: S
 
 
 def _plan(
-    job: Job, gradients: Sequence[Gradient], compression: str, megabytes: float, paths: Paths
+    job: Job, gradients: Sequence[TensorSpec], compression: str, megabytes: float, paths: Paths
 ) -> tuple[CommPlan, Profile]:
     """Of so many of the gradients as one exchange may take: all, the first half, the first quarter, at least one."""
     buckets = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": megabytes, "last_comm_group_size_MB": megabytes}
@@ -103,12 +103,12 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
 
 def _over(one: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
     """What an exchange takes longer than on the link, and in its collectives."""
-    return max(0.0, one.alone - one.handing - _on_the_link(one.plan, paths) - per_collective * len(one.plan.legs()))
+    return max(0.0, one.alone - one.handing - _on_the_link(one.plan, paths) - per_collective * len(one.plan.phases()))
 
 
 def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
     """What each collective adds, by two cuts of the same bytes."""
-    numbers = len(large.plan.legs()), len(small.plan.legs())
+    numbers = len(large.plan.phases()), len(small.plan.phases())
     if numbers[0] == numbers[1]:
         return _over(large, paths) / max(1, numbers[0])
     return max(0.0, (_over(small, paths) - _over(large, paths)) / (numbers[1] - numbers[0]))
@@ -172,9 +172,9 @@ class _Exchange:
 
     def __init__(self, job: Job, plan: CommPlan, profile: Profile) -> None:
         dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
-        reducer = make_reducers(job, 1, 0)[0]
-        sums = QuantisedSums(job, plan, [reducer]) if plan.is_quantised else None
-        self._methods = [make_method(bucket, job, plan, profile, reducer, dgc, sums) for bucket in plan.buckets]
+        allreduce = make_allreduces(job, 1, 0)[0]
+        sums = QuantisedSums(job, plan, [allreduce]) if plan.is_quantised else None
+        self._methods = [make_method(bucket, job, plan, profile, allreduce, dgc, sums) for bucket in plan.buckets]
         self._values = [
             [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
         ]

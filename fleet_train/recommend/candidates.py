@@ -8,9 +8,9 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
-from fleet_train.plan import CommPlan, Gradient
+from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
 from fleet_train.plan.price.costs import Costs
 from fleet_train.plan.price.predict import Compute, Link, Network, Prediction, predict
@@ -30,9 +30,9 @@ _PROGRAM_KNOBS = ("amp_level", "accumulate_steps", "recompute_segments", "sync_b
 class Found:
     """What was measured: the script's gradients and other exchanged values, its computing, the links."""
 
-    gradients: tuple[Gradient, ...]
-    averaged: tuple[Gradient, ...]
-    statistics: tuple[Sent, ...]
+    gradients: tuple[TensorSpec, ...]
+    averaged: tuple[TensorSpec, ...]
+    statistics: tuple[CollectiveSpec, ...]
     state_values: int
     compute_seconds: float
     network: Network

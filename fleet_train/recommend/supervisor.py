@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import FleetTrainError, WorkerFailed
-from fleet_train.plan import Gradient
-from fleet_train.plan.legs import Sent
+from fleet_train.plan import TensorSpec
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price.choose import MOST_COMMUNICATORS
 from fleet_train.plan.price.costs import Costs
 from fleet_train.plan.simulate.trial import short_periods, short_warm_ups
@@ -213,7 +213,7 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     gradients = tuple(_gradient(one) for bucket in plan["buckets"] for one in bucket["gradients"])
     averaging = plan["averaging"]
     averaged = tuple(_gradient(one) for one in (*averaging["values"], *averaging["statistics"]))
-    statistics_ = tuple(Sent(**one) for one in plan["statistics"])
+    statistics_ = tuple(CollectiveSpec(**one) for one in plan["statistics"])
     own = [_timed(report["steps"]) for report in reports.values()]
     medians = [statistics.median(steps) for steps in own]
     links = reports[0]["links"]
@@ -259,5 +259,5 @@ def _timed(steps: Sequence[float]) -> list[float]:
     return list(steps[_UNTIMED_STEPS:] or steps)
 
 
-def _gradient(content: Mapping[str, Any]) -> Gradient:
-    return Gradient(content["name"], tuple(content["shape"]), content["dtype"])
+def _gradient(content: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(content["name"], tuple(content["shape"]), content["dtype"])

@@ -28,7 +28,7 @@ class Ended:
 def judge(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ended], seconds: float) -> Result:
     """``cluster``: the subjects', whose last rank has failed; ``ends``: those of all others."""
     bound = options.fault_timeout_seconds + GRACE_SECONDS
-    culprit = cluster.describe(cluster.world_size - 1)
+    root_cause = cluster.describe(cluster.world_size - 1)
     label = f"a rank {kind}"
     slowest = max(end.seconds for end in ends.values())
     figures = {
@@ -37,22 +37,22 @@ def judge(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ende
         "bound_seconds": bound,
     }
     for rank, end in ends.items():
-        wrong = _wrong(end, culprit, bound)
+        wrong = _wrong(end, root_cause, bound)
         if wrong:
-            words = f"{cluster.describe(rank)} {wrong}; {culprit} {kind.replace('is ', 'was ')}"
+            words = f"{cluster.describe(rank)} {wrong}; {root_cause} {kind.replace('is ', 'was ')}"
             return Result("faults", label, FAIL, words, seconds, figures)
-    words = f"{len(ends)} other rank(s) ended within {slowest:.1f} s ({bound:g} s allowed) and named {culprit}"
+    words = f"{len(ends)} other rank(s) ended within {slowest:.1f} s ({bound:g} s allowed) and named {root_cause}"
     return Result("faults", label, OK, words, seconds, figures)
 
 
-def _wrong(end: Ended, culprit: str, bound: float) -> str:
+def _wrong(end: Ended, root_cause: str, bound: float) -> str:
     said = last_words(end.last_lines)
     if end.was_killed:
         return f"had not ended {end.seconds:.1f} s after the fault and was killed"
     if end.exit_code != WorkerFailed.exit_code:
         return f"ended with {describe_code(end.exit_code)}, expected is {WorkerFailed.exit_code}: {said}"
-    if culprit not in said:
-        return f"does not name {culprit}: {said}"
+    if root_cause not in said:
+        return f"does not name {root_cause}: {said}"
     if end.seconds > bound:
         return f"ended after {end.seconds:.1f} s, {bound:g} s are allowed"
     return ""

@@ -19,7 +19,7 @@ def packed(header: dict[str, Any], body: bytes = b"") -> bytes:
     return b"".join((_SIZES.pack(len(text), len(body)), text, body))
 
 
-class RankEnd:
+class RankChannel:
     """The rank's end: calls block. The parent's end of life is read as EOFError."""
 
     def __init__(self, sock: socket.socket) -> None:

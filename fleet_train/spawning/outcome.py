@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import ClusterError, FleetTrainError, Preempted, RankFailed
-from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.launch.spec.node import Node
 
 _MOST_FOLLOWERS = 8
@@ -40,9 +40,9 @@ def results(outcomes: Sequence[RankOutcome], told: Sequence[FailureReport], node
     ``told``: the reports that have reached the store. Raises RankFailed, Preempted where ranks have stopped in good
     order because they were asked to, ClusterError for a script that cannot be started so.
     """
-    culprit = root_cause(outcomes, told, node)
-    if culprit is not None:
-        raise _error(culprit, outcomes, node, log_dir)
+    first = root_cause(outcomes, told, node)
+    if first is not None:
+        raise _error(first, outcomes, node, log_dir)
     for outcome in outcomes:
         if outcome.kind == "preempted":
             raise Preempted(f"rank {outcome.rank} has stopped in good order: {outcome.message}")
@@ -57,7 +57,7 @@ def root_cause(
     own = [report for outcome in outcomes for report in outcome.reports]
     silent = [_silent_end(outcome) for outcome in outcomes if _ended_without_a_word(outcome)]
     by_time = sorted([*told, *own, *silent], key=lambda report: report.seconds)
-    end = choose_culprit(with_reports(ends, by_time, node))
+    end = choose_root_cause(with_reports(ends, by_time, node))
     return None if end is None else (end, outcomes[end.rank])
 
 
@@ -89,9 +89,9 @@ def _silent_end(outcome: RankOutcome) -> FailureReport:
 
 
 def _error(
-    culprit: tuple[WorkerResult, RankOutcome], outcomes: Sequence[RankOutcome], node: Node, log_dir: str
+    root_cause: tuple[WorkerResult, RankOutcome], outcomes: Sequence[RankOutcome], node: Node, log_dir: str
 ) -> FleetTrainError:
-    end, outcome = culprit
+    end, outcome = root_cause
     if outcome.kind == "unguarded":
         return ClusterError(outcome.message)
     parts = [f"rank {end.rank} of {len(outcomes)} failed first: {_how(end, outcome)}, after {end.failed_seconds:.1f} s"]

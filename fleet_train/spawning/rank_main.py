@@ -23,9 +23,9 @@ def main(descriptor: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     os.set_inheritable(descriptor, False)  # what the function starts must not keep the parent waiting
-    from fleet_train.spawning.channel import RankEnd
+    from fleet_train.spawning.channel import RankChannel
 
-    channel = RankEnd(socket.socket(fileno=descriptor))
+    channel = RankChannel(socket.socket(fileno=descriptor))
     try:
         header, body = channel.receive()
     except EOFError:

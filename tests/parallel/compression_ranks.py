@@ -1,6 +1,6 @@
-"""Run as ranks by test_compression: drives one bucket method per case for some steps, beside its numpy twin.
+"""Run as ranks by test_compression: drives one bucket method per case for some steps, beside its numpy reference.
 
-Reported per case: ``difference`` (largest relative one of an update to the twin's, all steps), ``updates`` and
+Reported per case: ``difference`` (largest relative one of an update to the reference's, all steps), ``updates`` and
 ``resumed`` (digests of all updates: straight through, and with a new method that took over the state half way).
 """
 
@@ -17,7 +17,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import CastReducer, make_reducers
+from fleet_train.collectives.methods.allreduce import CastAllreduce, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.host_casts import cast_on_host
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
@@ -25,9 +25,9 @@ from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.convert.fleet import _current
-from fleet_train.plan import Bucket, CommPlan, Gradient
+from fleet_train.plan import Bucket, CommPlan, TensorSpec
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.quantised import QuantisedSettings
 from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
 from fleet_train.plan.simulate.methods import cut
@@ -39,7 +39,7 @@ SHAPES = {"w0": (24, 40), "b0": (40,), "w1": (24, 40), "scale": (), "conv": (8, 
 # Past the size from which DGC guesses.
 LARGE = {"large": (260, 300), "b": (300,)}
 BUCKETS = {
-    large: Bucket(3, tuple(Gradient(name, shape, "float32") for name, shape in shapes.items()), 0)
+    large: Bucket(3, tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()), 0)
     for large, shapes in ((False, SHAPES), (True, LARGE))
 }
 
@@ -79,19 +79,19 @@ def gradients(bucket: Bucket, seed: int, step: int, rank: int) -> list[np.ndarra
 
 
 def make(kind: str, name: str, bucket: Bucket, job: Job) -> tuple[Any, Any]:
-    """The real method and its twin."""
-    reducer = make_reducers(job, 1, 0)[0]
+    """The real method and its reference."""
+    allreduce = make_allreduces(job, 1, 0)[0]
     if kind == "powersgd":
         settings = POWERSGD[name]
-        method = PowerSgdMethod(bucket, reducer, job.world_size, settings, job.engine.reads_values)
+        method = PowerSgdMethod(bucket, allreduce, job.world_size, settings, job.engine.reads_values)
         return method, PowerSgdSimulation(bucket, job.world_size, settings)
     if kind == "quantised":
         settings, size = QUANTISED[name], job.world_size
         plan = replace(EMPTY_PLAN, world_size=size, buckets=(sent_in_few_bits(bucket, settings),))
-        carried = QuantisedSums(job, plan, [reducer]).make(0, bucket.gradients[0].name, bucket.elements, settings)
-        return QuantisedMethod(bucket, carried, size), QuantisedTwin(bucket, size, settings)
+        carried = QuantisedSums(job, plan, [allreduce]).make(0, bucket.gradients[0].name, bucket.elements, settings)
+        return QuantisedMethod(bucket, carried, size), QuantisedReference(bucket, size, settings)
     group = job.communicators(1)[0]
-    method = DgcMethod(bucket, group, reducer, job.world_size, DGC[name], job.engine.reads_values)
+    method = DgcMethod(bucket, group, allreduce, job.world_size, DGC[name], job.engine.reads_values)
     return method, DgcSimulation(bucket, job.world_size, DGC[name])
 
 
@@ -99,10 +99,10 @@ EMPTY_PLAN = CommPlan(1, 1, 1, ())
 
 
 def sent_in_few_bits(bucket: Bucket, settings: QuantisedSettings) -> Bucket:
-    return replace(bucket, sent=(Sent("quantised", bucket.nbytes, 4, quantised=settings),))
+    return replace(bucket, sent=(CollectiveSpec("quantised", bucket.nbytes, 4, quantised=settings),))
 
 
-class QuantisedTwin:
+class QuantisedReference:
     """The simulated sum, as the mean of a bucket's gradients."""
 
     def __init__(self, bucket: Bucket, world_size: int, settings: QuantisedSettings) -> None:
@@ -124,7 +124,7 @@ def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]
 
 def drive(kind: str, name: str, seed: int, job: Job) -> dict[str, Any]:
     bucket = BUCKETS["large" in name]
-    method, twin = make(kind, name, bucket, job)
+    method, reference = make(kind, name, bucket, job)
     successor = make(kind, name, bucket, job)[0]
     updates: list[list[np.ndarray]] = []
     differences = []
@@ -133,7 +133,7 @@ def drive(kind: str, name: str, seed: int, job: Job) -> dict[str, Any]:
             successor.load_state({key: value.clone() for key, value in method.state().items()})
         everyone = [gradients(bucket, seed, step, rank) for rank in range(job.world_size)]
         updates.append(one_step(method, everyone[job.cluster.rank], job))
-        differences.append(relative_difference(updates[-1], twin.step(everyone)))
+        differences.append(relative_difference(updates[-1], reference.step(everyone)))
     rest = [one_step(successor, gradients(bucket, seed, s, job.cluster.rank), job) for s in range(STEPS // 2, STEPS)]
     return {
         "difference": max(differences),
@@ -158,13 +158,13 @@ def relative_difference(ours: list[np.ndarray], expected: list[np.ndarray]) -> f
 
 
 def bfloat16(job: Job, elements: int) -> dict[str, Any]:
-    """Sums of bfloat16 buffers: as the twin of Gloo, and how far from the exact sum against the bound."""
+    """Sums of bfloat16 buffers: as the reference of Gloo, and how far from the exact sum against the bound."""
     values = [
         np.random.default_rng([elements, r]).standard_normal(elements).astype("float32") for r in range(job.world_size)
     ]
-    reducer = CastReducer(make_reducers(job, 1, 0)[0], "bfloat16", cast_on_host)
+    allreduce = CastAllreduce(make_allreduces(job, 1, 0)[0], "bfloat16", cast_on_host)
     mine = paddle.to_tensor(values[job.cluster.rank], place=job.place)
-    total = job.engine.start(reducer.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
+    total = job.engine.start(allreduce.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
     exact = np.sum(values, axis=0, dtype=np.float64)
     bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
     return {

@@ -15,12 +15,12 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import make_method
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.convert.fleet import _current
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.price.traffic import traffic
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
@@ -55,12 +55,12 @@ def gradients(step: int, rank: int) -> np.ndarray:
 def run(bits: int) -> dict[str, Any]:
     job, rank = _current().job, fleet.worker_index()
     profile = Profile(compression=f"int{bits}", fuse_grad_size_in_MB=64.0, nccl_comm_num=1)
-    plan = build_plan([Gradient("w", (ELEMENTS,), "float32")], job.cluster, profile)
-    reducers = make_reducers(job, 1, 0)
+    plan = build_plan([TensorSpec("w", (ELEMENTS,), "float32")], job.cluster, profile)
+    allreduces = make_allreduces(job, 1, 0)
     began = time.monotonic()
-    sums = QuantisedSums(job, plan, reducers)
+    sums = QuantisedSums(job, plan, allreduces)
     formed = time.monotonic() - began
-    method = make_method(plan.buckets[0], job, plan, profile, reducers[0], None, sums)
+    method = make_method(plan.buckets[0], job, plan, profile, allreduces[0], None, sums)
     job.barrier(f"groups of int{bits} formed")
     results, total, before = [], np.zeros(ELEMENTS), bytes_sent()
     for step in range(STEPS):

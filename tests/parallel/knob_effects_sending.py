@@ -126,14 +126,14 @@ CHANNELS = [
     ),
 ]
 
-_TEAMS = [
+_LOCAL_GROUPS = [
     ["reduce 0,1", "all_reduce 0,2", "broadcast 0,1"],
     ["reduce 0,1", "broadcast 0,1"],
     ["reduce 2,3", "all_reduce 0,2", "broadcast 2,3"],
     ["reduce 2,3", "broadcast 2,3"],
 ]
-TEAMS = [
-    Case("use_hierarchical_allreduce", True, {see.members: ByRank(_TEAMS), see.moved: [2.5, 2.5]}, ranks=4),
+LOCAL_GROUPS = [
+    Case("use_hierarchical_allreduce", True, {see.members: ByRank(_LOCAL_GROUPS), see.moved: [2.5, 2.5]}, ranks=4),
     Case("use_hierarchical_allreduce", False, {see.members: ["all_reduce 0,1,2,3"], see.moved: [2.5, 2.5]}, ranks=4),
     Case(
         "hierarchical_allreduce_inter_nranks",

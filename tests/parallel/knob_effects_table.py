@@ -15,7 +15,7 @@ _ALL = (
     *sending.BUCKETS,
     *sending.LINK,
     *sending.CHANNELS,
-    *sending.TEAMS,
+    *sending.LOCAL_GROUPS,
     *sending.RUNNING,
     *training.LOCAL_SGD,
     *training.COMPRESSION,

@@ -13,7 +13,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
 from fleet_train.selftest.subjects.comparing import relative_difference
 from fleet_train.selftest.subjects.networks import BATCH_NORM, FEATURES, SAMPLES_PER_RANK, Network, batches, share
-from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.simulated import Reference
 from fleet_train.selftest.subjects.training import Trained
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
@@ -159,15 +159,15 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
     profile = Profile(**LOCAL | settings)
     paddle.seed(seed * 10 + rank)
     real = Trained(network, lambda inner: fleet.distributed_optimizer(inner, profile), make)
-    twin = Twin(network, make, real.state())
+    reference = Reference(network, make, real.state())
     worst, collectives, averagings, equal_at, before = 0.0, [], [], [], counted.calls
     for step, (features, labels) in enumerate(batches(STEPS, SAMPLES_PER_RANK * world, seed), 1):
         real.step(features[share(rank)], labels[share(rank)])
         # What a thread sends between two steps counts to the second: the simulation below takes its time.
         collectives.append(counted.calls - sum(collectives) - before)
-        if twin.step(features, labels).averaged:
+        if reference.step(features, labels).averaged:
             averagings.append(step)
-        expected = {name: value for name, value in twin.job.ranks[rank].items() if name in real.state()}
+        expected = {name: value for name, value in reference.job.ranks[rank].items() if name in real.state()}
         held = {name: value for name, value in real.state().items() if name in expected}
         worst = max(worst, relative_difference(held, expected))
         equal_at.append(digest(real.parameters()))

@@ -31,13 +31,13 @@ def spoil_collectives() -> None:
 def spoil_averages() -> None:
     import paddle
 
-    from fleet_train.collectives.methods.allreduce import FlatReducer
+    from fleet_train.collectives.methods.allreduce import FlatAllreduce
     from fleet_train.selftest.subjects import profiles
 
-    real = FlatReducer.sum
+    real = FlatAllreduce.sum
 
-    def total(reducer: Any, buffers: Any, more: bool = False) -> Any:
-        sums = yield from real(reducer, buffers, more)
+    def total(allreduce: Any, buffers: Any, more: bool = False) -> Any:
+        sums = yield from real(allreduce, buffers, more)
         for one in sums:
             if KIND == "every average":
                 one.scale_(1.01)
@@ -47,7 +47,7 @@ def spoil_averages() -> None:
                 paddle.assign(paddle.to_tensor(bits.view("float32")), output=one)
         return sums
 
-    FlatReducer.sum = total  # type: ignore[method-assign]
+    FlatAllreduce.sum = total  # type: ignore[method-assign]
     profiles.profile_names = lambda: ["single_node"]  # type: ignore[attr-defined]
 
 

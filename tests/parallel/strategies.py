@@ -16,7 +16,7 @@ from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.profile import Profile
 from fleet_train.selftest.subjects.comparing import relative_difference
 from fleet_train.selftest.subjects.networks import BATCH_NORM, SAMPLES_PER_RANK, SPARSE, Network, batches, share
-from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.simulated import Reference
 from fleet_train.selftest.subjects.training import Trained
 from tests.parallel.local_sgd import CountedAllReduce, adam, momentum
 from tests.parity.networks import NETWORKS
@@ -114,15 +114,15 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
     one = Trained(network, lambda inner: inner, make)
     start = many.state()
     one.start_from({name: start[name] for name in one.state() if name in start} | missing(one, start))
-    twin = twin_of(network, make, start, profile)
-    data, sent, from_twin = batches(STEPS, SAMPLES_PER_RANK * world, seed), [], 0.0
+    reference = reference_of(network, make, start, profile)
+    data, sent, from_reference = batches(STEPS, SAMPLES_PER_RANK * world, seed), [], 0.0
     for features, labels in data:
         counted.calls = 0
         many.step(features[share(rank)], labels[share(rank)])
         sent.append(counted.calls)
-        if twin is not None:
-            twin.step(features, labels)
-            from_twin = max(from_twin, difference_from(twin, many))
+        if reference is not None:
+            reference.step(features, labels)
+            from_reference = max(from_reference, difference_from(reference, many))
     size = profile.accumulate_steps
     for first in range(0, STEPS, size):
         one.step(*joined(data[first : first + size]))
@@ -130,21 +130,21 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
         "start": digest({n: v for n, v in start.items() if n in one.state()}),
         "parameters": digest(many.parameters()),
         "difference": relative_difference(many.parameters(), one.parameters()),
-        "from_twin": from_twin if twin is not None else None,
+        "from_reference": from_reference if reference is not None else None,
         "moved": relative_difference(many.parameters(), {n: start[n] for n in many.parameters()}),
         "sent": sent,
     }
 
 
-def twin_of(network: Network, make: Any, start: dict[str, np.ndarray], profile: Profile) -> Twin | None:
+def reference_of(network: Network, make: Any, start: dict[str, np.ndarray], profile: Profile) -> Reference | None:
     """The simulated job; none for synchronised batch norm, whose ranks talk within their passes."""
     precision = MixedPrecision(profile.amp_level, profile.amp_dtype) if profile.amp_level != "O0" else None
-    return None if profile.sync_batch_norm else Twin(network, make, start, precision)
+    return None if profile.sync_batch_norm else Reference(network, make, start, precision)
 
 
-def difference_from(twin: Twin, many: Trained) -> float:
+def difference_from(reference: Reference, many: Trained) -> float:
     parameters = many.parameters()
-    simulated = twin.job.ranks[fleet.worker_index()]
+    simulated = reference.job.ranks[fleet.worker_index()]
     return relative_difference(parameters, {name: simulated[name] for name in parameters})
 
 

@@ -286,7 +286,7 @@ CASES: dict[str, Case] = {
         wrap=skipping,
         overflow=5,
     ),
-    "hierarchical, one team": Case(
+    "hierarchical, one local group": Case(
         MLP, momentum, {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 4} | BUCKETS
     ),
 }

@@ -1,4 +1,4 @@
-"""Compression on real ranks: like the numpy twin, the same bits on every rank, and exact after a resume."""
+"""Compression on real ranks: like the numpy reference, the same bits on every rank, and exact after a resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         world_size,
         folder=tmp_path_factory.mktemp("compression"),
         nodes=world_size,
-        # A device draws other random numbers than the twin.
+        # A device draws other random numbers than the reference.
         args=[json.dumps([case for case in CASES if not late_streams or "stochastic" not in case[1]])],
         late_streams=late_streams,
     )
@@ -49,7 +49,7 @@ def each(result: RanksResult) -> list[tuple[str, list[dict[str, Any]]]]:
     return [(case, [rank[case] for rank in ranks]) for case in ranks[0]]
 
 
-def test_updates_are_those_of_the_twin(result: RanksResult) -> None:
+def test_updates_are_those_of_the_reference(result: RanksResult) -> None:
     for case, ranks in each(result):
         assert max(rank["difference"] for rank in ranks) < RELATIVE_TOLERANCE, case
 

@@ -14,7 +14,7 @@ from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
 SCRIPT = ROOT / "tests/parallel/entry_points.py"
-TWINS = ["amp", "merged", "recomputed", "several"]
+REFERENCES = ["amp", "merged", "recomputed", "several"]
 SGD = ["plain", "looking ahead", "looking ahead in small buckets", "by fleet.minimize", "outside"]
 
 
@@ -44,7 +44,7 @@ def test_replicas_are_bit_equal_in_every_way_to_start(two: RanksResult) -> None:
     assert len(first) == 13
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_a_wrapper_trains_as_the_profile_with_its_knobs(name: str, two: RanksResult, one: dict[str, Any]) -> None:
     for digests in (two.values[0]["digests"], one["digests"]):
         assert digests[name] == digests[f"{name} by profile"]

@@ -101,8 +101,8 @@ def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Pa
     assert len(set(result.of_all("state"))) == 1
 
 
-# barrier_every_steps: without a gate before it, a collective itself fails, and an autopsy finds out why. Gloo's own
-# timeout is 30 s; where a connection breaks it fails at once.
+# barrier_every_steps: without a barrier before it, a collective itself fails, and the attribution of the failure finds
+# out why. Gloo's own timeout is 30 s; where a connection breaks it fails at once.
 GLOO_SECONDS = 30
 
 

@@ -29,7 +29,7 @@ def samples(result: RanksResult, epoch: int) -> list[int]:
 
 @pytest.fixture(scope="module", params=["step", "epoch"])
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """Where a run of two ranks has a checkpoint after 1 step (4 batches of 4 samples) or 13 batches, and the samples."""
+    """A run of two ranks with a checkpoint after 1 step (4 batches of 4 samples) or 13 batches, and its samples."""
     output = tmp_path_factory.mktemp("moved") / "run"
     seen = samples(run(output, 2, request.param), 0)
     count, name = {"step": (16, "step-00000001"), "epoch": (SAMPLES, "step-00000003")}[request.param]

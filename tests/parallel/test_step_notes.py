@@ -1,4 +1,4 @@
-"""What ranks learn from one another at the gates: stops, and whose steps take how long."""
+"""What ranks learn from one another at the barriers: stops, and whose steps take how long."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_replicas_start_equal_and_end_bit_equal(ranks_of: Run, world_size: int, 
 def test_parameters_follow_the_simulation_step_by_step(ranks_of: Run, world_size: int, nodes: int, case: str) -> None:
     tolerance = ROUNDED if any(rounded in case for rounded in ("bf16", "amp", "int")) else EXACT
     for rank in ranks_of(world_size, nodes):
-        assert rank[case]["from_twin"] < tolerance
+        assert rank[case]["from_reference"] < tolerance
 
 
 @each(*OTHER_PATHS)

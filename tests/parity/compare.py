@@ -28,7 +28,7 @@ PROFILES = {
     "fused": Profile(),
     "two communicators": Profile(nccl_comm_num=2, fuse_parameter_groups_size=2),
     "hierarchical": Profile(use_hierarchical_allreduce=True, nccl_comm_num=2, fuse_parameter_groups_size=2),
-    "teams of two": Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2),
+    "local groups of two": Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2),
     "no overlap": Profile(sync_nccl_allreduce=True, fuse_all_reduce_ops=False),
 }
 

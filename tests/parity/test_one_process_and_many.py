@@ -24,7 +24,7 @@ ALL_PROFILES = ["unfused", "fused", "two communicators"]
         pytest.param(3, 3, ["SGD", "AdamW"], ["fused"], marks=pytest.mark.long),
         pytest.param(3, 3, ["Adam"], ["unfused", "two communicators"], marks=pytest.mark.long),
         pytest.param(4, 2, ["AdamW"], ["hierarchical"], marks=pytest.mark.long),
-        pytest.param(4, 1, ["Momentum"], ["teams of two"], marks=pytest.mark.long),
+        pytest.param(4, 1, ["Momentum"], ["local groups of two"], marks=pytest.mark.long),
         (2, 1, ["Momentum"], ["no overlap"]),
     ],
 )

@@ -111,10 +111,10 @@ def run_simulated(program: Program, seed: int, strategy: Strategy) -> dict[str, 
     run_program(program, script)
     plan = fleet.plan()
     assert plan is not None
-    twin = Simulation(program, profile, plan, script)
-    run_program(program, twin)
+    reference = Simulation(program, profile, plan, script)
+    run_program(program, reference)
     # The simulator computes in float32 throughout.
-    values = {name: value.astype(script.own_parameters[name].dtype) for name, value in twin.values.items()}
+    values = {name: value.astype(script.own_parameters[name].dtype) for name, value in reference.values.items()}
     return {
         "simulated": compared(script.own_parameters, values, program.noise),
         "replica": digest(script.end_parameters),

@@ -35,7 +35,7 @@ class Simulation(Script):
         held = paddle.static.default_main_program().state_dict("all", paddle.static.global_scope())
         start = {name: self._real_start[name] for name in held}
         (optimizer,) = self.optimizers
-        self._job = SimulatedJob(self._plan, self._profile, start, lambda: numpy_twin(optimizer))
+        self._job = SimulatedJob(self._plan, self._profile, start, lambda: numpy_reference(optimizer))
 
     def run(self, batch: Batch, fetch: Sequence[Any] = (), program: Any = None) -> list[Array]:
         assert self._job is not None
@@ -91,7 +91,7 @@ class _Recorder:
         self._pairs += [(parameter.name, value) for parameter, value in found if value is not None]
 
 
-def numpy_twin(optimizer: Any) -> NumpyOptimizer:
+def numpy_reference(optimizer: Any) -> NumpyOptimizer:
     """The numpy optimizer that computes what this one of Paddle's does."""
     kind = type(optimizer).__name__
     if kind == "Momentum":
@@ -99,5 +99,5 @@ def numpy_twin(optimizer: Any) -> NumpyOptimizer:
         return Momentum(optimizer._momentum, optimizer._use_nesterov, decay)
     if kind == "Adam":
         return Adam(optimizer._beta1, optimizer._beta2, optimizer._epsilon)
-    assert kind == "SGD", f"no twin for {kind}"
+    assert kind == "SGD", f"no reference for {kind}"
     return Sgd()

@@ -21,14 +21,14 @@ class OldEngine(ThreadEngine):
     """What all jobs had once, on NCCL too: the communicators' threads call with ``sync_op=True`` and read values."""
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
-        super().__init__(job.place, job.blame)
+        super().__init__(job.place, job.attribute_failure)
         self._recorder = recorder
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
+        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Result[T]:
         with self._recorder.inside(place.what):
-            return super().start(stages, place, communicator, gate)
+            return super().start(stages, place, communicator, barrier)
 
     def run_here(self, stages: Stages[T], place: Place) -> T:
         with self._recorder.inside(place.what):
@@ -51,7 +51,7 @@ class OnlyReads(OldEngine):
 class _Mutant(StreamEngine):
     def __init__(self, recorder: Recorder, job: Job) -> None:
         watchdog: Any = PlayedWatchdog(recorder)
-        super().__init__(PlayedDevice(recorder), job.blame, watchdog)
+        super().__init__(PlayedDevice(recorder), job.attribute_failure, watchdog)
 
 
 class EndsWhenComplete(_Mutant):

@@ -51,7 +51,7 @@ class PlayedJob(AgreeingJob):
         self.engine = make_engine(recorder, self)
 
     def met(self, name: str) -> None:
-        if not name.startswith("gate "):
+        if not name.startswith("barrier "):
             name = f"{name} {self.count(f'meeting {name}')}"
         self._recorder.add(Op.MEET, what=name)
 
@@ -121,7 +121,7 @@ class PlayedWatchdog:
 def stream_engine(recorder: Recorder, job: Job) -> Engine:
     """The real one, as on NCCL."""
     watchdog: Any = PlayedWatchdog(recorder)
-    return stream.StreamEngine(PlayedDevice(recorder), job.blame, watchdog)
+    return stream.StreamEngine(PlayedDevice(recorder), job.attribute_failure, watchdog)
 
 
 def play_rank(

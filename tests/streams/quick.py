@@ -1,8 +1,8 @@
 """The same replay as ``replay``, for ranks of which one thread alone calls: what an interleaving does is then a table.
 
 How much stands on each stream follows from how far the host is, so a host does a random number of actions in a turn,
-and a calculation stream goes on by a random number of items. Other threads only meet the other ranks (the gates): who
-waits for their result waits until all ranks have handed that meeting over.
+and a calculation stream goes on by a random number of items. Other threads only meet the other ranks (the barriers):
+who waits for their result waits until all ranks have handed that meeting over.
 """
 
 from __future__ import annotations

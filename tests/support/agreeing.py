@@ -41,7 +41,7 @@ class AgreeingJob(Job):
 
     def step_barrier(self, name: str, timeout_seconds: float, note: StepNote | None = None) -> Passed:
         del timeout_seconds
-        self.met(f"gate {name}")
+        self.met(f"barrier {name}")
         note = note or StepNote(0, 0.0, 0.0)
         self._barriers += 1
         steps, busy, wait = self._sums

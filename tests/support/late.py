@@ -157,9 +157,9 @@ class LateDevice:
 def install_late_engine(seed: int = 0) -> None:
     """From now on every job of this process has such an engine, from its joining on."""
 
-    def make_engine(place: Any, blame: Any, is_hopeless: Any, on_stuck: Any) -> StreamEngine:
+    def make_engine(place: Any, attribute_failure: Any, is_hopeless: Any, on_stuck: Any) -> StreamEngine:
         backend = LateBackend(place, seed)
-        return StreamEngine(LateDevice(), blame, Watchdog(on_stuck, is_hopeless), backend)
+        return StreamEngine(LateDevice(), attribute_failure, Watchdog(on_stuck, is_hopeless), backend)
 
     job_module.make_engine = make_engine  # type: ignore[attr-defined, assignment]
 
@@ -168,7 +168,7 @@ def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDev
     """A stream engine for a job on CPUs, whose collectives are Gloo's, late."""
     device, backend = LateDevice(), LateBackend(job.place, seed)
     watchdog = Watchdog(job._end_stuck, job._is_hopeless)
-    return StreamEngine(device, job.blame, watchdog, backend), backend, device
+    return StreamEngine(device, job.attribute_failure, watchdog, backend), backend, device
 
 
 _reads = threading.local()

@@ -9,7 +9,7 @@ import pytest
 
 from tools.benchmarks.contestants import Contestant, beside_before, is_tuned, parse, with_baselines
 from tools.benchmarks.hooks import Hook
-from tools.benchmarks.link import Sent, limiter_bytes
+from tools.benchmarks.link import CollectiveSpec, limiter_bytes
 from tools.benchmarks.mlp import start_weights
 from tools.benchmarks.networks import judged, parameters
 from tools.benchmarks.task import TASKS, Batches, Task
@@ -109,4 +109,4 @@ def test_limiter_counts_are_read_from_tc() -> None:
     shown = "qdisc tbf 8001: root refcnt 2 rate 1Gbit burst 131050b lat 50ms\n Sent 1234567 bytes 890 pkt (dropped 0)\n"
     assert limiter_bytes(shown) == 1234567
     assert limiter_bytes("qdisc noqueue 0: root refcnt 2\n Sent 0 bytes 0 pkt (dropped 0)\n") == 0
-    assert Sent(5, 7) - Sent(2, 3) + Sent(1, 1) == Sent(4, 5)
+    assert CollectiveSpec(5, 7) - CollectiveSpec(2, 3) + CollectiveSpec(1, 1) == CollectiveSpec(4, 5)

@@ -25,7 +25,7 @@ from fleet_train.collectives.local_sgd.outer import OuterOptimizer
 from fleet_train.convert.settings.profile_passes import pass_settings
 from fleet_train.convert.settings.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.plan import Note
 from fleet_train.plan.price.choose import PAPER
 from fleet_train.plan.price.predict import Compute, predict
@@ -39,8 +39,8 @@ from tests.support.processes import ROOT
 
 OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KNOBS]
 # 2.4 MB in all: past the bounds of the first and the last bucket, many and few gradients, large ones for DGC.
-GRADIENTS = [Gradient(f"w{i}", (400, 300), "float32") for i in range(5)] + [
-    Gradient(f"b{i}", (7,), "float32") for i in range(60)
+GRADIENTS = [TensorSpec(f"w{i}", (400, 300), "float32") for i in range(5)] + [
+    TensorSpec(f"b{i}", (7,), "float32") for i in range(60)
 ]
 RUNNING = ("collectives", "convert", "train")
 CLUSTER = Cluster.imagined(2, 4)
@@ -82,7 +82,7 @@ def evidence(profile: Profile) -> dict[str, Any]:
     computing = Compute(0.5, 1.0)
     return {
         "buckets": [([one.name for one in bucket.gradients], bucket.communicator) for bucket in plan.buckets],
-        "collectives": [plan.legs(warm_up) for warm_up in (True, False)],
+        "collectives": [plan.phases(warm_up) for warm_up in (True, False)],
         "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
         "trained": trained(profile),
         "outer step": outer_steps(profile),
@@ -96,7 +96,7 @@ def trained(profile: Profile) -> list[Any]:
     shape, steps = ((200, 100), 8) if profile.compression != "none" else ((6, 4), 150)
     if profile.use_local_sgd:
         steps = profile.local_sgd_is_warm_steps + 150
-    gradients = [Gradient("w", shape, "float32"), Gradient("v", (6, 8), "float32")]
+    gradients = [TensorSpec("w", shape, "float32"), TensorSpec("v", (6, 8), "float32")]
     start = {gradient.name: np.ones(gradient.shape, "float32") for gradient in gradients}
     cluster = Cluster.imagined(2, 2)
     plan = build_plan(gradients, cluster, profile, state_values_per_parameter=1)
@@ -127,9 +127,9 @@ def notes(profile: Profile) -> tuple[Note, ...]:
 
 
 @cache
-def read_in(rooms: tuple[str, ...]) -> frozenset[str]:
+def read_in(layers: tuple[str, ...]) -> frozenset[str]:
     """Every ``something.name`` that the code of these packages reads, by name."""
-    trees = [ast.parse(path.read_text()) for room in rooms for path in (ROOT / "fleet_train" / room).rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for layer in layers for path in (ROOT / "fleet_train" / layer).rglob("*.py")]
     return frozenset(node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 

@@ -1,4 +1,4 @@
-"""The rooms of docs/design.md: imports go one way, and Paddle stays where it belongs.
+"""The layers of docs/design.md: imports go one way, and Paddle stays where it belongs.
 
 Imports inside functions, below TYPE_CHECKING and through import_module("...") count like any other.
 """
@@ -18,7 +18,7 @@ from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "fleet_train"
 
-# The column "may import" of the table in docs/design.md; what a room may import, those above it may too.
+# The column "may import" of the table in docs/design.md; what a layer may import, those above it may too.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
@@ -50,19 +50,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Narrower than the table: the trainer is a user of the facade like any other.
 NOT_EVEN_INDIRECTLY = {"train": {"collectives"}}
-ROOMS_WITH_PADDLE = {"collectives", "compat", "convert", "data", "recommend", "selftest", "train"}
+LAYERS_WITH_PADDLE = {"collectives", "compat", "convert", "data", "recommend", "selftest", "train"}
 
 
-def allowed(room: str) -> set[str]:
-    direct = MAY_IMPORT[room]
-    return (direct.union(*(allowed(one) for one in direct))) - NOT_EVEN_INDIRECTLY.get(room, set())
+def allowed(layer: str) -> set[str]:
+    direct = MAY_IMPORT[layer]
+    return (direct.union(*(allowed(one) for one in direct))) - NOT_EVEN_INDIRECTLY.get(layer, set())
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -88,25 +88,25 @@ def _literal_module(call: ast.Call) -> str | None:
     return str(call.args[0].value)
 
 
-def rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
+def layers_imported(path: Path) -> Iterator[tuple[int, str]]:
     for line, name in imported_names(path):
         parts = name.split(".")
         if parts[0] == "fleet_train" and len(parts) > 1 and parts[1] in MAY_IMPORT:
             yield line, parts[1]
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert {room_of(path) for path in modules()} <= MAY_IMPORT.keys()
+def test_every_layer_is_in_the_table() -> None:
+    assert {layer_of(path) for path in modules()} <= MAY_IMPORT.keys()
 
 
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_room_imports_only_rooms_below_it(room: str) -> None:
+@pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
+def test_layer_imports_only_rooms_below_it(layer: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {room} must not import {other}; it may import {sorted(allowed(room))}"
+        f"{path.relative_to(ROOT)}:{line}: {layer} must not import {other}; it may import {sorted(allowed(layer))}"
         for path in modules()
-        if room_of(path) == room
-        for line, other in rooms_imported(path)
-        if other != room and other not in allowed(room)
+        if layer_of(path) == layer
+        for line, other in layers_imported(path)
+        if other != layer and other not in allowed(layer)
     ]
     assert wrong == []
 
@@ -115,7 +115,7 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in modules()
-        if room_of(path) not in ROOMS_WITH_PADDLE
+        if layer_of(path) not in LAYERS_WITH_PADDLE
         for line, name in imported_names(path)
         if name.split(".")[0] == "paddle"
     ]
@@ -170,7 +170,7 @@ def test_table_is_the_one_in_the_design() -> None:
         "selftest",
         "manifest",
     }  # the design says "all": these reach everything that commands use
-    assert table == {room: MAY_IMPORT[room] for room in MAY_IMPORT if not room.startswith("__")}
+    assert table == {layer: MAY_IMPORT[layer] for layer in MAY_IMPORT if not layer.startswith("__")}
 
 
 MOST_DOORS = 14  # "about a dozen" modules and folders side by side

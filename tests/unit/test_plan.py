@@ -4,7 +4,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan import Gradient, build_plan, explain, first_difference
+from fleet_train.plan import TensorSpec, build_plan, explain, first_difference
 from fleet_train.plan.plan import CommPlan
 from fleet_train.profile import Profile
 
@@ -12,8 +12,8 @@ CLUSTER = Cluster.imagined(nodes=2, ranks_per_node=1)
 MEGABYTE = 2**20
 
 
-def gradients(*megabytes: float, dtype: str = "float32") -> list[Gradient]:
-    return [Gradient(f"p{i}", (int(size * MEGABYTE / 4),), dtype) for i, size in enumerate(megabytes)]
+def gradients(*megabytes: float, dtype: str = "float32") -> list[TensorSpec]:
+    return [TensorSpec(f"p{i}", (int(size * MEGABYTE / 4),), dtype) for i, size in enumerate(megabytes)]
 
 
 def buckets_of(plan: CommPlan) -> list[list[str]]:
@@ -48,7 +48,7 @@ def test_unfused_sends_each_gradient_alone() -> None:
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
-    mixed = [Gradient("a", (4,), "float32"), Gradient("b", (4,), "float64"), Gradient("c", (4,), "float32")]
+    mixed = [TensorSpec("a", (4,), "float32"), TensorSpec("b", (4,), "float64"), TensorSpec("c", (4,), "float32")]
     assert buckets_of(build_plan(mixed, CLUSTER, Profile())) == [["b"], ["a", "c"]]
 
 
@@ -65,12 +65,12 @@ def test_bytes_and_collectives_per_step() -> None:
 
 
 def test_scalar_gradient_has_one_element() -> None:
-    assert Gradient("s", (), "float32").nbytes == 4
+    assert TensorSpec("s", (), "float32").nbytes == 4
 
 
 def test_dtype_without_a_size_is_refused() -> None:
     with pytest.raises(ConversionError, match="gradient of 'a': dtype float8_e4m3fn cannot be communicated"):
-        _ = Gradient("a", (4,), "float8_e4m3fn").nbytes
+        _ = TensorSpec("a", (4,), "float8_e4m3fn").nbytes
 
 
 def test_same_input_gives_the_same_digest_and_another_knob_another() -> None:

@@ -546,8 +546,8 @@ def test_defaults_can_be_read_under_every_name() -> None:
 
 def test_a_strategy_can_be_copied_and_printed() -> None:
     strategy = DistributedStrategy(nccl_comm_num=2)
-    twin = copy.deepcopy(strategy)
-    twin.nccl_comm_num = 3
+    reference = copy.deepcopy(strategy)
+    reference.nccl_comm_num = 3
     assert strategy.nccl_comm_num == 2
     assert repr(strategy) == "DistributedStrategy(name='strategy', nccl_comm_num=2)"
 

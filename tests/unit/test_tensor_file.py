@@ -97,7 +97,7 @@ def test_dtype_without_a_code_is_refused(path: Path) -> None:
 
 
 def test_nothing_that_saves_or_loads_knows_pickles() -> None:
-    sources = [path for room in ("collectives", "convert", "train") for path in (PACKAGE / room).rglob("*.py")]
+    sources = [path for layer in ("collectives", "convert", "train") for path in (PACKAGE / layer).rglob("*.py")]
     readers = re.compile(
         r"\bimport pickle|\bpaddle\.(static\.)?(load|set_program_state)\(|allow_pickle|joblib|torch\.load"
     )

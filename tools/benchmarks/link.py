@@ -12,7 +12,7 @@ _SENT = re.compile(r"Sent ([0-9]+) bytes ([0-9]+) pkt")
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveSpec:
     """``interface`` counts one header per piece that TCP hands over (up to 64 KiB), as the kernel's counter does.
 
     ``wire`` counts one per packet of the link's size, as the rate limit does; 0 where there is no limit.
@@ -21,11 +21,11 @@ class Sent:
     interface: int = 0
     wire: int = 0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.interface + other.interface, self.wire + other.wire)
+    def __add__(self, other: CollectiveSpec) -> CollectiveSpec:
+        return CollectiveSpec(self.interface + other.interface, self.wire + other.wire)
 
-    def __sub__(self, other: Sent) -> Sent:
-        return Sent(self.interface - other.interface, self.wire - other.wire)
+    def __sub__(self, other: CollectiveSpec) -> CollectiveSpec:
+        return CollectiveSpec(self.interface - other.interface, self.wire - other.wire)
 
 
 def interface_bytes() -> int:
@@ -33,12 +33,12 @@ def interface_bytes() -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
-def sent_so_far() -> Sent:
+def sent_so_far() -> CollectiveSpec:
     """By both counters; takes milliseconds."""
     shown = subprocess.run(
         ["tc", "-s", "qdisc", "show", "dev", INTERFACE], capture_output=True, text=True, check=False, timeout=30
     )
-    return Sent(interface_bytes(), limiter_bytes(shown.stdout))
+    return CollectiveSpec(interface_bytes(), limiter_bytes(shown.stdout))
 
 
 def limiter_bytes(shown: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.benchmarks.link import Sent, interface_bytes, sent_so_far
+from tools.benchmarks.link import CollectiveSpec, interface_bytes, sent_so_far
 from tools.benchmarks.networks import judged
 from tools.benchmarks.task import Batches, Task, Weights
 
@@ -103,7 +103,7 @@ class Training:
     interface: list[int] = field(default_factory=list)
     snapshots: list[tuple[int, Weights]] = field(default_factory=list)
     paused_seconds: float = 0.0
-    sent: Sent = field(default_factory=Sent)
+    sent: CollectiveSpec = field(default_factory=CollectiveSpec)
 
 
 def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.price.predict import Compute, Link, Network, predict
 from fleet_train.profile import load_profile
 from tools.benchmarks.jobs import Command, JobFailed, Place, run_commands
@@ -57,6 +57,6 @@ def predicted_step_ms(
     if "gradients" not in facts:
         return None
     cluster = Cluster.imagined(nodes, ranks_per_node)
-    gradients = [Gradient(name, tuple(shape), dtype) for name, shape, dtype in facts["gradients"]]
+    gradients = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in facts["gradients"]]
     plan = build_plan(gradients, cluster, load_profile(profile_name))
     return 1e3 * predict(plan, cluster, network, Compute.of(compute_ms / 1e3)).step

@@ -35,12 +35,12 @@ def serve() -> None:
     server.stop()
 
 
-def member(endpoint: str, rank: int, gates: int) -> None:
+def member(endpoint: str, rank: int, barriers: int) -> None:
     client = StoreClient.connect(endpoint, rank, timeout_seconds=30)
     for number in range(100):
         meet(client, f"warm-up {number}")
     seconds = []
-    for number in range(gates):
+    for number in range(barriers):
         began = time.perf_counter()
         meet(client, f"step {number}")
         seconds.append(time.perf_counter() - began)

@@ -22,22 +22,22 @@ def page(record: dict[str, Any]) -> str:
     turns = len(next(iter(record["rounds"].values())))
     return "\n".join(
         [
-            f"# The control plane, {record['date'][:10]}: gates, joining, relays, strangers",
+            f"# The control plane, {record['date'][:10]}: barriers, joining, relays, strangers",
             "",
             *told_circumstances(record, "loopback"),
             f"- Medians of {turns} rounds, the parts in turn.",
             "- Servers and relays are the real ones; ranks are event-driven stand-ins that speak the real protocol. "
             "Wall-clock times contain the stand-ins' own processor time; the root's processor time is its own.",
             "",
-            "| ranks | nodes | meet | speak to the root | root: ms of processor per gate | before (one server) | root: "
-            "bytes sent per gate | gate, wall ms | join, wall s | join, root's processor s |",
+            "| ranks | nodes | meet | speak to the root | root: ms of processor per barrier | before (one server) | "
+            "root: bytes sent per barrier | barrier, wall ms | join, wall s | join, root's processor s |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *map(_size_row, sizes),
             "",
             "Before: the store as it was, measured earlier on 2 cores, not in this run; it sent every member's note to "
             "every member.",
             "",
-            "| two ranks, one gate | median ms | 95th percentile | longest |",
+            "| two ranks, one barrier | median ms | 95th percentile | longest |",
             "| --- | --- | --- | --- |",
             *(_latency_row(name, each) for name, each in latency.items()),
             "",

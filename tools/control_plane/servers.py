@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.hall import Hall
 from fleet_train.cluster.store.servers.pace import Pace, PacedSelector
 from fleet_train.cluster.store.servers.relay import Parent
 from fleet_train.cluster.store.servers.server import listen, raise_descriptor_limit
 from fleet_train.cluster.store.servers.session import Session
+from fleet_train.cluster.store.servers.state import ServerState
 from tools.control_plane.tree import Job
 
 HOST = "127.0.0.1"
@@ -49,17 +49,17 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
     ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
     listening = []  # a server that nobody holds is closed
     for node in range(asked["first"], asked["last"] + 1):
-        hall = Hall(Access("bench"), Callers([HOST]), pace=pace)
-        server = await listen(hall, HOST, 0)
+        state = ServerState(Access("bench"), Callers([HOST]), pace=pace)
+        server = await listen(state, HOST, 0)
         listening.append(server)
         if node == 0:
-            hall.open_root("0")
+            state.open_root("0")
         else:
             parent = Parent(
                 HOST, ports[job.parent(node)], "0", node, f"node {node}", job.below(node), Access("bench"),
                 asked["silence"],
             )  # fmt: skip
-            await hall.open_relay(parent, 60.0)
+            await state.open_relay(parent, 60.0)
         ports[node] = server.sockets[0].getsockname()[1]
     print(json.dumps(ports), flush=True)
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Stand-ins for ranks: event-driven clients that speak the real protocol, thousands in one process.
 
-python tools/control_plane/stand_ins.py '{"ports": [...], "ranks_per_node": 8, "gates": 50}'
+python tools/control_plane/stand_ins.py '{"ports": [...], "ranks_per_node": 8, "barriers": 50}'
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ async def run(asked: dict[str, Any]) -> None:
     await everybody.meet({"do": "broadcast", "name": "port", "source": 0}, b"6170")
     await everybody.meet({"do": "barrier", "name": "formed"})
     say({"joined_seconds": time.perf_counter() - began})
-    gates = asked["gates"]
+    barriers = asked["barriers"]
     note: Header = {"do": "barrier", "times": [1, 23.45, 0.21], "slowest": 23.45, "stop": None}
     warm_up = [await everybody.meet({**note, "name": f"warm-up {i}"}) for i in range(3)]
     say({"warm_up": warm_up})
-    seconds = [await everybody.meet({**note, "name": f"step {i}"}) for i in range(gates)]
-    say({"gate_seconds": statistics.median(seconds), "failed": len(everybody.failed)})
+    seconds = [await everybody.meet({**note, "name": f"step {i}"}) for i in range(barriers)]
+    say({"barrier_seconds": statistics.median(seconds), "failed": len(everybody.failed)})
 
 
 def say(facts: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ Made by `python -m tools.docs_site.folders`; do not edit: each line is the first
 Each box imports only what is below it; a line leads from a box to those that it names itself, unless a box between them
 leads there. A box that is no folder of the table is a single module.
 
-![The rooms of the package and what they import](images/layers.svg)
+![The layers of the package and what they import](images/layers.svg)
 
 | folder | what lives there |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""Write, or check, ``docs/images/layers.svg``: the rooms of the package, and what each may import.
+"""Write, or check, ``docs/images/layers.svg``: the layers of the package, and what each may import.
 
 ``python -m tools.docs_site.layers`` draws the table ``MAY_IMPORT`` of tests/unit/test_layers.py, ``--check`` fails if
 the picture is out of date. Nothing is imported: the table is read from the source.
@@ -23,7 +23,7 @@ PAPER, INK, LINE, PLAIN, WITH_PADDLE = "#ffffff", "#1f2430", "#7b8494", "#eef1f6
 
 
 def tables(source: str) -> tuple[Table, frozenset[str]]:
-    """``MAY_IMPORT`` and ``ROOMS_WITH_PADDLE`` of the test's source, without the names that are no rooms."""
+    """``MAY_IMPORT`` and ``LAYERS_WITH_PADDLE`` of the test's source, without the names that are no layers."""
     found: dict[str, ast.expr] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
@@ -38,48 +38,48 @@ def tables(source: str) -> tuple[Table, frozenset[str]]:
         frozenset() if isinstance(value, ast.Call) else frozenset(ast.literal_eval(value)) for value in rows.values
     ]
     table = {name: set_ for name, set_ in zip(names, below, strict=True) if not name.startswith("__")}
-    return table, frozenset(ast.literal_eval(found["ROOMS_WITH_PADDLE"]))
+    return table, frozenset(ast.literal_eval(found["LAYERS_WITH_PADDLE"]))
 
 
 def heights(table: Table) -> dict[str, int]:
-    """How many rooms are below each one on the longest way down."""
+    """How many layers are below each one on the longest way down."""
 
     @cache
-    def height(room: str) -> int:
-        return 1 + max((height(below) for below in table[room]), default=-1)
+    def height(layer: str) -> int:
+        return 1 + max((height(below) for below in table[layer]), default=-1)
 
-    return {room: height(room) for room in table}
+    return {layer: height(layer) for layer in table}
 
 
 def drawn_imports(table: Table) -> list[tuple[str, str]]:
-    """(room, room below): every import that does not follow from two others."""
+    """(layer, layer below): every import that does not follow from two others."""
 
     @cache
-    def reached(room: str) -> frozenset[str]:
-        return table[room].union(*(reached(below) for below in table[room]))
+    def reached(layer: str) -> frozenset[str]:
+        return table[layer].union(*(reached(below) for below in table[layer]))
 
     return [
-        (room, below)
-        for room in sorted(table)
-        for below in sorted(table[room])
-        if not any(below in reached(other) for other in table[room] if other != below)
+        (layer, below)
+        for layer in sorted(table)
+        for below in sorted(table[layer])
+        if not any(below in reached(other) for other in table[layer] if other != below)
     ]
 
 
 def places(table: Table) -> dict[str, list[tuple[float, int]]]:
-    """Where things stand: (middle in pixels, height) of each room, and of each line's way from its room downwards.
+    """Where things stand: (middle in pixels, height) of each layer, and of each line's way from its layer downwards.
 
     A line that passes a row has a place of its own in it, so that it leads between the boxes and not behind them. Its
-    name is ``room>room``. Each row is sorted by what its members lead to.
+    name is ``layer>layer``. Each row is sorted by what its members lead to.
     """
     level = heights(table)
-    ways = {f"{room}>{below}": (level[room], level[below], below) for room, below in drawn_imports(table)}
+    ways = {f"{layer}>{below}": (level[layer], level[below], below) for layer, below in drawn_imports(table)}
     found: dict[str, list[tuple[float, int]]] = {}
     for height in range(max(level.values()) + 1):
         wanted: dict[str, float] = {}
-        for room in sorted(room for room in table if level[room] == height):
-            ends = [(found.get(f"{room}>{below}") or found[below])[0][0] for below in table[room]]
-            wanted[room] = sum(ends) / len(ends) if ends else 0.0
+        for layer in sorted(layer for layer in table if level[layer] == height):
+            ends = [(found.get(f"{layer}>{below}") or found[below])[0][0] for below in table[layer]]
+            wanted[layer] = sum(ends) / len(ends) if ends else 0.0
         for way, (top, bottom, below) in sorted(ways.items()):
             if bottom < height < top:
                 wanted[way] = (found.get(way) or found[below])[0][0]
@@ -103,23 +103,23 @@ def picture(table: Table, with_paddle: frozenset[str]) -> str:
     left = min(x for way in spots.values() for x, _ in way) - BOX_WIDTH / 2 - MARGIN
     width = max(x for way in spots.values() for x, _ in way) + BOX_WIDTH / 2 + MARGIN - left
     height = MARGIN + top * ROW + BOX_HEIGHT + 2 * MARGIN
-    x = {room: spots[room][0][0] - BOX_WIDTH / 2 - left for room in table}
-    y = {room: MARGIN + (top - spots[room][0][1]) * ROW for room in table}
+    x = {layer: spots[layer][0][0] - BOX_WIDTH / 2 - left for layer in table}
+    y = {layer: MARGIN + (top - spots[layer][0][1]) * ROW for layer in table}
     lines = []
-    for room, below in drawn_imports(table):
-        way = [*spots[room], *spots.get(f"{room}>{below}", []), *spots[below]]
+    for layer, below in drawn_imports(table):
+        way = [*spots[layer], *spots.get(f"{layer}>{below}", []), *spots[below]]
         lines.append(_line([(x - left, MARGIN + (top - height) * ROW) for x, height in way]))
     boxes = [
-        f'<rect x="{x[room]:.1f}" y="{y[room]}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" '
-        f'fill="{WITH_PADDLE if room in with_paddle else PLAIN}"/>'
-        f'<text x="{x[room] + BOX_WIDTH / 2:.1f}" y="{y[room] + BOX_HEIGHT / 2 + 5}">{escape(room)}</text>'
-        for room in sorted(table)
+        f'<rect x="{x[layer]:.1f}" y="{y[layer]}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" '
+        f'fill="{WITH_PADDLE if layer in with_paddle else PLAIN}"/>'
+        f'<text x="{x[layer] + BOX_WIDTH / 2:.1f}" y="{y[layer] + BOX_HEIGHT / 2 + 5}">{escape(layer)}</text>'
+        for layer in sorted(table)
     ]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
             f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="15">',
-            "<title>The rooms of fleet_train: each imports only rooms below it</title>",
+            "<title>The layers of fleet_train: each imports only layers below it</title>",
             f'<rect width="100%" height="100%" fill="{PAPER}"/>',
             f'<g fill="none" stroke="{LINE}" stroke-width="1.4">',
             *lines,

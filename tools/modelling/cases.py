@@ -20,7 +20,7 @@ from tests.streams.words import circle
 
 FLAT = tuple((nodes, 1) for nodes in range(2, 9))
 ONE_NODE = tuple((1, ranks) for ranks in range(2, 9))
-TEAMS = ((2, 2), (2, 4), (4, 2))
+LOCAL_GROUPS = ((2, 2), (2, 4), (4, 2))
 BATCH = 2000
 BEYOND_SHARE = 0.2
 FREE_SHARE, WHOLE_SHARE = 10, 20
@@ -41,7 +41,7 @@ class Case:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(nodes, ranks per node)"""
         if self.profile.use_hierarchical_allreduce:
-            return TEAMS
+            return LOCAL_GROUPS
         return ONE_NODE if self.profile.name == "single_node" else FLAT
 
 

@@ -35,7 +35,7 @@ def quieten(environ: MutableMapping[str, str]) -> None:
     """Before Paddle is imported. What the user has asked for, by GLOG_minloglevel or ``python -W``, comes first."""
     if any(name in environ for name in _LAUNCHERS):
         return
-    from fleet_train.launch.workers.chatter import WARNINGS
+    from fleet_train.launch.workers.startup_lines import WARNINGS
 
     environ.setdefault("GLOG_minloglevel", "2")  # errors alone
     for message, module in WARNINGS.items():

@@ -10,14 +10,17 @@ import paddle
 from fleet_train.collectives.engines.device import GpuDevice
 from fleet_train.collectives.engines.engine import Engine, Place
 from fleet_train.collectives.engines.stream import StreamEngine
-from fleet_train.collectives.engines.thread import Blame, ThreadEngine
+from fleet_train.collectives.engines.thread import AttributeFailure, ThreadEngine
 from fleet_train.collectives.engines.watchdog import Watchdog
 
 
 def make_engine(
-    device_place: Any, blame: Blame, is_hopeless: Callable[[], bool], on_stuck: Callable[[Place, float], None]
+    device_place: Any,
+    attribute_failure: AttributeFailure,
+    is_hopeless: Callable[[], bool],
+    on_stuck: Callable[[Place, float], None],
 ) -> Engine:
     """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
     if isinstance(device_place, paddle.CPUPlace):
-        return ThreadEngine(device_place, blame)
-    return StreamEngine(GpuDevice(device_place), blame, Watchdog(on_stuck, is_hopeless))
+        return ThreadEngine(device_place, attribute_failure)
+    return StreamEngine(GpuDevice(device_place), attribute_failure, Watchdog(on_stuck, is_hopeless))

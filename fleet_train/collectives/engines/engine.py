@@ -39,14 +39,14 @@ class Engine(Protocol):
     side_by_side: bool
     """Whether collectives on several communicators over the same ranks run at a time."""
     device: Device
-    gate_margin_seconds: float
-    """How much longer than its bound a gate waits: until those that stand in a collective have found out whom they
-    miss, which may be a rank that has gone on to the gate without it."""
+    barrier_margin_seconds: float
+    """How much longer than its bound a barrier waits: until those that stand in a collective have found out whom they
+    miss, which may be a rank that has gone on to the barrier without it."""
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
+        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Running[T]:
-        """Begin ``stages``; their first collective waits until ``gate`` is done.
+        """Begin ``stages``; their first collective waits until ``barrier`` is done.
 
         What goes wrong is raised by the result as a FleetTrainError that names who is to blame.
         """

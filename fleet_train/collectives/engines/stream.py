@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from fleet_train.collectives.engines.device import Device
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Progress, Stages
-from fleet_train.collectives.engines.thread import Blame
+from fleet_train.collectives.engines.thread import AttributeFailure
 from fleet_train.collectives.engines.watchdog import Watchdog
 from fleet_train.collectives.engines.worker_thread import WorkerThread
 from fleet_train.collectives.paddle_compat.modes import ensured_dynamic_mode
@@ -68,23 +68,29 @@ class StreamEngine:
 
     reads_values = False
     side_by_side = False
-    gate_margin_seconds = 8.0
+    barrier_margin_seconds = 8.0
 
-    def __init__(self, device: Device, blame: Blame, watchdog: Watchdog, begin: Begin = begin_asynchronously) -> None:
+    def __init__(
+        self,
+        device: Device,
+        attribute_failure: AttributeFailure,
+        watchdog: Watchdog,
+        begin: Begin = begin_asynchronously,
+    ) -> None:
         self.device = device
-        self._blame = blame
+        self._attribute_failure = attribute_failure
         self._watchdog = watchdog
         self._begin = begin
         self._in_flight: list[InFlight[Any]] = []
-        self._beside = WorkerThread("fleet_train gates", None)
+        self._beside = WorkerThread("fleet_train barriers", None)
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
+        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> InFlight[T]:
         """``communicator`` is the stages' own matter here: nothing runs beside the computing thread."""
         del communicator
-        if gate is not None:
-            gate.result()
+        if barrier is not None:
+            barrier.result()
         running = InFlight(self, stages, place)
         self._in_flight.append(running)
         with self._blaming(running):
@@ -155,4 +161,4 @@ class StreamEngine:
         except FleetTrainError:
             raise
         except Exception as error:
-            raise self._blame(running.place, error) from error
+            raise self._attribute_failure(running.place, error) from error

@@ -16,7 +16,7 @@ from fleet_train.collectives.engines.worker_thread import WorkerThread
 from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")
-Blame = Callable[[Place, BaseException], FleetTrainError]
+AttributeFailure = Callable[[Place, BaseException], FleetTrainError]
 # Beyond a place's bound: Gloo's own patience of 30 s and the question who is missing come first, and say more.
 _MARGIN_SECONDS = 60.0
 
@@ -46,23 +46,23 @@ class ThreadEngine:
 
     reads_values = True
     side_by_side = True
-    gate_margin_seconds = 0.0
+    barrier_margin_seconds = 0.0
 
-    def __init__(self, device_place: Any, blame: Blame) -> None:
+    def __init__(self, device_place: Any, attribute_failure: AttributeFailure) -> None:
         self.device: Device = HostDevice()
         self._device_place = device_place
-        self._blame = blame
+        self._attribute_failure = attribute_failure
         self._threads: list[WorkerThread] = []
         self._moved_at = 0.0
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, gate: Future[Any] | None = None
+        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Result[T]:
         progress = Progress(stages)
 
         def rest() -> T:
-            if gate is not None:
-                gate.result()
+            if barrier is not None:
+                barrier.result()
                 self._move()
             return self._blaming(place, progress)
 
@@ -75,7 +75,7 @@ class ThreadEngine:
         """Threads go on by themselves."""
 
     def beside(self, task: Callable[[], T]) -> Future[T]:
-        """On the first communicator's thread: its collectives behind a gate must wait for the gate anyway."""
+        """On the first communicator's thread: its collectives behind a barrier must wait for the barrier anyway."""
         return self._submit(0, task)
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class ThreadEngine:
         while not future.done():
             silence = time.monotonic() - max(began, self._moved_at)
             if silence >= bound:
-                raise self._blame(place, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
+                raise self._attribute_failure(place, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
             _await(future, bound - silence)
 
     def _move(self) -> None:
@@ -106,7 +106,7 @@ class ThreadEngine:
         except FleetTrainError:
             raise
         except Exception as error:
-            raise self._blame(place, error) from error
+            raise self._attribute_failure(place, error) from error
 
 
 def _await(future: Future[Any], seconds: float) -> None:

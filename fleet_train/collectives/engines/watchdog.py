@@ -12,8 +12,9 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.errors import FleetTrainError
 
 POLL_SECONDS = 0.1
-# A collective that has waited this long is worth a question to the store. Less than half of an autopsy: a rank whose
-# own bound is not over yet must hear of one that another rank has begun, and come to it in time.
+# A collective that has waited this long is worth a question to the store. Less than half of the time that a failure's
+# attribution has: a rank whose own bound is not over yet must hear of one that another rank has begun, and come to it
+# in time.
 ASK_SECONDS = 2.0
 
 

@@ -31,7 +31,7 @@ from fleet_train.plan import CommPlan
 from fleet_train.plan.price.predict import Network
 
 # After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
-_AUTOPSY_SECONDS = 5.0
+_ATTRIBUTION_SECONDS = 5.0
 # Set in the store by the first rank whose watchdog gives a collective up.
 _GIVEN_UP = "a collective is given up"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
@@ -57,7 +57,7 @@ class Job:
         *,
         host: StoreHost | None = None,
         store: StoreClient | None = None,
-        gates: StoreClient | None = None,
+        barriers: StoreClient | None = None,
         timeout_seconds: float = 300.0,
     ) -> None:
         self.cluster = cluster
@@ -66,10 +66,10 @@ class Job:
         self.failure: FleetTrainError | None = None
         self._host = host
         self._store = store
-        self._gates = gates
+        self._barrier_store = barriers
         self._watch: StoreClient | None = None
         self._watch_lock = threading.Lock()
-        self.engine: Engine = make_engine(place, self.blame, self._is_hopeless, self._end_stuck)
+        self.engine: Engine = make_engine(place, self.attribute_failure, self._is_hopeless, self._end_stuck)
         self.clock = StepClock(self.engine.device.moment)
         self.notes = StepNotes(cluster, self.clock, self._times_up_to)
         self._groups: list[Any] = []
@@ -154,10 +154,10 @@ class Job:
         Gloo's own wait ends after 30 s, whatever the reason, without a name. A step barrier makes the bound ours: a
         rank may be busy for minutes (saving, evaluating), and one that does not come is named.
         """
-        assert self._gates is not None
+        assert self._barrier_store is not None
         began = time.perf_counter()
         with self._remembering():
-            answer = self._gates.barrier(name, note, self.world_size, timeout_seconds, self._call)
+            answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
         return Passed(answer, time.perf_counter() - began)
 
     def _times_up_to(self, barrier: int) -> dict[int, list[float]]:
@@ -210,9 +210,9 @@ class Job:
         result: Array = np.array(tensor.numpy()).reshape(values.shape)
         return result
 
-    def blame(self, place: Place, error: BaseException) -> WorkerFailed:
+    def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
         """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too."""
-        self.failure = self._find_culprit(place, error)
+        self.failure = self._find_root_cause(place, error)
         return self.failure
 
     def _is_hopeless(self) -> bool:
@@ -228,7 +228,7 @@ class Job:
         try:
             client = self._watchdogs_store()
             client.set(_GIVEN_UP, place.moment)
-            self.failure = self._find_culprit(place, stuck, client)
+            self.failure = self._find_root_cause(place, stuck, client)
             self.report_failure(self.failure, client=client)
         except FleetTrainError as error:
             self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
@@ -247,20 +247,20 @@ class Job:
                 self._watch = StoreClient.connect(
                     self.store.endpoint,
                     self.cluster.rank,
-                    timeout_seconds=_AUTOPSY_SECONDS,
+                    timeout_seconds=_ATTRIBUTION_SECONDS,
                     describe=self.cluster.describe,
                     watched=False,
                     access=access_of(self.cluster),
                 )
             return self._watch
 
-    def _find_culprit(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
+    def _find_root_cause(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
         what = place.what
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
             client = client or self.store
-            # One for all moments: without a gate before it, a rank may have come into the next step.
-            client.barrier("a collective that failed", None, self.world_size, _AUTOPSY_SECONDS)
+            # One for all moments: without a barrier before it, a rank may have come into the next step.
+            client.barrier("a collective that failed", None, self.world_size, _ATTRIBUTION_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
             told = f"{what}: {found} (the collective ended with: {detail[0]})"
             if str(found).startswith(f"{what}: "):  # another rank's report of the same
@@ -311,7 +311,7 @@ class Job:
 
     def close(self) -> None:
         """Drop the connections: for the others this rank is lost, unless it has left."""
-        for client in (self._gates, self._store, self._watch):
+        for client in (self._barrier_store, self._store, self._watch):
             if client is not None:
                 client.close()
         if self._host is not None:

@@ -99,7 +99,7 @@ def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds:
     if host is None and is_host(cluster):
         host = StoreHost.of(cluster, timeout_seconds)
     try:
-        store, gates = (
+        store, barriers = (
             StoreClient.connect(
                 endpoint,
                 cluster.rank,
@@ -114,7 +114,7 @@ def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds:
         if host is not None:
             host.release()
         raise
-    return Job(cluster, place, host=host, store=store, gates=gates, timeout_seconds=timeout_seconds)
+    return Job(cluster, place, host=host, store=store, barriers=barriers, timeout_seconds=timeout_seconds)
 
 
 def _compare(job: Job, timeout_seconds: float) -> None:

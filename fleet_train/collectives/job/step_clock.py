@@ -17,7 +17,7 @@ class Times:
     steps: int = 0
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    gate_seconds: float = 0.0
+    barrier_seconds: float = 0.0
     sent_bytes: float = 0.0
 
 
@@ -73,9 +73,9 @@ class StepClock:
         self._ended.append(step)
         self._count()
 
-    def add_gate(self, seconds: float) -> None:
+    def add_barrier(self, seconds: float) -> None:
         for times in (self._unread, self._untold):
-            times.gate_seconds += seconds
+            times.barrier_seconds += seconds
 
     def add_sent(self, nbytes: float) -> None:
         self._unread.sent_bytes += nbytes

@@ -71,7 +71,7 @@ class StepNotes:
     def own(self) -> StepNote:
         """This rank's note for its next step barrier: what it has done since the last."""
         told = self._clock.tell()
-        busy, wait = round(1e3 * told.busy_seconds, 2), round(1e3 * told.gate_seconds, 2)
+        busy, wait = round(1e3 * told.busy_seconds, 2), round(1e3 * told.barrier_seconds, 2)
         return StepNote(told.steps, busy, wait, self._asked)
 
     def take(self, answer: StepAnswer) -> None:
@@ -94,7 +94,7 @@ class StepNotes:
         return Communication(
             own.steps,
             1e3 * own.exposed_seconds / steps,
-            1e3 * own.gate_seconds / steps,
+            1e3 * own.barrier_seconds / steps,
             own.sent_bytes / steps,
             local_sgd_period,
             [busy / max(count, 1) for count, busy, _ in times],

@@ -25,7 +25,7 @@ _PIECE_BYTES = 16 << 20
 """What rank 0 sends or receives at a time, over all ranks."""
 
 
-def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
+def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
     """Rank 0's arrays on every rank; what the others bring is not looked at."""
     if job.world_size == 1:
         return dict(arrays)
@@ -44,7 +44,7 @@ def share(job: Job, arrays: Mapping[str, Array]) -> Arrays:
     return mine
 
 
-def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
+def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     """Every rank's arrays, by rank, on rank 0; an empty list on the others. All bring the same names and shapes."""
     rank, world_size = job.cluster.rank, job.world_size
     described = _describe(arrays)
@@ -69,7 +69,7 @@ def collect(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     return parts if rank == 0 else []
 
 
-def hand_out(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
+def scatter_arrays(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
     """This rank's part of what rank 0 brings: one part per rank, of the same names and shapes."""
     is_first, group = job.cluster.rank == 0, job.communicators(1)[0]
     described = job.broadcast(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)

@@ -10,7 +10,7 @@ from fleet_train.collectives.engines.device import HostCopy
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
 from fleet_train.collectives.local_sgd.flats import flats, write
 from fleet_train.collectives.local_sgd.fragments import Fragment, joined, parted
-from fleet_train.collectives.methods.allreduce import Reducer, without_cast
+from fleet_train.collectives.methods.allreduce import Allreduce, without_cast
 from fleet_train.collectives.methods.base import Remembers
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.plan import Bucket, CommPlan
@@ -39,7 +39,7 @@ class ParameterAverager:
         self,
         profile: Profile,
         plan: CommPlan,
-        reducer: Reducer,
+        allreduce: Allreduce,
         sums: QuantisedSums | None,
         rate: Callable[[], float],
         later: Callable[[Any], HostCopy],
@@ -49,13 +49,13 @@ class ParameterAverager:
         self.overlap_steps = profile.local_sgd_overlap_steps
         self._profile = profile
         self._values = plan.averaging.values
-        self._reducer = without_cast(reducer)
+        self._allreduce = without_cast(allreduce)
         self._world_size = plan.world_size
         self._rate = rate
         self._later = later
         self._heard: tuple[HostCopy, float] | None = None
         self.fragments = [
-            Fragment(profile, plan.averaging, index, plan.world_size, self._reducer, sums)
+            Fragment(profile, plan.averaging, index, plan.world_size, self._allreduce, sums)
             for index in range(len(plan.averaging.parts))
         ]
 
@@ -142,7 +142,7 @@ class ParameterAverager:
 
     def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
         buffers = flats(tensors)
-        sums = yield from self._reducer.sum(buffers)
+        sums = yield from self._allreduce.sum(buffers)
         write(tensors, [total.scale_(1.0 / self._world_size) for total in sums])
 
     def _remember(self, parameters: Sequence[Any]) -> None:

@@ -10,11 +10,11 @@ import paddle
 from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.local_sgd.flats import cut, flats
 from fleet_train.collectives.local_sgd.outer import OuterOptimizer
-from fleet_train.collectives.methods.allreduce import Reducer
+from fleet_train.collectives.methods.allreduce import Allreduce
 from fleet_train.collectives.methods.error_feedback import KeptErrors
 from fleet_train.collectives.methods.quantised_sum import Carried, QuantisedSums
 from fleet_train.collectives.paddle_compat.casting import as_dtype
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.plan import Averaging, by_mean_dtype
 from fleet_train.profile import Profile
 
@@ -33,21 +33,21 @@ class Fragment:
         averaging: Averaging,
         index: int,
         world_size: int,
-        reducer: Reducer,
+        allreduce: Allreduce,
         sums: QuantisedSums | None,
     ) -> None:
         self.index = index
         self.positions = averaging.parts[index]
         self.is_last = index == len(averaging.parts) - 1
-        self.values: list[Gradient] = [averaging.values[position] for position in self.positions]
+        self.values: list[TensorSpec] = [averaging.values[position] for position in self.positions]
         self.outer = OuterOptimizer(profile)
         self.anchor: list[Any] | None = None
         """What all ranks held after the last averaging; where it is kept."""
         self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
         self._in_16_bits = profile.local_sgd_dtype == "bfloat16"
-        self._reducer = reducer
+        self._allreduce = allreduce
         self._world_size = world_size
-        self._rounded: list[tuple[list[Gradient], Carried]] = []
+        self._rounded: list[tuple[list[TensorSpec], Carried]] = []
         if sums is not None and averaging.quantised is not None:
             for group in _groups_of(self.values):
                 elements = sum(value.elements for value in group)
@@ -102,7 +102,7 @@ class Fragment:
 
     def _sums_of(self, sent: list[Any], beside: Sequence[Any], more: bool) -> Stages[tuple[list[Any], list[Any]]]:
         if not self._rounded:
-            sums = yield from self._reducer.sum([*sent, *beside], more)
+            sums = yield from self._allreduce.sum([*sent, *beside], more)
             return sums[: len(sent)], sums[len(sent) :]
         totals: list[Any] = []
         for (_, carried), buffer in zip(self._rounded, sent, strict=True):
@@ -110,7 +110,7 @@ class Fragment:
             totals += yield from carried.sums.sum([as_dtype(buffer, "float32")], more or not is_end)
         if not beside:
             return totals, []
-        others = yield from self._reducer.sum(list(beside), more)
+        others = yield from self._allreduce.sum(list(beside), more)
         return totals, others
 
     def _mean(self, total: Any, like: Any) -> Any:
@@ -119,7 +119,7 @@ class Fragment:
         return total.scale_(1.0 / self._world_size)
 
 
-def _groups_of(values: Sequence[Gradient]) -> list[list[Gradient]]:
+def _groups_of(values: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     """The values of each of their `flats`."""
     return [[values[i] for i in positions] for positions in by_mean_dtype([v.dtype for v in values]).values()]
 
@@ -134,7 +134,7 @@ def joined(fragments: Sequence[Fragment], buffers: Sequence[list[Any]]) -> list[
     return flats([parts[position] for position in sorted(parts)])
 
 
-def parted(fragments: Sequence[Fragment], buffers: list[Any], values: Sequence[Gradient]) -> list[list[Any]]:
+def parted(fragments: Sequence[Fragment], buffers: list[Any], values: Sequence[TensorSpec]) -> list[list[Any]]:
     """What ``joined`` has joined, in the fragments' own buffers again."""
     if len(fragments) == 1:
         return [buffers]

@@ -41,7 +41,7 @@ class Correction:
 class Underway:
     """An averaging that has been started and not been taken in yet."""
 
-    gate: Future[Passed]
+    barrier: Future[Passed]
     correction: Running[Correction]
     fragment: Fragment
 

@@ -9,10 +9,10 @@ from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.process_groups import new_group
 from fleet_train.collectives.methods.host_casts import Cast, cast_for
-from fleet_train.plan.hierarchy import leaders_of, teams
+from fleet_train.plan.hierarchy import leaders_of, local_groups
 
 
-class Reducer(Protocol):
+class Allreduce(Protocol):
     """Sums of flat eager tensors over all ranks, in place where the backend allows."""
 
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
@@ -22,7 +22,7 @@ class Reducer(Protocol):
         """
 
 
-class FlatReducer:
+class FlatAllreduce:
     """One allreduce per buffer over a group."""
 
     def __init__(self, group: Any) -> None:
@@ -33,10 +33,10 @@ class FlatReducer:
         return list(buffers)
 
 
-class CastReducer:
+class CastAllreduce:
     """Another dtype on the wire. The sum itself is taken in that dtype, as the backend does it."""
 
-    def __init__(self, inner: Reducer, wire_dtype: str, cast: Cast) -> None:
+    def __init__(self, inner: Allreduce, wire_dtype: str, cast: Cast) -> None:
         self.inner = inner
         self._wire_dtype = wire_dtype
         self._cast = cast
@@ -49,14 +49,14 @@ class CastReducer:
         ]
 
 
-class HierarchicalReducer:
-    """Reduce to the leader of this rank's team, allreduce between the leaders, broadcast inside the team.
+class HierarchicalAllreduce:
+    """Reduce to the leader of this rank's local group, allreduce between the leaders, broadcast inside the local group.
 
-    Between teams only the leaders' bytes travel. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
+    Between local groups only the leaders' bytes travel. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
     """
 
-    def __init__(self, team: Any, leader: int, is_leader: bool, between: Reducer | None) -> None:
-        self._team = team
+    def __init__(self, local_group: Any, leader: int, is_leader: bool, between: Allreduce | None) -> None:
+        self._local_group = local_group
         self._leader = leader
         self._is_leader = is_leader
         self._between = between
@@ -70,47 +70,47 @@ class HierarchicalReducer:
         yield self._inside("broadcast", buffers, more)
         return list(buffers)
 
-    def without_cast(self) -> HierarchicalReducer:
+    def without_cast(self) -> HierarchicalAllreduce:
         """The same groups, with the buffer's own dtype between the leaders, too."""
-        between = self._between.inner if isinstance(self._between, CastReducer) else self._between
+        between = self._between.inner if isinstance(self._between, CastAllreduce) else self._between
         return self.with_between(between)
 
-    def with_between(self, between: Reducer | None) -> HierarchicalReducer:
-        """The same teams, with another way between the leaders."""
-        return HierarchicalReducer(self._team, self._leader, self._is_leader, between)
+    def with_between(self, between: Allreduce | None) -> HierarchicalAllreduce:
+        """The same local groups, with another way between the leaders."""
+        return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
-        if self._team is None:
+        if self._local_group is None:
             return Stage(more=more)
-        return Stage(tuple(Collective(kind, self._team, buffer, self._leader) for buffer in buffers), more)
+        return Stage(tuple(Collective(kind, self._local_group, buffer, self._leader) for buffer in buffers), more)
 
     @property
     def leaders_group(self) -> Any:
-        """The leaders' group; None where there is one team only."""
+        """The leaders' group; None where there is one local group only."""
         plain = self.without_cast()._between
-        return plain.group if isinstance(plain, FlatReducer) else None
+        return plain.group if isinstance(plain, FlatAllreduce) else None
 
 
-def without_cast(reducer: Reducer) -> Reducer:
+def without_cast(allreduce: Allreduce) -> Allreduce:
     """For parameters: what compresses gradients between leaders must not round them."""
-    return reducer.without_cast() if isinstance(reducer, HierarchicalReducer) else reducer
+    return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 
-def make_reducers(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Reducer]:
-    """One reducer per communicator; called by all ranks in the same order.
+def make_allreduces(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Allreduce]:
+    """One allreduce per communicator; called by all ranks in the same order.
 
-    ``hierarchical_ranks``: ranks per team, 0 = flat. ``between_dtype``: the dtype between teams.
+    ``hierarchical_ranks``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
     """
     if not hierarchical_ranks:
-        return [FlatReducer(group) for group in job.communicators(number)]
-    return [_hierarchical(job, teams(job.world_size, hierarchical_ranks), between_dtype) for _ in range(number)]
+        return [FlatAllreduce(group) for group in job.communicators(number)]
+    return [_hierarchical(job, local_groups(job.world_size, hierarchical_ranks), between_dtype) for _ in range(number)]
 
 
-def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Reducer:
-    mine = next(team for team in members if job.cluster.rank in team)
-    groups = {team[0]: new_group(job, team) if len(team) > 1 else None for team in members}
+def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Allreduce:
+    mine = next(local_group for local_group in members if job.cluster.rank in local_group)
+    groups = {local_group[0]: new_group(job, local_group) if len(local_group) > 1 else None for local_group in members}
     leaders = leaders_of(members)
-    between: Reducer | None = FlatReducer(new_group(job, leaders)) if len(leaders) > 1 else None
+    between: Allreduce | None = FlatAllreduce(new_group(job, leaders)) if len(leaders) > 1 else None
     if between is not None and between_dtype != "float32":
-        between = CastReducer(between, between_dtype, cast_for(job.engine.reads_values))
-    return HierarchicalReducer(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)
+        between = CastAllreduce(between, between_dtype, cast_for(job.engine.reads_values))
+    return HierarchicalAllreduce(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)

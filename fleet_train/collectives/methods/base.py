@@ -10,7 +10,7 @@ import paddle
 from paddle import _C_ops
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
-from fleet_train.collectives.methods.allreduce import Reducer
+from fleet_train.collectives.methods.allreduce import Allreduce
 from fleet_train.plan import Bucket
 
 
@@ -52,16 +52,16 @@ class DenseMethod:
     kind = "dense"
     own_state: tuple[str, ...] = ()
 
-    def __init__(self, bucket: Bucket, reducer: Reducer, world_size: int, cut: Cut | None = None) -> None:
+    def __init__(self, bucket: Bucket, allreduce: Allreduce, world_size: int, cut: Cut | None = None) -> None:
         self._bucket = bucket
-        self._reducer = reducer
+        self._allreduce = allreduce
         self._scale = 1.0 / world_size
         self._cut = cut or unflatten
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         flat = flatten(gradients)
         yield HAND_OVER
-        (total,) = yield from self._reducer.sum([flat])
+        (total,) = yield from self._allreduce.sum([flat])
         return self._cut(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
 
     def state(self) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import numpy as np
 import paddle
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.methods.allreduce import Reducer
+from fleet_train.collectives.methods.allreduce import Allreduce
 from fleet_train.collectives.methods.base import flatten, unflatten
 from fleet_train.collectives.paddle_compat.casting import as_dtype
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.compression_settings import DgcSettings, is_sparse, kept_elements, sparsity_at
 
 # Elements from which a bound for the selection is guessed; below this many, guessing gains nothing.
@@ -41,14 +41,14 @@ class DgcMethod:
         self,
         bucket: Bucket,
         group: Any,
-        reducer: Reducer,
+        allreduce: Allreduce,
         world_size: int,
         settings: DgcSettings,
         reads_values: bool = True,
     ) -> None:
         self._bucket = bucket
         self._group = group
-        self._reducer = reducer
+        self._allreduce = allreduce
         self._world_size = world_size
         self._settings = settings
         self._reads_values = reads_values
@@ -70,7 +70,7 @@ class DgcMethod:
         results: dict[int, Any] = {}
         selects = sparsity is not None and bool(self._sparse)
         if flat is not None:
-            (total,) = yield from self._reducer.sum([flat], more=selects)
+            (total,) = yield from self._allreduce.sum([flat], more=selects)
             results |= self._accelerated(whole, total.scale_(1.0 / self._world_size))
         if sparsity is not None and self._sparse:
             results |= yield from self._gather_sparse(sparsity)
@@ -191,14 +191,14 @@ class DgcMethod:
         if self._settings.momentum_factor_masking:
             paddle.scatter_(self._velocities[name], places, zeros)
 
-    def _kept_zeros(self, gradient: Gradient) -> Any:
+    def _kept_zeros(self, gradient: TensorSpec) -> Any:
         """Zeros over the last step's result: on CPU, new memory costs more than what is done with it."""
         if gradient.name in self._results:
             return self._results[gradient.name].zero_()
         self._results[gradient.name] = paddle.zeros([gradient.elements], "float32")
         return self._results[gradient.name]
 
-    def _forget_unless(self, finite: Sequence[Any], gradients: Sequence[Gradient]) -> None:
+    def _forget_unless(self, finite: Sequence[Any], gradients: Sequence[TensorSpec]) -> None:
         """After an overflow on any rank, on every rank: what is kept would bring it back in each later step."""
         kept = [(table, g.name) for table in (self._pending, self._velocities) for g in gradients if g.name in table]
         if not self._reads_values:

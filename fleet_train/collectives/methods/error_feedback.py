@@ -8,17 +8,17 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.methods.base import unflatten
-from fleet_train.collectives.methods.quantised_sum import QuantisedReducer
+from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 
 
 class KeptErrors:
-    """The memory of a `QuantisedReducer` whose buffer holds ``values``, one behind the other."""
+    """The memory of a `QuantisedAllreduce` whose buffer holds ``values``, one behind the other."""
 
     own_state: tuple[str, ...] = (".error",)
 
-    def __init__(self, kind: str, values: Sequence[Gradient], rounded: QuantisedReducer) -> None:
+    def __init__(self, kind: str, values: Sequence[TensorSpec], rounded: QuantisedAllreduce) -> None:
         self.kind = kind
         self._values = values
         self._rounded = rounded

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Stages
-from fleet_train.collectives.methods.allreduce import Reducer
+from fleet_train.collectives.methods.allreduce import Allreduce
 from fleet_train.collectives.methods.base import DenseMethod, flatten, unflatten
 from fleet_train.collectives.paddle_compat.casting import as_dtype
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
@@ -37,19 +37,19 @@ class PowerSgdMethod:
     def __init__(
         self,
         bucket: Bucket,
-        reducer: Reducer,
+        allreduce: Allreduce,
         world_size: int,
         settings: PowerSgdSettings,
         reads_values: bool = True,
         to_device: Callable[[np.ndarray], Any] = paddle.to_tensor,
     ) -> None:
         self._bucket = bucket
-        self._reducer = reducer
+        self._allreduce = allreduce
         self._scale = 1.0 / world_size
         self._settings = settings
         self._reads_values = reads_values
         self._to_device = to_device
-        self._dense = DenseMethod(bucket, reducer, world_size)
+        self._dense = DenseMethod(bucket, allreduce, world_size)
         self._families, self._whole = low_rank_families(bucket, settings)
         self._step = 0
         self._errors: dict[str, Any] = {}  # parameter's name -> [rows, columns] float32
@@ -127,7 +127,7 @@ class PowerSgdMethod:
             for i, matrix in enumerate(family)
         ]
         parts = products if rest is None else [*products, rest]
-        (buffer,) = yield from self._reducer.sum([paddle.concat(parts)], more=True)
+        (buffer,) = yield from self._allreduce.sum([paddle.concat(parts)], more=True)
         shapes = [[len(family), family[0].rows, family[0].rank] for family in self._families]
         whole_shapes = [self._bucket.gradients[i].shape for i in self._whole]
         pieces = unflatten(buffer, [*shapes, *whole_shapes])
@@ -140,7 +140,7 @@ class PowerSgdMethod:
             for family, left in zip(matrices, lefts, strict=True)
             for i, matrix in enumerate(family)
         ]
-        (buffer,) = yield from self._reducer.sum([paddle.concat(products)])
+        (buffer,) = yield from self._allreduce.sum([paddle.concat(products)])
         self._factors = unflatten(
             buffer.scale_(self._scale), [[len(f), f[0].rank, f[0].columns] for f in self._families]
         )

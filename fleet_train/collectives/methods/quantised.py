@@ -13,7 +13,7 @@ from fleet_train.plan import Bucket
 
 
 class QuantisedMethod(KeptErrors):
-    """Whole numbers with a scale per block; with teams between their leaders only."""
+    """Whole numbers with a scale per block; with local groups between their leaders only."""
 
     def __init__(self, bucket: Bucket, carried: Carried, world_size: int, cut: Cut | None = None) -> None:
         super().__init__("quantised", bucket.gradients, carried.rounded)

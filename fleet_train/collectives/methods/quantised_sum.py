@@ -11,14 +11,14 @@ import paddle
 from fleet_train.collectives.codec.codecs import Codec, make_codec, notices_of
 from fleet_train.collectives.engines.stages import Stages
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import FlatReducer, HierarchicalReducer, Reducer, without_cast
+from fleet_train.collectives.methods.allreduce import Allreduce, FlatAllreduce, HierarchicalAllreduce, without_cast
 from fleet_train.collectives.methods.parts import Links, make_links
 from fleet_train.plan import CommPlan
-from fleet_train.plan.hierarchy import leaders_of, teams
+from fleet_train.plan.hierarchy import leaders_of, local_groups
 from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 
 
-class QuantisedReducer:
+class QuantisedAllreduce:
     """The sum of one flat float32 buffer over ``links.members``, with what rounding leaves out kept for the next one.
 
     What is kept is what this rank still owes to the sum: of its own values, and, for the part of the buffer whose
@@ -35,7 +35,7 @@ class QuantisedReducer:
         self._owed: Any = None
 
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        """As `Reducer.sum`, of one buffer [elements]."""
+        """As `Allreduce.sum`, of one buffer [elements]."""
         (buffer,) = buffers
         self.add([buffer])
         total = yield from self.sum_added(1.0, more)
@@ -115,26 +115,26 @@ def _parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
 
 @dataclass(frozen=True)
 class Carried:
-    """``sums`` over all ranks, and ``rounded`` where the few bits are: the same where there are no teams."""
+    """``sums`` over all ranks, and ``rounded`` where the few bits are: the same where there are no local groups."""
 
-    sums: Reducer
-    rounded: QuantisedReducer
+    sums: Allreduce
+    rounded: QuantisedAllreduce
 
 
 class QuantisedSums:
-    """Makes sums in few bits over a plan's ranks, or between the leaders of its teams.
+    """Makes sums in few bits over a plan's ranks, or between the leaders of its local groups.
 
-    ``reducers``: those of the communicators; averagings use the first one. All ranks make it in the same order.
+    ``allreduces``: those of the communicators; averagings use the first one. All ranks make it in the same order.
     """
 
-    def __init__(self, job: Job, plan: CommPlan, reducers: Sequence[Reducer]) -> None:
-        self._reducers = [without_cast(reducer) for reducer in reducers]
+    def __init__(self, job: Job, plan: CommPlan, allreduces: Sequence[Allreduce]) -> None:
+        self._allreduces = [without_cast(allreduce) for allreduce in allreduces]
         self._on_host = job.engine.reads_values
         self._members = list(range(plan.world_size))
         if plan.team_size:
-            self._members = leaders_of(teams(plan.world_size, plan.team_size))
-        used = self._reducers if any(bucket.is_quantised for bucket in plan.buckets) else self._reducers[:1]
-        self._links = [make_links(job, _group_of(reducer), self._members) for reducer in used]
+            self._members = leaders_of(local_groups(plan.world_size, plan.team_size))
+        used = self._allreduces if any(bucket.is_quantised for bucket in plan.buckets) else self._allreduces[:1]
+        self._links = [make_links(job, _group_of(allreduce), self._members) for allreduce in used]
         self.notices = notices_of(self._on_host)
         """What users should know of the codec, once."""
 
@@ -142,15 +142,15 @@ class QuantisedSums:
         """The sum of a buffer [elements], float32, on a communicator."""
         layout = QuantisedLayout(elements, len(self._members), settings)
         codec = make_codec(settings, self._on_host)
-        rounded = QuantisedReducer(name, self._links[communicator], codec, layout)
-        reducer = self._reducers[communicator]
-        if isinstance(reducer, HierarchicalReducer):
-            return Carried(reducer.with_between(rounded), rounded)
+        rounded = QuantisedAllreduce(name, self._links[communicator], codec, layout)
+        allreduce = self._allreduces[communicator]
+        if isinstance(allreduce, HierarchicalAllreduce):
+            return Carried(allreduce.with_between(rounded), rounded)
         return Carried(rounded, rounded)
 
 
-def _group_of(reducer: Reducer) -> Any:
-    if isinstance(reducer, HierarchicalReducer):
-        return reducer.leaders_group
-    assert isinstance(reducer, FlatReducer)
-    return reducer.group
+def _group_of(allreduce: Allreduce) -> Any:
+    if isinstance(allreduce, HierarchicalAllreduce):
+        return allreduce.leaders_group
+    assert isinstance(allreduce, FlatAllreduce)
+    return allreduce.group

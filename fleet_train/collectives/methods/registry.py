@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import CastReducer, Reducer
+from fleet_train.collectives.methods.allreduce import Allreduce, CastAllreduce
 from fleet_train.collectives.methods.base import BucketMethod, DenseMethod, cut_for
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.host_casts import cast_for
@@ -25,27 +25,27 @@ from fleet_train.profile.knobs import entry_of
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a method is made of. ``reducer`` is its communicator's; it casts already where the plan is hierarchical."""
+    """What a method is made of. ``allreduce`` is its communicator's, and casts where the plan is hierarchical."""
 
     bucket: Bucket
     job: Job
     plan: CommPlan
     profile: Profile
-    reducer: Reducer
+    allreduce: Allreduce
     dgc: DgcSettings | None
     quantised: QuantisedSums | None
 
 
 def _dense(parts: _Parts) -> BucketMethod:
-    return DenseMethod(parts.bucket, parts.reducer, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
+    return DenseMethod(parts.bucket, parts.allreduce, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
 
 
 def _in_16_bits(parts: _Parts) -> BucketMethod:
     if parts.plan.team_size:
         return _dense(parts)
     on_host = parts.job.engine.reads_values
-    reducer = CastReducer(parts.reducer, compression_of(parts.bucket.compression).wire_dtype, cast_for(on_host))
-    return DenseMethod(parts.bucket, reducer, parts.plan.world_size, cut_for(on_host))
+    allreduce = CastAllreduce(parts.allreduce, compression_of(parts.bucket.compression).wire_dtype, cast_for(on_host))
+    return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, cut_for(on_host))
 
 
 def _in_few_bits(parts: _Parts) -> BucketMethod:
@@ -61,7 +61,7 @@ def _in_few_bits(parts: _Parts) -> BucketMethod:
 def _powersgd(parts: _Parts) -> BucketMethod:
     settings, engine = powersgd_settings(parts.profile), parts.job.engine
     return PowerSgdMethod(
-        parts.bucket, parts.reducer, parts.plan.world_size, settings, engine.reads_values, engine.device.to_device
+        parts.bucket, parts.allreduce, parts.plan.world_size, settings, engine.reads_values, engine.device.to_device
     )
 
 
@@ -70,7 +70,7 @@ def _dgc(parts: _Parts) -> BucketMethod:
         raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
     group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
     reads_values = parts.job.engine.reads_values
-    return DgcMethod(parts.bucket, group, parts.reducer, parts.plan.world_size, parts.dgc, reads_values)
+    return DgcMethod(parts.bucket, group, parts.allreduce, parts.plan.world_size, parts.dgc, reads_values)
 
 
 METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
@@ -90,15 +90,15 @@ def make_method(
     job: Job,
     plan: CommPlan,
     profile: Profile,
-    reducer: Reducer,
+    allreduce: Allreduce,
     dgc: DgcSettings | None,
     quantised: QuantisedSums | None,
 ) -> BucketMethod:
     """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
     make = entry_of("compression", bucket.compression, METHODS, "method on real ranks")
-    return make(_Parts(bucket, job, plan, profile, reducer, dgc, quantised))
+    return make(_Parts(bucket, job, plan, profile, allreduce, dgc, quantised))
 
 
-def dtype_between_teams(compression: str) -> str:
+def dtype_between_groups(compression: str) -> str:
     """The dtype in which the leaders of a hierarchical allreduce send float32 gradients to one another."""
     return compression_of(compression).wire_dtype or "float32"

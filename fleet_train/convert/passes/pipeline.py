@@ -19,7 +19,7 @@ from fleet_train.convert.passes.precision_rules import MixedPrecision, said_of
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 
 Pairs = list[tuple[Any, Any]]
 
@@ -45,7 +45,7 @@ class ProgramPasses:
         self._synchronizes = settings.sync_batch_norm and job.world_size > 1
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
-        self.exchanges: list[Sent] = []
+        self.exchanges: list[CollectiveSpec] = []
         """What synchronised batch norm exchanges in one pass; known after ``backward``."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class ReadyGradient:
     position: int
 
     @property
-    def gradient(self) -> Gradient:
-        return Gradient(
+    def gradient(self) -> TensorSpec:
+        return TensorSpec(
             self.parameter.name, tuple(int(size) for size in self.value.shape), dtype_name(self.value.dtype)
         )
 

@@ -10,7 +10,7 @@ import paddle
 
 from fleet_train.collectives.host_ops import emit_broadcast, emit_meeting, token
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.transfer import share
+from fleet_train.collectives.job.transfer import broadcast_arrays
 from fleet_train.convert.program.consistency import agree
 from fleet_train.convert.program.rewrite import chain_in_program_order
 
@@ -62,7 +62,7 @@ def _share_now(job: Job, names: Sequence[str], scope: Any) -> None:
     begun = {name: tensor for name in names if (tensor := begun_tensor(scope, name)) is not None}
     agree(job, "the parameters that have values before minimize", sorted(begun))
     if begun:
-        for name, array in share(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
+        for name, array in broadcast_arrays(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
             begun[name].set(array, job.place)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.link_probe import glance
 from fleet_train.convert.settings.apply_profile import say
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 from fleet_train.plan.price.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose, needs_link
 from fleet_train.plan.price.costs import ENQUEUED, TYPICAL
 from fleet_train.plan.price.decline import JUDGED, decline
@@ -15,7 +15,7 @@ from fleet_train.plan.price.predict import Network
 from fleet_train.profile import Profile
 
 
-def settle(job: Job, profile: Profile, gradients: Sequence[Gradient]) -> Profile:
+def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
     """``profile`` with numbers for what it leaves open, and without a compression that does not pay; rank 0 says which.
 
     All ranks call it with the same.

@@ -87,7 +87,7 @@ def _kind(optimizer: Any) -> str:
 
 
 def _take_off_amp(result: Unwrapped) -> None:
-    """``paddle.static.amp.decorate`` and its bfloat16 twin."""
+    """``paddle.static.amp.decorate`` and its bfloat16 reference."""
     wrapper, name = result.optimizer, "paddle.static.amp.decorate"
     if hasattr(wrapper, "_use_pure_bf16"):
         level, dtype = ("O2" if wrapper._use_pure_bf16 else "O1"), "bfloat16"

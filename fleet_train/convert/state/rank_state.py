@@ -8,7 +8,7 @@ import numpy as np
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.transfer import collect, hand_out, share
+from fleet_train.collectives.job.transfer import broadcast_arrays, gather_arrays, scatter_arrays
 from fleet_train.collectives.methods import state as method_state
 from fleet_train.convert.state.local_state import PREFIX
 from fleet_train.convert.state.program_state import ProgramState
@@ -24,7 +24,7 @@ def read_methods(exchange: GradientExchange) -> tuple[Arrays, Arrays]:
 def gather_own(job: Job, state: ProgramState, own_of_methods: Arrays) -> list[Arrays]:
     """Every rank's own state on rank 0, by rank; empty on the others, and where there is none."""
     own = {**own_of_methods, **state.read(state.sums_under_way)}
-    return collect(job, own) if own else []
+    return gather_arrays(job, own) if own else []
 
 
 def spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
@@ -36,8 +36,8 @@ def spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
     if number_saved == 0:
         return {}
     if number_saved == job.world_size:
-        return hand_out(job, saved)
-    return share(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
+        return scatter_arrays(job, saved)
+    return broadcast_arrays(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
 
 
 def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.transfer import share
+from fleet_train.collectives.job.transfer import broadcast_arrays
 from fleet_train.collectives.methods import state as method_state
 from fleet_train.convert.settings.apply_profile import say
 from fleet_train.convert.state import persistables
@@ -86,7 +86,7 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
         return {"names": fitting.names, "ranks": len(saved.ranks)}
 
     answer = on_first_worker(job, f"load from {folder}", read)
-    arrays = share(job, saved.arrays)
+    arrays = broadcast_arrays(job, saved.arrays)
     arrays |= spread_own(job, saved.ranks, answer["ranks"])
     state.write({name: arrays[name] for name in answer["names"]}, job.place)
     if exchange is not None:

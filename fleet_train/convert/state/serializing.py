@@ -51,8 +51,8 @@ def for_one_card(program: Any) -> Any:
 
     Raises ConversionError for programs that need other ranks inside the forward pass.
     """
-    twin = program.clone()
-    ours = [operator for operator in twin.global_block().ops if _is_ours(operator)]
+    reference = program.clone()
+    ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
     starts = [operator.operand_source(0).get_defining_op() for operator in ours]
     local: dict[str, list[Any]] = {}
     for operator in ours:
@@ -60,13 +60,13 @@ def for_one_card(program: Any) -> Any:
     for operator in reversed(ours):
         if not _is_unused(operator):
             raise ConversionError(_needs_peers(operator.name()))
-        twin.global_block().remove_op(operator)
+        reference.global_block().remove_op(operator)
     removed: set[int] = set()
     for start in starts:
         if start.id() not in removed and start.name() == "pd_op.full" and _is_unused(start):
             removed.add(start.id())
-            twin.global_block().remove_op(start)
-    return twin
+            reference.global_block().remove_op(start)
+    return reference
 
 
 def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:

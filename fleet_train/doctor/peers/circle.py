@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.cluster.store.protocol.wire import ProtocolError
 from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
-from fleet_train.doctor.party import Party
+from fleet_train.doctor.participants import Participants
 from fleet_train.doctor.peers import datagrams, pair
 from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.channel import dialled, outcome_of
@@ -26,8 +26,8 @@ ERRORS = (OSError, ProtocolError, Refused)
 
 
 class Circle:
-    def __init__(self, party: Party, board: Board, responder: Responder) -> None:
-        self.party = party
+    def __init__(self, participants: Participants, board: Board, responder: Responder) -> None:
+        self.participants = participants
         self.board = board
         self.responder = responder
         self.refusals: dict[int, PortTry] = {}
@@ -40,21 +40,21 @@ class Circle:
     def meet(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
         """Until all nodes are there, or the time is over for one of those that are. Who is there, this one included."""
         deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
-        everybody = set(range(len(self.party.addresses)))
+        everybody = set(range(len(self.participants.addresses)))
         while True:
-            self._sync_with(everybody - {self.party.index})
+            self._sync_with(everybody - {self.participants.index})
             missing = everybody - self.board.nodes("here")
             over = bool(self.board.nodes("over"))
             if not missing or over or time.monotonic() > deadline:
                 break
             if time.monotonic() > word_at:
-                named = ", ".join(f"node {i} ({self.party.addresses[i]})" for i in sorted(missing)[:5])
+                named = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
                 say(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
                 word_at = time.monotonic() + 5.0
             self.board.wait(_PAUSE_SECONDS)
         present = tuple(sorted(self.board.nodes("here")))
-        self.board.put(f"over/{self.party.index}", list(present))
-        self._sync_with(set(present) - {self.party.index})
+        self.board.put(f"over/{self.participants.index}", list(present))
+        self._sync_with(set(present) - {self.participants.index})
         return tuple(sorted(self.board.nodes("here")))
 
     def bring(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
@@ -64,14 +64,14 @@ class Circle:
             missing = {node for node in wanted if any(node not in self.board.nodes(kind) for kind in kinds)}
             if not missing or time.monotonic() > deadline:
                 return missing
-            self._sync_with(wanted - {self.party.index})
+            self._sync_with(wanted - {self.participants.index})
             self.board.wait(_PAUSE_SECONDS)
 
     def part(self, present: Iterable[int], seconds: float) -> None:
         """Stay until all others know what this node knows, at most so long."""
         deadline = time.monotonic() + seconds
         self._complete.clear()  # of what was known before the last part
-        others = set(present) - {self.party.index}
+        others = set(present) - {self.participants.index}
         while (waiting := others - self._complete) and time.monotonic() < deadline:
             gone = self._sync_with(waiting)
             if gone >= waiting:
@@ -87,7 +87,9 @@ class Circle:
     def _sync(self, node: int) -> bool:
         for port in self._candidates(node):
             try:
-                with dialled(self.party.addresses[node], port, self.party.access, self.party.index) as channel:
+                with dialled(
+                    self.participants.addresses[node], port, self.participants.access, self.participants.index
+                ) as channel:
                     _, told = channel.ask({"do": "sync"}, self.board.keys())
                     if not isinstance(told, dict):
                         raise ProtocolError("nothing was told")
@@ -108,7 +110,7 @@ class Circle:
         if node in self._doors:
             return [self._doors[node]]
         told = self.board.get(f"here/{node}") or {}
-        ports = told.get("open", self.party.ports[node])
+        ports = told.get("open", self.participants.ports[node])
         return [*ports, *([told["extra"]] if "extra" in told else [])]
 
     def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
@@ -123,7 +125,7 @@ class Circle:
     def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
         """Every port of every other node at which a doctor listens."""
         wanted = []
-        for node in sorted(set(present) - {self.party.index}):
+        for node in sorted(set(present) - {self.participants.index}):
             told = self._told(node)
             wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
         if not wanted:
@@ -133,24 +135,26 @@ class Circle:
 
     def _try(self, node: int, port: int) -> PortTry:
         try:
-            with dialled(self.party.addresses[node], port, self.party.access, self.party.index) as channel:
+            with dialled(
+                self.participants.addresses[node], port, self.participants.access, self.participants.index
+            ) as channel:
                 seen = str(channel.ask({"do": "who"})[0].get("seen_as", ""))[:60]
         except Refused as refusal:
             return PortTry(node, port, "another program" if refusal.kind == "job" else "open", str(refusal)[:300])
         except ERRORS as error:
             return PortTry(node, port, outcome_of(error))
         self._doors[node] = port
-        return PortTry(node, port, "open", "" if seen == self.party.address else seen)
+        return PortTry(node, port, "open", "" if seen == self.participants.address else seen)
 
     def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
         """``mtus``: of this node's interface towards each other node."""
 
         def one(node: int) -> Datagrams:
             port, mtu = int(self._told(node)["udp"]), mtus.get(node) or 1500
-            address, source = self.party.addresses[node], self.party.access.source
+            address, source = self.participants.addresses[node], self.participants.access.source
             return Datagrams(node, *datagrams.sweep(address, port, source, self.responder.nonce, mtu), mtu)
 
-        return tuple(self._each(sorted(set(present) - {self.party.index}), one).values())
+        return tuple(self._each(sorted(set(present) - {self.participants.index}), one).values())
 
     def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
         """Latency, clocks and bandwidth of the pairs that this node begins: with higher nodes that it can dial, and
@@ -160,7 +164,7 @@ class Circle:
         echoes: list[Echo] = []
         found: list[Stream] = []
         for pairs in rounds(present):
-            other = next((a + b - self.party.index for a, b in pairs if self.party.index in (a, b)), None)
+            other = next((a + b - self.participants.index for a, b in pairs if self.participants.index in (a, b)), None)
             if other is None or not self._begins(other) or time.monotonic() - began > seconds:
                 continue
             echo, both = self._measure(other, flow)
@@ -171,13 +175,13 @@ class Circle:
     def _begins(self, other: int) -> bool:
         if other not in self._doors:
             return False
-        return other > self.party.index or other not in self.responder.callers
+        return other > self.participants.index or other not in self.responder.callers
 
     def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
-        own, address, port = self.party.index, self.party.addresses[other], self._doors[other]
+        own, address, port = self.participants.index, self.participants.addresses[other], self._doors[other]
         echo: Echo | None = None
         try:
-            with dialled(address, port, self.party.access, own) as channel:
+            with dialled(address, port, self.participants.access, own) as channel:
                 echo = pair.echo(channel, other, self.responder.clock)
         except ERRORS:
             pass
@@ -185,7 +189,10 @@ class Circle:
         for outgoing in (True, False):
             source, target = (own, other) if outgoing else (other, own)
             try:
-                with self.responder.my_turn() as alone, dialled(address, port, self.party.access, own) as channel:
+                with (
+                    self.responder.my_turn() as alone,
+                    dialled(address, port, self.participants.access, own) as channel,
+                ):
                     found = pair.stream(channel, source, target, outgoing, seconds)
                     both.append(found if alone else replace(found, alone=False))
             except TimeoutError:

@@ -103,11 +103,11 @@ def _run_one(
         if must_meet:
             raise
         if rendezvous is not None:  # a relay that has not found its parent, for instance
-            rendezvous.fail(str(error), error.exit_code, no_culprit=True)
-        return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_culprit=True)
+            rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
+        return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_root_cause=True)
     except StopRequested as stop:
         if rendezvous is not None:
-            rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_culprit=True, final=True)
+            rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_root_cause=True, final=True)
         raise
     finally:
         if rendezvous is not None:
@@ -119,12 +119,12 @@ def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
     """Say how the job has ended; returns the exit code."""
     if result.kind is Kind.DONE:
         return 0
-    if result.kind is not Kind.FAILED or result.without_culprit:
+    if result.kind is not Kind.FAILED or result.without_root_cause:
         say(result.message)
-    elif result.culprit is None:
+    elif result.root_cause is None:
         say(f"the job has failed: {result.message}")
     else:
-        say(f"the job has failed: {headline(result.culprit)}")
+        say(f"the job has failed: {headline(result.root_cause)}")
         tell(failure_report(result.ends, result.silent))
     for line in result.output:
         tell(f"  | {line}")

@@ -12,7 +12,7 @@ from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.agent.graceful_stop import GracefulStop
 from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
-from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, with_reports
 from fleet_train.launch.workers import processes
 from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
@@ -48,7 +48,7 @@ class Verdict:
     cause: Cause
     report: dict[str, object] | None = None
     message: str = ""
-    culprit: WorkerResult | None = None
+    root_cause: WorkerResult | None = None
 
 
 class Monitor:
@@ -113,19 +113,19 @@ class Monitor:
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
         node = self.files.node
-        culprit = choose_culprit(with_reports(ends, self._reports, node))
-        if culprit is None:  # reports of ranks that this job does not have
+        root_cause = choose_root_cause(with_reports(ends, self._reports, node))
+        if root_cause is None:  # reports of ranks that this job does not have
             return None
         self._failed_at = self._failed_at or self._clock()
-        is_missed = culprit.report is not None and not culprit.report.is_own
-        if self.stop.is_announced and (culprit.followed or is_missed):
+        is_missed = root_cause.report is not None and not root_cause.report.is_own
+        if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # ranks that have stopped are missed by others
-        if self._clock() < self._failed_at + _patience(culprit, is_here=culprit.rank in node.ranks):
+        if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
             return None
-        if culprit.rank in node.ranks:
-            return Verdict(Cause.RANK_FAILED, culprit=culprit)
-        assert culprit.report is not None
-        return Verdict(Cause.TOLD, culprit.report.to_json())
+        if root_cause.rank in node.ranks:
+            return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
+        assert root_cause.report is not None
+        return Verdict(Cause.TOLD, root_cause.report.to_json())
 
     def _ask_store(self) -> Verdict | None:
         try:
@@ -151,12 +151,12 @@ class Monitor:
         return [ends[local] for local in sorted(ends)]
 
 
-def _patience(culprit: WorkerResult, *, is_here: bool) -> float:
+def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
     """How long after the first sign of a failure its conclusion is drawn, when this is the root cause so far."""
-    report = culprit.report
+    report = root_cause.report
     if report is None:
-        return _ECHO_SECONDS if culprit.followed else 0.0
-    if is_here and culprit.has_ended:
+        return _ECHO_SECONDS if root_cause.secondary else 0.0
+    if is_here and root_cause.has_ended:
         return 0.0 if report.is_own else _NOTICED_SECONDS
     own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
     return own if is_here else own + _NEWS_SECONDS

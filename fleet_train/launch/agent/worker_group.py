@@ -21,13 +21,13 @@ from fleet_train.launch.agent.prepare import Launch
 from fleet_train.launch.rendezvous.restart_policy import Kind, RunResult
 from fleet_train.launch.rendezvous.round import Rendezvous, Say
 from fleet_train.launch.report.text import counted, headline
-from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.launch.workers import processes
-from fleet_train.launch.workers.chatter import Chatter, Everything
-from fleet_train.launch.workers.holding import take_log_dir
+from fleet_train.launch.workers.folder_lock import take_log_dir
 from fleet_train.launch.workers.inbox import Inbox
 from fleet_train.launch.workers.paddle_launch import PrivateFolder
 from fleet_train.launch.workers.signals import Stopping, StopRequested, request_name
+from fleet_train.launch.workers.startup_lines import Everything, StartupLines
 from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
@@ -85,7 +85,7 @@ def run_worker_group(
         RankFiles(node, launch.log_dir, token, number).prepare()
     files = RankFiles(node, launch.log_dir, token, number, inbox.look, launch.verbose)
     private = PrivateFolder(node.ranks)
-    passing = Everything() if launch.verbose else Chatter()
+    passing = Everything() if launch.verbose else StartupLines()
     follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
@@ -113,7 +113,7 @@ def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int
         message = f"--log_dir={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
         if number == 0:
             message += "; make room, or choose another folder"
-            rendezvous.fail(message, ClusterError.exit_code, no_culprit=True, final=True)
+            rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)
             raise ClusterError(message) from None
         say(f"{message}; the job goes on, logs are not complete")
 
@@ -167,17 +167,17 @@ def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
 def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
     """Where a rank of this node has left too early, it is this launcher that says so: others wait for its word."""
     node = group.launch.node
-    culprit = choose_culprit(with_reports(ends, group.rendezvous.reports(), node))
-    if culprit is not None and culprit.rank in node.ranks:
+    root_cause = choose_root_cause(with_reports(ends, group.rendezvous.reports(), node))
+    if root_cause is not None and root_cause.rank in node.ranks:
         time.sleep(_LAST_LINE_SECONDS)
-        group.rendezvous.fail(headline(culprit), culprit.shell_code)
+        group.rendezvous.fail(headline(root_cause), root_cause.shell_code)
 
 
 def _fail(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     if not group.files.records():
         return _never_started(group)
-    assert verdict.culprit is not None
-    group.rendezvous.fail(headline(verdict.culprit), verdict.culprit.shell_code)
+    assert verdict.root_cause is not None
+    group.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
     return _over_all_nodes(group, group.end())
 
 
@@ -189,18 +189,20 @@ def _told(group: _WorkerGroup, ends: list[WorkerResult], report: Mapping[str, An
     """What somebody else has reported."""
     message = str(report.get("message", "another rank has reported a failure"))
     final = bool(report.get("final"))
-    if not report.get("no_culprit"):
+    if not report.get("no_root_cause"):
         return replace(_over_all_nodes(group, ends, message), final=final)
     code = int(report.get("exit_code", WorkerFailed.exit_code))
-    group.rendezvous.fail(message, code, no_culprit=True, final=final)
+    group.rendezvous.fail(message, code, no_root_cause=True, final=final)
     message = f"{message}; {counted(len(ends), 'rank')} of {group.launch.node.describe()} ended with it"
-    return RunResult(Kind.FAILED, code, message, tuple(ends), without_culprit=True, final=final)
+    return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, final=final)
 
 
 def _abandon(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     ends = group.end()
     message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {group.launch.node.describe()}"
-    return RunResult(Kind.FAILED, WorkerFailed.exit_code, message, tuple(ends), without_culprit=True, store_lost=True)
+    return RunResult(
+        Kind.FAILED, WorkerFailed.exit_code, message, tuple(ends), without_root_cause=True, store_lost=True
+    )
 
 
 def _over_all_nodes(
@@ -208,9 +210,9 @@ def _over_all_nodes(
 ) -> RunResult:
     others, silent = group.rendezvous.results_of_others(_OTHERS_END_WITHIN_SECONDS)
     every = tuple(with_reports((*ends, *others), group.rendezvous.reports(), group.launch.node))
-    culprit = choose_culprit(every)
-    code = culprit.shell_code if culprit is not None else WorkerFailed.exit_code
-    return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), culprit)
+    root_cause = choose_root_cause(every)
+    code = root_cause.shell_code if root_cause is not None else WorkerFailed.exit_code
+    return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), root_cause)
 
 
 def _never_started(group: _WorkerGroup) -> RunResult:
@@ -220,9 +222,9 @@ def _never_started(group: _WorkerGroup) -> RunResult:
     except OSError:
         words = ()
     node = group.launch.node.describe()
-    group.rendezvous.fail(f"paddle.distributed.launch has started no rank on {node}", 1, no_culprit=True, final=True)
+    group.rendezvous.fail(f"paddle.distributed.launch has started no rank on {node}", 1, no_root_cause=True, final=True)
     message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it had started a rank"
-    return RunResult(Kind.FAILED, 1, f"{message}; it said:", final=True, without_culprit=True, output=words)
+    return RunResult(Kind.FAILED, 1, f"{message}; it said:", final=True, without_root_cause=True, output=words)
 
 
 def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
@@ -230,7 +232,7 @@ def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
         return _stopped(group, group.stop.signal_number, 128 + group.stop.signal_number)
     notice = _stop_notice(group)
     if notice.get("again"):  # without a saved state, the next attempt is a restart like any other
-        report = {"message": notice["why"], "no_culprit": True}
+        report = {"message": notice["why"], "no_root_cause": True}
         return _follow(group, replace(verdict, report=report))
     return _end_by_force(group, str(notice["why"]), 128 + signal.SIGTERM)
 
@@ -245,10 +247,10 @@ def _end_by_force(group: _WorkerGroup, message: str, exit_code: int) -> RunResul
     still_there = len(group.files.wrapper_pids())
     if still_there and group.stop.is_over:
         message += f" ({counted(still_there, 'rank')} did not end within {group.launch.faults.grace_seconds:g} s)"
-    group.rendezvous.fail(message, exit_code, no_culprit=True, final=True)
+    group.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
     ends = group.end()
     message = f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
-    return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_culprit=True)
+    return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_root_cause=True)
 
 
 _CONCLUSIONS: dict[Cause, Callable[[_WorkerGroup, Verdict], RunResult]] = {

@@ -271,6 +271,6 @@ class Coordinator:
 
 def what_failed(attempt: Attempt, result: RunResult) -> str:
     """One line for a failed attempt: ``attempt 0: rank 1 (10.0.0.2:6170) failed first: exit code 1 after 3 s``."""
-    if result.kind is Kind.FAILED and result.culprit is not None and not result.without_culprit:
-        return f"attempt {attempt.number}: {headline(result.culprit)}"
+    if result.kind is Kind.FAILED and result.root_cause is not None and not result.without_root_cause:
+        return f"attempt {attempt.number}: {headline(result.root_cause)}"
     return f"attempt {attempt.number}: {result.message}"

@@ -73,10 +73,10 @@ class RunResult:
     ends: tuple[WorkerResult, ...] = ()
     """Of all nodes that were heard."""
     silent: tuple[str, ...] = ()
-    culprit: WorkerResult | None = None
+    root_cause: WorkerResult | None = None
     final: bool = False
     """Whoever ended it does not want it tried again."""
-    without_culprit: bool = False
+    without_root_cause: bool = False
     """No rank is to blame: the message is all there is to say."""
     store_lost: bool = False
     """The leader's launcher, and the store with it, could not be reached any more."""
@@ -90,12 +90,12 @@ class RunResult:
 
 def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int, policy: FaultPolicy) -> str | None:
     """Why this failure is the last word ("": that needs no words); None when another attempt makes sense."""
-    culprit = result.culprit
+    root_cause = result.root_cause
     if result.final or policy.max_restarts == 0:
         return ""
-    is_mistake = culprit is not None and culprit.shell_code in _FAILS_AGAIN
+    is_mistake = root_cause is not None and root_cause.shell_code in _FAILS_AGAIN
     # With a node that is silent, a rank's error may only be how it has met that node's end.
-    if is_mistake and not result.without_culprit and not result.silent:
+    if is_mistake and not result.without_root_cause and not result.silent:
         mistake = "a mistake in flags, profile, data or numbers"
         return f"exit code {result.exit_code} stands for {mistake}; a restart would fail again"
     if earlier and _same_failure(result, earlier[-1]):
@@ -112,17 +112,19 @@ def _same_failure(one: RunResult, other: RunResult) -> bool:
 
 def _signature(result: RunResult) -> tuple[Any, ...] | None:
     """What two failures of one cause have in common; None for those that came from outside or only followed."""
-    culprit = result.culprit
-    if result.without_culprit or culprit is None or culprit.followed:
+    root_cause = result.root_cause
+    if result.without_root_cause or root_cause is None or root_cause.secondary:
         return None
-    if culprit.report is not None and culprit.report.traceback:  # whatever it has printed since, and however it ended
-        return culprit.rank, culprit.shell_code, None, re.sub(r"\d+", "#", culprit.report.traceback[-1])
-    if culprit.signal_number in _FROM_OUTSIDE:
+    if (
+        root_cause.report is not None and root_cause.report.traceback
+    ):  # whatever it has printed since, and however it ended
+        return root_cause.rank, root_cause.shell_code, None, re.sub(r"\d+", "#", root_cause.report.traceback[-1])
+    if root_cause.signal_number in _FROM_OUTSIDE:
         return None
-    if culprit.without_trace:
+    if root_cause.without_trace:
         return None
-    last = culprit.last_lines[-1] if culprit.last_lines else ""
-    return culprit.rank, culprit.exit_code, culprit.signal_number, re.sub(r"\d+", "#", last)
+    last = root_cause.last_lines[-1] if root_cause.last_lines else ""
+    return root_cause.rank, root_cause.exit_code, root_cause.signal_number, re.sub(r"\d+", "#", last)
 
 
 def pause_seconds(restart: int) -> float:

@@ -172,7 +172,7 @@ class Rendezvous:
         silent = next((how for how in gone.values() if how.startswith("not heard")), "")
         message = f"the launcher of {', '.join(lost)} was lost{silent and f' ({silent})'}"
         message += ": it was killed, or its machine cannot be reached"
-        return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_culprit": True}
+        return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_root_cause": True}
 
     def reports(self) -> list[FailureReport]:
         """What ranks have reported so far; empty when the store does not answer."""
@@ -184,9 +184,9 @@ class Rendezvous:
         """When the launchers had met, on the store's clock."""
         return float(self._client.get(_ZERO) or 0.0)
 
-    def fail(self, message: str, exit_code: int, *, no_culprit: bool = False, final: bool = False) -> None:
+    def fail(self, message: str, exit_code: int, *, no_root_cause: bool = False, final: bool = False) -> None:
         """Tell everybody why the attempt ends; the first report stands. ``final``: it is not to be tried again."""
-        report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_culprit": no_culprit}
+        report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_root_cause": no_root_cause}
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
 

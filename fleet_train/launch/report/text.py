@@ -4,52 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause
 
 _ROWS_FOR_FOLLOWERS = 8
 
 
 def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
-    """The culprit's last log lines, then a table: the culprit first, then those who followed.
+    """The root cause's last log lines, then a table: the root cause first, then those who followed.
 
     ``silent_nodes`` are nodes that have not told how their ranks ended.
     """
     every = sorted(ends, key=lambda end: (end.seconds, end.rank))
-    culprit = choose_culprit(every)
-    if culprit is None:
+    root_cause = choose_root_cause(every)
+    if root_cause is None:
         return "the job has failed, but no rank of the nodes that were heard has"
-    parts = [_last_lines(culprit), _table(culprit, [end for end in every if end is not culprit])]
+    parts = [_last_lines(root_cause), _table(root_cause, [end for end in every if end is not root_cause])]
     if silent_nodes:
         parts.append(f"not heard from: {', '.join(silent_nodes)}")
     return "\n".join(parts)
 
 
-def headline(culprit: WorkerResult) -> str:
+def headline(root_cause: WorkerResult) -> str:
     """One line for other nodes and for whoever waits in the store."""
-    return (
-        f"rank {culprit.rank} ({culprit.endpoint}) failed first: {culprit.how()} after {culprit.failed_seconds:.1f} s"
-    )
+    rank, seconds = f"rank {root_cause.rank} ({root_cause.endpoint})", root_cause.failed_seconds
+    return f"{rank} failed first: {root_cause.how()} after {seconds:.1f} s"
 
 
-def _last_lines(culprit: WorkerResult) -> str:
-    host = culprit.endpoint.rpartition(":")[0]
-    told = culprit.report.traceback if culprit.report else ()
-    if told and told[-1] not in culprit.last_lines:  # much was printed since, or the log cannot be reached
+def _last_lines(root_cause: WorkerResult) -> str:
+    host = root_cause.endpoint.rpartition(":")[0]
+    told = root_cause.report.traceback if root_cause.report else ()
+    if told and told[-1] not in root_cause.last_lines:  # much was printed since, or the log cannot be reached
         lines = "\n".join(f"  | {line}" for line in told)
-        return f"rank {culprit.rank} has reported ({host}:{culprit.log_file}):\n{lines}"
-    if not culprit.last_lines:
-        return f"rank {culprit.rank} has written nothing to its log ({host}:{culprit.log_file})"
-    lines = "\n".join(f"  | {line}" for line in culprit.last_lines)
-    return f"last lines of rank {culprit.rank} ({host}:{culprit.log_file}):\n{lines}"
+        return f"rank {root_cause.rank} has reported ({host}:{root_cause.log_file}):\n{lines}"
+    if not root_cause.last_lines:
+        return f"rank {root_cause.rank} has written nothing to its log ({host}:{root_cause.log_file})"
+    lines = "\n".join(f"  | {line}" for line in root_cause.last_lines)
+    return f"last lines of rank {root_cause.rank} ({host}:{root_cause.log_file}):\n{lines}"
 
 
-def _table(culprit: WorkerResult, others: list[WorkerResult]) -> str:
-    rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", culprit)]
+def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:
+    rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", root_cause)]
     followers = [end for end in others if not end.succeeded or end.failed]
-    rows += [_row("followed", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
+    rows += [_row("secondary", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += _rest("followed", followers[_ROWS_FOR_FOLLOWERS:])
+    lines += _rest("secondary", followers[_ROWS_FOR_FOLLOWERS:])
     lines += _rest("finished", [end for end in others if end.succeeded and not end.failed])
     return "\n".join(lines)
 

@@ -66,7 +66,7 @@ class WorkerResult:
         return self.exit_code is None and self.signal_number is None
 
     @property
-    def followed(self) -> bool:
+    def secondary(self) -> bool:
         """It ended because something else had failed: we stopped it, or it reported that another rank was lost."""
         return (
             self.report is None
@@ -126,7 +126,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def choose_culprit(ends: Iterable[WorkerResult]) -> WorkerResult | None:
+def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
     """The rank that failed first by itself; None when all succeeded or stopped in good order.
 
     Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
@@ -134,7 +134,7 @@ def choose_culprit(ends: Iterable[WorkerResult]) -> WorkerResult | None:
     failed = [end for end in ends if end.failed]
     return min(
         failed,
-        key=lambda end: (end.asked_to_stop and end.report is None, end.followed, end.failed_seconds, end.rank),
+        key=lambda end: (end.asked_to_stop and end.report is None, end.secondary, end.failed_seconds, end.rank),
         default=None,
     )
 

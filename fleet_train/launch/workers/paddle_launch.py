@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fleet_train.launch.spec.node import Node
 from fleet_train.launch.workers import paddle_launch_main, worker_main
-from fleet_train.launch.workers.holding import hold, remove_abandoned
+from fleet_train.launch.workers.folder_lock import hold, remove_abandoned
 
 # As a folder it cannot be made, so the stock launcher cannot write <job>.<pod>.log, which opens with str(os.environ).
 _JOB_ID = "/dev/null/fleet_train"

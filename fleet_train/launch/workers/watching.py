@@ -16,7 +16,7 @@ from fleet_train.launch.report.terminal import Outlet
 from fleet_train.launch.report.worker_result import WorkerResult, last_lines, result_from_record
 from fleet_train.launch.spec.node import Node
 from fleet_train.launch.workers import processes, worker_main
-from fleet_train.launch.workers.chatter import Chatter, Everything, without_chatter
+from fleet_train.launch.workers.startup_lines import Everything, StartupLines, without_startup_lines
 
 _TAIL_BYTES = _RECORD_BYTES = 64 * 1024
 
@@ -106,7 +106,7 @@ class RankFiles:
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
         end = end_of(self.log_file(local_rank))
-        return last_lines(end if self._verbose else without_chatter(end))
+        return last_lines(end if self._verbose else without_startup_lines(end))
 
 
 def end_of(log: Path) -> str:
@@ -132,7 +132,7 @@ class Follower:
         path: Path,
         outlet: Outlet = terminal.out,
         show: Callable[[bytes], None] = terminal.show,
-        passing: Chatter | Everything | None = None,
+        passing: StartupLines | Everything | None = None,
     ) -> None:
         self._path = path
         self._outlet = outlet

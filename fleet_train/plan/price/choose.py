@@ -12,8 +12,8 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.legs import Sent
-from fleet_train.plan.plan import MEGABYTE, CommPlan, Gradient
+from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.plan.plan import MEGABYTE, CommPlan, TensorSpec
 from fleet_train.plan.price.costs import TYPICAL, Costs
 from fleet_train.plan.price.predict import Compute, Link, Network, Paths, predict
 from fleet_train.profile import Profile
@@ -52,7 +52,9 @@ class Choice:
     sentences: tuple[str, ...] = ()
 
 
-def needs_link(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, judged: Collection[str] = ()) -> bool:
+def needs_link(
+    profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, judged: Collection[str] = ()
+) -> bool:
     """Whether a choice depends on how fast the link is and nobody has said it. ``judged``: compressions that decline
     themselves by it."""
     told = profile.link_gigabits > 0 and profile.link_latency_ms > 0
@@ -60,7 +62,7 @@ def needs_link(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster
     return depends and not told and is_worth_cutting(gradients, cluster)
 
 
-def choose(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, conditions: Conditions) -> Choice:
+def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
     """Settle what ``profile`` leaves open. The same arguments give the same choice on every rank."""
     if not open_knobs(profile):
         return Choice(profile)
@@ -77,11 +79,11 @@ def choose(profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, co
 
 
 def build_plan(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[TensorSpec],
     cluster: Cluster,
     profile: Profile,
-    averaged: Sequence[Gradient] = (),
-    statistics: Sequence[Sent] = (),
+    averaged: Sequence[TensorSpec] = (),
+    statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """`build_settled` for any profile: what is open is chosen for `PAPER`, or the link that the profile gives."""
@@ -100,17 +102,17 @@ def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Net
     return Network(link, network.inside) if several else Network(network.between, link)
 
 
-def is_worth_cutting(gradients: Sequence[Gradient], cluster: Cluster) -> bool:
+def is_worth_cutting(gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
     """Whether what is sent takes long enough for a choice to matter."""
     return cluster.world_size > 1 and _bytes(gradients) > WORTH_CUTTING_BYTES
 
 
-def _bytes(gradients: Sequence[Gradient]) -> int:
+def _bytes(gradients: Sequence[TensorSpec]) -> int:
     return sum(gradient.nbytes for gradient in gradients)
 
 
 def _candidates(
-    profile: Profile, gradients: Sequence[Gradient], cluster: Cluster, most_communicators: int
+    profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, most_communicators: int
 ) -> list[tuple[Buckets, CommPlan]]:
     """Every way to cut that the given knobs allow, each cut once; from few communicators and buckets to many."""
     numbers = [int(number) for number in _numbers(profile.nccl_comm_num, range(1, most_communicators + 1))]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.plan import CommPlan, Gradient
+from fleet_train.plan.plan import CommPlan, TensorSpec
 from fleet_train.plan.price.choose import (
     Choice,
     Conditions,
@@ -30,7 +30,7 @@ _CLEARLY = 0.97
 
 def decline(
     profile: Profile,
-    gradients: Sequence[Gradient],
+    gradients: Sequence[TensorSpec],
     cluster: Cluster,
     conditions: Conditions,
     judged: Collection[str] = JUDGED,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan.backend_bytes import rounds
-from fleet_train.plan.legs import Leg, Sent, legs_of
+from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, phases_of
 from fleet_train.plan.plan import Averaging, Bucket, CommPlan
 from fleet_train.plan.price.costs import NOTHING, Costs
 from fleet_train.plan.price.schedule import Phase, Task, finish_times
@@ -106,19 +106,19 @@ class Paths:
         self.network = network
         self.costs = costs
         self._cluster = cluster
-        self._known: dict[tuple[int, Sent], list[Phase]] = {}
+        self._known: dict[tuple[int, CollectiveSpec], list[Phase]] = {}
 
-    def of(self, plan: CommPlan, sent: Sent) -> list[Phase]:
+    def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
         """The phases of one exchange of ``plan``, which is one for this cluster."""
         key = plan.team_size, sent
         if key not in self._known:
-            legs = legs_of(plan.world_size, plan.team_size, sent)
-            self._known[key] = [phase for leg in legs for phase in self._leg(leg)]
+            collectives = phases_of(plan.world_size, plan.team_size, sent)
+            self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
         return self._known[key]
 
-    def _leg(self, leg: Leg) -> list[Phase]:
+    def _timed(self, phase: CollectivePhase) -> list[Phase]:
         """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
-        edges = leg.flows()
+        edges = phase.flows()
         if not edges:
             return []
         ports: dict[tuple[str, int, str], float] = defaultdict(float)
@@ -130,7 +130,7 @@ class Paths:
                 ports["between" if between else "inside", place, direction] += flow.nbytes
         seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
         resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
-        waiting = self._link(resource).latency_seconds * rounds(leg.kind, max(len(group) for group in leg.groups))
+        waiting = self._link(resource).latency_seconds * rounds(phase.kind, max(len(group) for group in phase.groups))
         return [Phase("", waiting + self.costs.collective_seconds), Phase(resource, seconds)]
 
     def _link(self, kind: str) -> Link:
@@ -147,7 +147,7 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
     for part in range(len(averaging.parts)):
         nbytes = averaging.bytes_of(part)
         coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
-        seconds = _seconds(plan, averaging.sent_of(part), paths) + coding * nbytes
+        seconds = _seconds(plan, averaging.collectives_of(part), paths) + coding * nbytes
         hidden = min(seconds, beside)
         taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
         communication += seconds
@@ -221,7 +221,7 @@ def _handing(bucket: Bucket, costs: Costs) -> float:
     return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
 
 
-def _seconds(plan: CommPlan, exchanges: Sequence[Sent], paths: Paths) -> float:
+def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
     """One after the other, with nothing beside them."""
     return sum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
 
@@ -233,8 +233,8 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
         raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
     if plan.team_size and cluster.world_size % plan.team_size:
         raise ConversionError(
-            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which teams of {plan.team_size} do not "
-            "divide: choose other --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of {plan.team_size} "
+            "do not divide: choose other --nodes_on_paper or hierarchical_allreduce_inter_nranks"
         )
     return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.backend_bytes import RECEIVER_BYTES_PER_MESSAGE, SENDER_BYTES_PER_MESSAGE
-from fleet_train.plan.legs import Leg, legs_of, sent_by_rank
+from fleet_train.plan.phases import CollectivePhase, phases_of, sent_by_rank
 from fleet_train.plan.plan import CommPlan
 
 
@@ -50,7 +50,7 @@ def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
     ``local_sgd_steps``, the period that doubling ends with and adapting starts with).
     """
     share = 1 / plan.averaging.period if plan.averaging is not None and not warm_up else 1.0
-    return _counted(plan.legs(warm_up), cluster, share)
+    return _counted(plan.phases(warm_up), cluster, share)
 
 
 def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
@@ -59,19 +59,23 @@ def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
         return []
     return [
         sent_by_rank(
-            [leg for sent in plan.averaging.sent_of(part) for leg in legs_of(plan.world_size, plan.team_size, sent)],
+            [
+                phase
+                for sent in plan.averaging.collectives_of(part)
+                for phase in phases_of(plan.world_size, plan.team_size, sent)
+            ],
             plan.world_size,
         )
         for part in range(len(plan.averaging.parts))
     ]
 
 
-def _counted(legs: Sequence[Leg], cluster: Cluster, share: float) -> Traffic:
+def _counted(phases: Sequence[CollectivePhase], cluster: Cluster, share: float) -> Traffic:
     node = [rank.node_index for rank in cluster.ranks]
     sent = [0.0] * cluster.world_size
     leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
-    for leg in legs:
-        for (sender, receiver), flow in leg.flows().items():
+    for phase in phases:
+        for (sender, receiver), flow in phase.flows().items():
             sent[sender] += flow.nbytes * share
             if node[sender] == node[receiver]:
                 inside[node[sender]] += flow.nbytes * share

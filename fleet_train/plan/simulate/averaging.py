@@ -139,7 +139,7 @@ class _Fragment:
             self._sums[index] = QuantisedSum(
                 name, differences[0].size, plan.world_size, plan.team_size, averaging.quantised
             )
-        self._wire.count(averaging.sent_of(self._part)[index])
+        self._wire.count(averaging.collectives_of(self._part)[index])
         total = self._sums[index].sum([one.astype(np.float32) for one in differences])
         return np.asarray(total * np.float32(1.0 / len(differences)))
 

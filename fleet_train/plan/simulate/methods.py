@@ -20,7 +20,7 @@ from fleet_train.plan.compression_settings import (
     powersgd_settings,
 )
 from fleet_train.plan.compressions import compression_of
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.plan import Bucket, CommPlan
 from fleet_train.plan.quantised import QuantisedSettings, gradient_settings
 from fleet_train.plan.simulate.compression import DgcSimulation, Gradients, PowerSgdSimulation
@@ -54,7 +54,7 @@ class PowerSgd:
 
     def __init__(self, bucket: Bucket, world_size: int, wire: SimulatedWire, settings: PowerSgdSettings) -> None:
         self._bucket, self._wire, self._settings = bucket, wire, settings
-        self._twin = PowerSgdSimulation(bucket, world_size, settings)
+        self._reference = PowerSgdSimulation(bucket, world_size, settings)
         self._step = 0
 
     def average(self, gradients: Gradients) -> list[Array]:
@@ -62,8 +62,8 @@ class PowerSgd:
         whole = self._step <= self._settings.start_step
         elements = [self._bucket.elements] if whole else powersgd_reduced_elements(self._bucket, self._settings)
         for number in elements:
-            self._wire.count(Sent("allreduce", FLOAT_BYTES * number, FLOAT_BYTES))
-        return [values.astype(np.float32) for values in self._twin.step(gradients)]
+            self._wire.count(CollectiveSpec("allreduce", FLOAT_BYTES * number, FLOAT_BYTES))
+        return [values.astype(np.float32) for values in self._reference.step(gradients)]
 
 
 class Dgc:
@@ -71,19 +71,19 @@ class Dgc:
 
     def __init__(self, bucket: Bucket, world_size: int, wire: SimulatedWire, settings: DgcSettings) -> None:
         self._bucket, self._wire, self._settings = bucket, wire, settings
-        self._twin = DgcSimulation(bucket, world_size, settings)
+        self._reference = DgcSimulation(bucket, world_size, settings)
         self._step = 0
 
     def average(self, gradients: Gradients) -> list[Array]:
         selected, whole = dgc_kept_elements(self._bucket, self._settings, self._step)
         self._step += 1
-        self._wire.count(Sent("allgather", SPARSE_BYTES * selected, SPARSE_BYTES))
-        self._wire.count(Sent("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES))
-        return [values.astype(np.float32) for values in self._twin.step(gradients)]
+        self._wire.count(CollectiveSpec("allgather", SPARSE_BYTES * selected, SPARSE_BYTES))
+        self._wire.count(CollectiveSpec("allreduce", FLOAT_BYTES * whole, FLOAT_BYTES))
+        return [values.astype(np.float32) for values in self._reference.step(gradients)]
 
 
 class FewBits:
-    """Whole numbers with scales per block; between the teams' leaders, where there are teams."""
+    """Whole numbers with scales per block; between the local groups' leaders, where there are local groups."""
 
     def __init__(self, bucket: Bucket, plan: CommPlan, wire: SimulatedWire, settings: QuantisedSettings) -> None:
         self._bucket, self._wire = bucket, wire

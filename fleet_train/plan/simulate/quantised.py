@@ -10,25 +10,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from fleet_train.plan.compression_settings import Array
-from fleet_train.plan.hierarchy import teams
+from fleet_train.plan.hierarchy import local_groups
 from fleet_train.plan.quantised import SMALLEST, QuantisedLayout, QuantisedSettings
 
 
 class QuantisedSum:
-    """The sum of one flat float32 buffer over all ranks, or, with teams, over the sums of their members."""
+    """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members."""
 
     def __init__(self, name: str, elements: int, world_size: int, team_size: int, settings: QuantisedSettings) -> None:
-        self._teams = teams(world_size, team_size or 1)
-        self._layout = QuantisedLayout(elements, len(self._teams), settings)
+        self._local_groups = local_groups(world_size, team_size or 1)
+        self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
         self._settings, self._name, self._step = settings, name, 0
-        self.owed = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._teams]
+        self.owed = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]
         """By member: what its rounding has left out."""
 
     def sum(self, buffers: Sequence[Array]) -> Array:
         """``buffers[rank]`` [elements] -> their sum as every rank gets it, float32."""
         self._step += 1
         elements = self._layout.elements
-        for owed, members in zip(self.owed, self._teams, strict=True):
+        for owed, members in zip(self.owed, self._local_groups, strict=True):
             total = np.sum([buffers[rank] for rank in members], axis=0, dtype=np.float64)
             owed[:elements] += total.astype(np.float32)
         total = self._whole() if self._layout.parts == 1 else self._in_parts()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fleet_train.plan.compression_settings import Array
-from fleet_train.plan.hierarchy import teams
-from fleet_train.plan.legs import Sent, legs_of, sent_by_rank
+from fleet_train.plan.hierarchy import local_groups
+from fleet_train.plan.phases import CollectiveSpec, phases_of, sent_by_rank
 from fleet_train.plan.plan import ITEM_BYTES, CommPlan
 from fleet_train.plan.simulate.compression import ring_sum_16_bit, rounding_of
 
@@ -26,10 +26,10 @@ class SimulatedWire:
         self.sent[:] = 0
         return sent
 
-    def count(self, payload: Sent) -> None:
+    def count(self, payload: CollectiveSpec) -> None:
         """Count one collective over all ranks, without carrying it out."""
-        legs = legs_of(self._plan.world_size, self._plan.team_size, payload)
-        self.sent += sent_by_rank(legs, self._plan.world_size)
+        phases = phases_of(self._plan.world_size, self._plan.team_size, payload)
+        self.sent += sent_by_rank(phases, self._plan.world_size)
 
     def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
         """The sum over the ranks of flat buffers [elements], one per rank, which travel as ``dtype``.
@@ -40,11 +40,11 @@ class SimulatedWire:
         """
         between = between or dtype
         item_bytes = ITEM_BYTES[dtype]
-        self.count(Sent("allreduce", buffers[0].size * item_bytes, item_bytes, ITEM_BYTES[between]))
+        self.count(CollectiveSpec("allreduce", buffers[0].size * item_bytes, item_bytes, ITEM_BYTES[between]))
         if not self._plan.team_size:
             return _ring(buffers, dtype)
-        members = teams(self._plan.world_size, self._plan.team_size)
-        return _ring([_ring([buffers[rank] for rank in team], dtype) for team in members], between)
+        members = local_groups(self._plan.world_size, self._plan.team_size)
+        return _ring([_ring([buffers[rank] for rank in local_group], dtype) for local_group in members], between)
 
     def mean(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
         """``sum`` over the number of ranks."""

@@ -10,7 +10,7 @@ from fleet_train.profile.knobs import AUTO, Auto, knob
 
 
 class CommunicationKnobs(BaseModel):
-    """Buckets, communicators, teams; names and executor before them."""
+    """Buckets, communicators, local groups; names and executor before them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -150,7 +150,7 @@ class CommunicationKnobs(BaseModel):
         le=1024,
         needs="use_hierarchical_allreduce",
         meaning="How many neighbouring ranks form one inner group of the hierarchical allreduce. 0 = those of a node.",
-        reason="The ranks are cut into teams of this many; the first rank of a team is its leader.",
+        reason="The ranks are cut into local groups of this many; the first rank of a local group is its leader.",
     )
     sync_nccl_allreduce: bool = knob(
         False,

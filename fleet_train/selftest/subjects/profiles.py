@@ -32,7 +32,7 @@ from fleet_train.selftest.subjects.networks import (
     batches,
     share,
 )
-from fleet_train.selftest.subjects.simulated import Twin
+from fleet_train.selftest.subjects.simulated import Reference
 from fleet_train.selftest.subjects.training import Trained, computes_on_gpu
 
 EXACT = 1e-5
@@ -169,13 +169,13 @@ def _from_simulator(
     data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
     if fitted.profile.sync_batch_norm:
         return _from_joint_batch(fitted.network, run, data)
-    twin, worst = Twin(fitted.network, _optimizer, run.start, precision), 0.0
+    reference, worst = Reference(fitted.network, _optimizer, run.start, precision), 0.0
     for step, (features, labels) in enumerate(data, 1):
-        twin.step(features, labels)
+        reference.step(features, labels)
         if step in run.seen:
-            simulated = twin.job.ranks[job.cluster.rank]
+            simulated = reference.job.ranks[job.cluster.rank]
             worst = max(worst, relative_difference(run.seen[step], {n: simulated[n] for n in run.end}))
-    ranks = twin.job.ranks
+    ranks = reference.job.ranks
     mean = {name: np.asarray(np.mean([one[name] for one in ranks], axis=0, dtype=np.float64)) for name in run.end}
     return max(worst, relative_difference(run.end, mean))
 

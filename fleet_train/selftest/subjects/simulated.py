@@ -58,7 +58,7 @@ class Gradients:
         return held
 
 
-def numpy_twin(optimizer: Any) -> NumpyOptimizer:
+def numpy_reference(optimizer: Any) -> NumpyOptimizer:
     """The numpy optimizer that computes what this one of Paddle's does."""
     kind, decay = type(optimizer).__name__, 0.0
     if kind == "Momentum":
@@ -68,11 +68,11 @@ def numpy_twin(optimizer: Any) -> NumpyOptimizer:
     if kind in ("Adam", "AdamW"):
         decay = optimizer._weight_decay if kind == "AdamW" else 0.0
         return Adam(optimizer._beta1, optimizer._beta2, optimizer._epsilon, decay)
-    assert kind == "SGD", f"no twin for {kind}"
+    assert kind == "SGD", f"no reference for {kind}"
     return Sgd(decay)
 
 
-class Twin:
+class Reference:
     """A simulated job beside a real one that was converted last, with the same data."""
 
     def __init__(
@@ -82,7 +82,9 @@ class Twin:
         assert plan is not None
         self.gradients = Gradients(network, precision)
         self.optimizer = make()
-        self.job = SimulatedJob(plan, fleet.profile(), self.gradients.start(start), lambda: numpy_twin(self.optimizer))
+        self.job = SimulatedJob(
+            plan, fleet.profile(), self.gradients.start(start), lambda: numpy_reference(self.optimizer)
+        )
 
     def step(self, features: Array, labels: Array) -> Step:
         """One step on the joint batch, of which each rank takes its share."""

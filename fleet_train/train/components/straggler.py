@@ -1,4 +1,4 @@
-"""Name the rank that the others wait for, from the times that ranks tell one another at the gates."""
+"""Name the rank that the others wait for, from the times that ranks tell one another at the barriers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StragglerWatch:
         self._named: int | None = None
 
     def look(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
-        """One interval: each rank's own time of a step and its time at gates, ms per step; returns what is to be said.
+        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns what to say.
 
-        Ranks that have told nothing (0 ms: no gate in the interval, as between two averagings) say nothing about it.
+        Ranks that have told nothing (0 ms: no barrier in the interval, as between two averagings) say nothing about it.
         """
         if not self._factor or len(rank_step_ms) < 2 or min(rank_step_ms) <= 0:
             return None

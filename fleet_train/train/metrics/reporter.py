@@ -144,7 +144,7 @@ def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float
 
 
 def rank_scalars(rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> dict[str, float]:
-    """Curves of the ranks; nothing for an interval without a gate, in which ranks have told nothing."""
+    """Curves of the ranks; nothing for an interval without a barrier, in which ranks have told nothing."""
     if min(rank_step_ms) <= 0:
         return {}
     scalars = {"ranks/median_step_ms": median(rank_step_ms), "ranks/slowest_step_ms": max(rank_step_ms)}

@@ -8,7 +8,7 @@ from fleet_train import fleet
 from fleet_train.data import (
     ImageSettings,
     Loader,
-    Seat,
+    Participant,
     Splits,
     make_evaluation_loader,
     make_loader,
@@ -45,7 +45,7 @@ def open_data(config: TrainConfig) -> Splits:
 def open_inputs(config: TrainConfig) -> Inputs:
     """Loaders of this rank's share. DataError on every rank where the data of the ranks does not go together."""
     splits = open_data(config)
-    seat = Seat.of(fleet.worker_index(), fleet.worker_endpoints())
-    train = make_loader(splits.train, config.loader_settings(), seat, fleet.place())
-    test = make_evaluation_loader(splits.test, config.loader_settings(), seat, fleet.place())
+    participant = Participant.of(fleet.worker_index(), fleet.worker_endpoints())
+    train = make_loader(splits.train, config.loader_settings(), participant, fleet.place())
+    test = make_evaluation_loader(splits.test, config.loader_settings(), participant, fleet.place())
     return Inputs(train, test, settle(train, fleet.gather))

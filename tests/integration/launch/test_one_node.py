@@ -44,7 +44,7 @@ time.sleep(120)
 
 
 @pytest.mark.parametrize(
-    ("rank_0", "rank_1", "exit_code", "culprit", "how"),
+    ("rank_0", "rank_1", "exit_code", "root_cause", "how"),
     [
         ("wait", "segv", 139, 1, "killed by SIGSEGV"),
         ("echo", "late", 7, 1, "exit code 7"),
@@ -52,8 +52,8 @@ time.sleep(120)
         ("wait", "wrapper", 137, 1, "ended without a trace (its wrapper process was killed)"),
     ],
 )
-def test_the_culprit_decides_the_exit_code_and_nobody_is_left(
-    bench: Bench, rank_0: str, rank_1: str, exit_code: int, culprit: int, how: str
+def test_the_root_cause_decides_the_exit_code_and_nobody_is_left(
+    bench: Bench, rank_0: str, rank_1: str, exit_code: int, root_cause: int, how: str
 ) -> None:
     (bench.folder / "here").mkdir()
     launcher = bench.start(_ENDINGS, rank_0, rank_1, str(bench.folder / "here"), flags=_TWO)
@@ -62,7 +62,7 @@ def test_the_culprit_decides_the_exit_code_and_nobody_is_left(
     assert launcher.process.wait(timeout=120) == exit_code, launcher.output
     assert time.monotonic() - began < 60.0
     first = next(line for line in launcher.output.splitlines() if line.startswith("failed first"))
-    assert re.split(r"\s{2,}", first)[1:4] == [str(culprit), f"127.0.0.1:{bench.first_port + culprit}", how]
+    assert re.split(r"\s{2,}", first)[1:4] == [str(root_cause), f"127.0.0.1:{bench.first_port + root_cause}", how]
     assert bench.job.leftovers() == []
     assert bench.files_with(SECRET) == []
 

@@ -137,7 +137,7 @@ def test_a_launcher_that_is_stopped_between_two_attempts_ends_the_job(bench: Ben
     bench.no_orphans_within(1.0)
 
 
-# The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the gates.
+# The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the barriers.
 _SAVES = """
 import os, pathlib, signal, sys, time
 stop, seconds = pathlib.Path(sys.argv[1]), float(sys.argv[2])

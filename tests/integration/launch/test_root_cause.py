@@ -14,7 +14,7 @@ SCRIPT = ROOT / "tests" / "integration" / "launch" / "faulty_rank.py"
 
 def rows(output: str) -> list[list[str]]:
     """The table below the launcher's last words: role, rank, endpoint, how it ended, after, log file."""
-    lines = [line for line in output.splitlines() if line.startswith(("failed first", "followed"))]
+    lines = [line for line in output.splitlines() if line.startswith(("failed first", "secondary"))]
     return [re.split(r"\s{2,}", line) for line in lines]
 
 
@@ -22,7 +22,7 @@ def check_table(bench: Bench, output: str, guilty: str, how: str) -> None:
     first, other = rows(output)
     assert first[:3] == ["failed first", "1", guilty], bench.job.report()
     assert re.fullmatch(how, first[3]), bench.job.report()
-    assert other[:2] == ["followed", "0"], bench.job.report()
+    assert other[:2] == ["secondary", "0"], bench.job.report()
 
 
 _LEFT = r"left the job while others waited for it at step 3"

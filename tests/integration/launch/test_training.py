@@ -40,7 +40,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_training(bench: Bench) -> None:
     for one in ended:
         first, other = [re.split(r"\s{2,}", line) for line in one.output.splitlines()[-2:]]
         assert first[:4] == ["failed first", "1", f"127.0.0.3:{bench.first_port}", "killed by SIGKILL"], one.output
-        assert other[:3] == ["followed", "0", f"127.0.0.2:{bench.first_port}"], one.output
+        assert other[:3] == ["secondary", "0", f"127.0.0.2:{bench.first_port}"], one.output
         # Whichever was faster: rank 0's own error, or the launcher that had heard of rank 1.
         assert other[3] in ("exit code 11 (another rank was lost)", "stopped by SIGTERM"), one.output
     assert bench.job.leftovers() == []

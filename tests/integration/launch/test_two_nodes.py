@@ -68,7 +68,7 @@ def test_one_job_over_two_nodes(bench: Bench) -> None:
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_every_node_shows_the_same_culprit(bench: Bench) -> None:
+def test_every_node_shows_the_same_root_cause(bench: Bench) -> None:
     (bench.folder / "here").mkdir()
     bench.start_two(_FAIL, str(bench.folder / "here"))
     ended = bench.ended()
@@ -79,7 +79,7 @@ def test_every_node_shows_the_same_culprit(bench: Bench) -> None:
         assert "  | ValueError: the data of rank 1 is bad" in lines
         assert lines[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
         assert lines[-2].endswith(str(log))
-        assert lines[-1].startswith(f"followed      0     127.0.0.2:{bench.first_port}  stopped by SIGTERM")
+        assert lines[-1].startswith(f"secondary     0     127.0.0.2:{bench.first_port}  stopped by SIGTERM")
     assert "rank 0 began" in ended[0].output
     assert bench.files_with(SECRET) == []
     bench.no_orphans_within(1.0)

@@ -18,7 +18,7 @@ GATE = ("rank", 40)
 
 
 def paced(*spreads: float, participants: int = 40) -> float:
-    """What is held at the gate after gates of these spreads."""
+    """What is held at the barrier after barriers of these spreads."""
     pace = Pace()
     for seconds in spreads:
         pace.began(GATE)
@@ -28,7 +28,7 @@ def paced(*spreads: float, participants: int = 40) -> float:
     return pace.hold_seconds
 
 
-def test_a_tenth_of_the_quickest_gate_is_waited() -> None:
+def test_a_tenth_of_the_quickest_barrier_is_waited() -> None:
     assert paced(0.015, 0.012, 0.9, 0.013) == pytest.approx(0.0012)
 
 
@@ -40,11 +40,11 @@ def test_never_more_than_two_milliseconds() -> None:
     ("spreads", "participants"), [((0.5,) * 3, 40), ((0.5,) * 4, 15), ((0.5, 0.5, 0.5, 0.001), 40)]
 )
 def test_nothing_is_waited(spreads: tuple[float, ...], participants: int) -> None:
-    """Not enough gates yet, few participants, one gate that was quick."""
+    """Not enough barriers yet, few participants, one barrier that was quick."""
     assert paced(*spreads, participants=participants) == 0.0
 
 
-def test_other_gates_are_not_held_for_these() -> None:
+def test_other_barriers_are_not_held_for_these() -> None:
     pace = Pace()
     for _ in range(4):
         pace.ended(GATE, 40, 0.5)
@@ -77,25 +77,25 @@ def test_a_held_selector_sees_all_that_came_meanwhile(pipe: tuple[int, int]) -> 
 
 
 def test_many_slow_arrivals_are_answered_as_ever() -> None:
-    """20 members, one of them late each time: the server holds from the fifth gate on."""
-    gates, members = 6, 20
+    """20 members, one of them late each time: the server holds from the fifth barrier on."""
+    barriers, members = 6, 20
     held: dict[int, float] = {}
     server = StoreServer("127.0.0.1", 0).start()
 
-    def hold_at_its_end(gate: int) -> float:
+    def hold_at_its_end(barrier: int) -> float:
         """Once the others have had time to come; at the fifth as long as it takes."""
         time.sleep(0.3)
         deadline = time.monotonic() + 20.0
-        while gate >= 4 and not server._pace.hold_seconds and time.monotonic() < deadline:
+        while barrier >= 4 and not server._pace.hold_seconds and time.monotonic() < deadline:
             time.sleep(0.01)
         return server._pace.hold_seconds
 
     def run(member: int) -> None:
         client = StoreClient.connect(server.endpoint, member)
-        for gate in range(gates):
+        for barrier in range(barriers):
             if member == members - 1:
-                held[gate] = hold_at_its_end(gate)
-            client.barrier(f"gate {gate}", None, members, 60.0)
+                held[barrier] = hold_at_its_end(barrier)
+            client.barrier(f"barrier {barrier}", None, members, 60.0)
         client.close()
 
     threads = [threading.Thread(target=run, args=(member,)) for member in range(members)]
@@ -105,4 +105,4 @@ def test_many_slow_arrivals_are_answered_as_ever() -> None:
         thread.join(120)
     assert server._pace.hold_seconds == 0.0
     server.stop()
-    assert [held[gate] > 0 for gate in range(gates)] == [False, False, False, False, True, True]
+    assert [held[barrier] > 0 for barrier in range(barriers)] == [False, False, False, False, True, True]

@@ -289,10 +289,10 @@ def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
 
 
 def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreServer) -> None:
-    def seat() -> StoreClient:
+    def participant() -> StoreClient:
         return connect(server, 1, machine="b", silence_seconds=0.3)
 
-    silent = seat()
+    silent = participant()
     elsewhere = StoreClient.connect(f"{server.endpoint}/2", 1, machine="b")
     waiting = StoreClient.connect(f"{server.endpoint}/2", 0, timeout_seconds=5)
     for _ in range(4):
@@ -303,7 +303,7 @@ def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreS
         waiting.all_gather("join", 0, 2, 5)
     with pytest.raises(WorkerFailed):
         silent.beat()
-    assert seat().get("nothing") is None
+    assert participant().get("nothing") is None
     elsewhere.close()
 
 

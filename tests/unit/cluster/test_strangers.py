@@ -282,8 +282,8 @@ def test_of_many_idle_connections_only_a_few_are_kept(server: StoreServer) -> No
     idle = [dial(server) for _ in range(1500)]
     try:
         members_meet(server)
-        assert server._hall is not None
-        assert len(server._hall._strangers) <= 256
+        assert server._state is not None
+        assert len(server._state._strangers) <= 256
     finally:
         for sock in idle:
             sock.close()
@@ -440,7 +440,7 @@ _FRAMES = st.builds(
 )
 @given(role=st.sampled_from(["member", "relay"]), frames=st.lists(_FRAMES | st.binary(max_size=40), max_size=6))
 def test_whatever_a_connection_says_the_others_meet(server: StoreServer, role: str, frames: list[bytes]) -> None:
-    assert server._hall is not None
+    assert server._state is not None
     server.open_root("fuzzed")
     with greet(server, role=role, round="fuzzed") as member:
         try:

@@ -22,7 +22,7 @@ from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.step_clock import StepClock
 from fleet_train.collectives.job.step_notes import StepNotes
 from fleet_train.errors import WorkerFailed
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from tests.support.agreeing import AgreeingJob
 from tests.support.late import LateBackend, LateDevice
@@ -47,20 +47,20 @@ class OneOfTwo(AgreeingJob):
     def __init__(self) -> None:
         super().__init__(Cluster.imagined(2, 1), paddle.CPUPlace())
         self.device, self.backend = LateDevice(), LateBackend(paddle.CPUPlace(), seed=0)
-        self.engine = StreamEngine(self.device, self.blame, unwatched(), self.backend)
+        self.engine = StreamEngine(self.device, self.attribute_failure, unwatched(), self.backend)
         self.clock = StepClock(self.device.moment)
         self.notes = StepNotes(self.cluster, self.clock, self._times_up_to)
         self.barriers: list[str] = []
         """The names of the step barriers, in order."""
 
     def met(self, name: str) -> None:
-        if name.startswith("gate "):
-            self.barriers.append(name.removeprefix("gate "))
+        if name.startswith("barrier "):
+            self.barriers.append(name.removeprefix("barrier "))
 
     def communicators(self, number: int) -> list[Any]:
         return [Pair(index) for index in range(number)]
 
-    def blame(self, place: Place, error: BaseException) -> WorkerFailed:
+    def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
         return WorkerFailed(f"{place.what}: {error}")
 
 
@@ -91,6 +91,6 @@ def exchange_of(
 ) -> GradientExchange:
     """The exchange of a program with a float32 parameter of each shape."""
     profile = Profile(**settings)
-    gradients = [Gradient(f"p{index}", tuple(shape), "float32") for index, shape in enumerate(shapes)]
+    gradients = [TensorSpec(f"p{index}", tuple(shape), "float32") for index, shape in enumerate(shapes)]
     averaged = gradients if profile.use_local_sgd else []
     return GradientExchange(job, build_plan(gradients, job.cluster, profile, averaged), profile, rate)

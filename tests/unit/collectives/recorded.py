@@ -74,7 +74,7 @@ class Recorder:
 
 
 @dataclass
-class Blamed:
+class Attributed:
     """The ``blame`` of an engine, and for what it was called."""
 
     places: list[Place] = field(default_factory=list)
@@ -89,8 +89,8 @@ def unwatched() -> Watchdog:
     return Watchdog(lambda _, __: None, lambda: False)
 
 
-def stream_engine(begin: Callable[[Collective], Any], blamed: Blamed | None = None) -> StreamEngine:
-    return StreamEngine(HostDevice(), blamed or Blamed(), unwatched(), begin)
+def stream_engine(begin: Callable[[Collective], Any], blamed: Attributed | None = None) -> StreamEngine:
+    return StreamEngine(HostDevice(), blamed or Attributed(), unwatched(), begin)
 
 
 def collective(name: str, group: Group) -> Collective:

@@ -215,7 +215,7 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
     assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
 
 
-def test_time_at_a_gate_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_at_a_barrier_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computing thread stands there itself: a rank that waits for a slow one must not look slow."""
     real, seconds = job.step_barrier, 0.2
 
@@ -229,5 +229,5 @@ def test_time_at_a_gate_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatc
         local = gradients(step)
         step_of(job, exchange, local)
         exchange.finish(Held(gradients(step), [], []), ["p0", "p1"], None)
-    # Gates at 2 synchronous steps, and behind 2 local ones.
+    # Barriers at 2 synchronous steps, and behind 2 local ones.
     assert job.clock.read().exposed_seconds > 4 * 0.9 * seconds

@@ -148,13 +148,13 @@ def test_wait_that_is_read_before_the_device_has_passed_it_is_not_lost(
 
 
 def test_telling_and_reading_start_anew_each_for_itself(stream: Stream, clock: StepClock) -> None:
-    clock.add_gate(0.25)
+    clock.add_barrier(0.25)
     clock.add_sent(100)
     step(clock)
     stream.work(0.0, 1.0, 2.0, 3.0)
-    assert (clock.read().gate_seconds, clock.read().gate_seconds) == (0.25, 0.0)
+    assert (clock.read().barrier_seconds, clock.read().barrier_seconds) == (0.25, 0.0)
     told = clock.tell()
-    assert (told.steps, told.gate_seconds, told.busy_seconds) == (1, 0.25, pytest.approx(2.0))
+    assert (told.steps, told.barrier_seconds, told.busy_seconds) == (1, 0.25, pytest.approx(2.0))
     assert clock.tell().steps == 0
 
 

@@ -63,7 +63,7 @@ def test_a_note_is_what_was_done_since_the_last_one() -> None:
     rank = Told()
     rank.step(0.25, exposed=1.0)
     rank.step(0.5)
-    rank.clock.add_gate(0.125)
+    rank.clock.add_barrier(0.125)
     assert rank.notes.own() == StepNote(2, 750.0, 125.0, None)
     assert rank.notes.own() == StepNote(0, 0.0, 0.0, None)
     rank.step(0.001234567)
@@ -101,7 +101,7 @@ def test_a_reading_has_every_ranks_times_per_step_since_the_last_reading() -> No
     rank = Told()
     for _ in range(4):
         rank.step(0.5, exposed=0.25)
-    rank.clock.add_gate(0.5)
+    rank.clock.add_barrier(0.5)
     rank.clock.add_sent(1000.0)
     rank.notes.take(StepAnswer(500.0, None, 7))
     rank.notes.take(StepAnswer(500.0, None, 6))  # of another program's barrier, taken in later
@@ -160,7 +160,7 @@ def test_a_stop_that_is_asked_for_at_an_averaging_is_heard_when_it_is_taken_in(
         local_step(exchange, held)
         known.append(job.notes.stop is not None)
     assert known == [step >= 3 + overlap_steps for step in range(1, 7)]
-    assert job.clock.read().gate_seconds == pytest.approx(0.25 * (1 if overlap_steps else 2))
+    assert job.clock.read().barrier_seconds == pytest.approx(0.25 * (1 if overlap_steps else 2))
 
 
 def test_a_stop_is_heard_though_the_averaging_is_dropped(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fleet_train.collectives.engines.stream import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.recorded import (
     PLACE,
-    Blamed,
+    Attributed,
     Group,
     Recorder,
     collective,
@@ -30,12 +30,12 @@ ALL = Group(0)
 
 
 @pytest.fixture
-def blamed() -> Blamed:
-    return Blamed()
+def blamed() -> Attributed:
+    return Attributed()
 
 
 @pytest.fixture
-def engine_of(blamed: Blamed) -> Iterator[Make]:
+def engine_of(blamed: Attributed) -> Iterator[Make]:
     """An engine that is stopped when the test is over."""
     made: list[StreamEngine] = []
 
@@ -133,8 +133,8 @@ def test_first_part_of_stages_runs_in_the_call_that_starts_them(engine_of: Make)
     assert seen == [threading.current_thread()] * 2
 
 
-def test_nothing_is_computed_or_begun_before_the_gate_is_passed(engine_of: Make) -> None:
-    recorder, gate = Recorder(), Future[None]()
+def test_nothing_is_computed_or_begun_before_the_barrier_is_passed(engine_of: Make) -> None:
+    recorder, barrier = Recorder(), Future[None]()
     engine = engine_of(recorder)
     computed, started = [], []
 
@@ -142,31 +142,31 @@ def test_nothing_is_computed_or_begun_before_the_gate_is_passed(engine_of: Make)
         computed.append(True)
         yield one("a", ALL)
 
-    thread = threading.Thread(target=lambda: started.append(engine.start(method(), PLACE, gate=gate)))
+    thread = threading.Thread(target=lambda: started.append(engine.start(method(), PLACE, barrier=barrier)))
     thread.start()
     thread.join(timeout=0.3)
     assert (thread.is_alive(), computed, recorder.events, started) == (True, [], [], [])
-    gate.set_result(None)
+    barrier.set_result(None)
     thread.join(timeout=60)
     assert (computed, recorder.events, len(started)) == ([True], ["begin a"], 1)
 
 
-def test_gate_that_fails_is_raised_as_it_is_and_nothing_is_begun(engine_of: Make, blamed: Blamed) -> None:
-    recorder, gate = Recorder(), Future[None]()
-    gate.set_exception(ScheduleMismatch("another step"))
+def test_barrier_that_fails_is_raised_as_it_is_and_nothing_is_begun(engine_of: Make, blamed: Attributed) -> None:
+    recorder, barrier = Recorder(), Future[None]()
+    barrier.set_exception(ScheduleMismatch("another step"))
     with pytest.raises(ScheduleMismatch, match="another step"):
-        engine_of(recorder).start(stages(one("a", ALL)), PLACE, gate=gate)
+        engine_of(recorder).start(stages(one("a", ALL)), PLACE, barrier=barrier)
     assert (recorder.events, blamed.places) == ([], [])
 
 
-def test_collective_that_cannot_be_begun_is_blamed_once_with_its_place(engine_of: Make, blamed: Blamed) -> None:
+def test_collective_that_cannot_be_begun_is_blamed_once_with_its_place(engine_of: Make, blamed: Attributed) -> None:
     with pytest.raises(WorkerFailed, match="bucket 0: a cannot be begun") as raised:
         engine_of(Recorder(refused="a")).start(stages(one("a", ALL)), PLACE)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert blamed.places == [PLACE]
 
 
-def test_others_stage_that_fails_under_a_result_is_blamed_on_the_others(engine_of: Make, blamed: Blamed) -> None:
+def test_others_stage_that_fails_under_a_result_is_blamed_on_the_others(engine_of: Make, blamed: Attributed) -> None:
     engine = engine_of(Recorder(broken="theirs"))
     others = Place("step 1", "step 1, bucket 7")
     engine.start(stages(one("theirs", ALL, more=True), one("never", ALL)), others)
@@ -177,7 +177,7 @@ def test_others_stage_that_fails_under_a_result_is_blamed_on_the_others(engine_o
 
 
 def test_what_a_method_itself_raises_behind_a_stage_is_not_blamed_on_peers_if_it_has_a_name(
-    engine_of: Make, blamed: Blamed
+    engine_of: Make, blamed: Attributed
 ) -> None:
     def method() -> Stages[None]:
         yield one("a", ALL)
@@ -251,7 +251,7 @@ def test_what_runs_beside_is_on_one_other_thread_in_order(engine_of: Make) -> No
     assert first.result(60) is second.result(60) is not threading.current_thread()
 
 
-# Two teams and their leaders, a group over everybody, and one over another pair: what hierarchies and odd groups give.
+# Two local groups and their leaders, a group over everybody, and one over another pair: hierarchies and odd groups.
 GROUPS = [Group(0, (0, 1, 2, 3)), Group(1, (0, 1)), Group(2, (2, 3)), Group(3, (0, 2)), Group(4, (1, 2, 3))]
 
 

@@ -15,7 +15,7 @@ from fleet_train.collectives.engines import thread
 from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.engines.thread import ThreadEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.recorded import PLACE, Blamed, Group, stages
+from tests.unit.collectives.recorded import PLACE, Attributed, Group, stages
 
 SECONDS = 60
 GROUP = Group(0)
@@ -34,12 +34,12 @@ def calling(action: Callable[[], object], more: bool = False) -> Stage:
 
 
 @pytest.fixture
-def blamed() -> Blamed:
-    return Blamed()
+def blamed() -> Attributed:
+    return Attributed()
 
 
 @pytest.fixture
-def engine(blamed: Blamed) -> Iterator[ThreadEngine]:
+def engine(blamed: Attributed) -> Iterator[ThreadEngine]:
     made = ThreadEngine(paddle.CPUPlace(), blamed)
     yield made
     made.stop()
@@ -96,19 +96,21 @@ def test_first_part_runs_where_it_is_started_and_the_rest_on_the_thread(engine: 
     assert threads[1] is threads[2]
 
 
-def test_start_returns_before_the_gate_is_passed_and_the_first_collective_waits_for_it(engine: ThreadEngine) -> None:
-    gate, begun = Future[None](), threading.Event()
-    running = engine.start(stages(calling(begun.set), result="done"), PLACE, gate=gate)
+def test_start_returns_before_the_barrier_is_passed_and_the_first_collective_waits_for_it(engine: ThreadEngine) -> None:
+    barrier, begun = Future[None](), threading.Event()
+    running = engine.start(stages(calling(begun.set), result="done"), PLACE, barrier=barrier)
     assert not begun.wait(0.3)
-    gate.set_result(None)
+    barrier.set_result(None)
     assert running.result() == "done"
     assert begun.is_set()
 
 
-def test_gate_that_fails_is_raised_by_the_result_and_nothing_is_begun(engine: ThreadEngine, blamed: Blamed) -> None:
-    gate, begun = Future[None](), list[int]()
-    gate.set_exception(ScheduleMismatch("another step"))
-    running = engine.start(stages(calling(lambda: begun.append(1))), PLACE, gate=gate)
+def test_barrier_that_fails_is_raised_by_the_result_and_nothing_is_begun(
+    engine: ThreadEngine, blamed: Attributed
+) -> None:
+    barrier, begun = Future[None](), list[int]()
+    barrier.set_exception(ScheduleMismatch("another step"))
+    running = engine.start(stages(calling(lambda: begun.append(1))), PLACE, barrier=barrier)
     with pytest.raises(ScheduleMismatch, match="another step"):
         running.result()
     assert (begun, blamed.places) == ([], [])
@@ -120,7 +122,7 @@ def lose() -> None:
 
 @pytest.mark.parametrize("here", [False, True], ids=["on a thread", "here"])
 def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
-    engine: ThreadEngine, blamed: Blamed, here: bool
+    engine: ThreadEngine, blamed: Attributed, here: bool
 ) -> None:
     def carry_out() -> None:
         if here:
@@ -142,11 +144,11 @@ def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
 
 def test_what_runs_beside_stands_in_the_line_of_the_first_communicator(engine: ThreadEngine) -> None:
     released = threading.Event()
-    gate = engine.beside(lambda: released.wait(SECONDS))
+    barrier = engine.beside(lambda: released.wait(SECONDS))
     behind = engine.start(stages(calling(lambda: None), result=1), PLACE, communicator=0)
     assert not behind.done()
     released.set()
-    assert gate.result(SECONDS)
+    assert barrier.result(SECONDS)
     assert behind.result() == 1
 
 
@@ -154,7 +156,7 @@ def disagree() -> None:
     raise ScheduleMismatch("ours")
 
 
-def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Blamed) -> None:
+def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Attributed) -> None:
     with pytest.raises(ScheduleMismatch, match="ours"):
         engine.start(stages(calling(disagree)), PLACE).result()
     with pytest.raises(ScheduleMismatch, match="ours"):
@@ -163,7 +165,7 @@ def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, bl
 
 
 def test_a_result_that_never_arrives_is_blamed_when_nothing_has_moved_for_the_bound(
-    engine: ThreadEngine, blamed: Blamed, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadEngine, blamed: Attributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread, "_MARGIN_SECONDS", 0.1)
     released = threading.Event()

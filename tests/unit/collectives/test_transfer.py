@@ -39,7 +39,7 @@ def test_rank_0_has_its_own_part_and_the_others_whatever_the_pieces(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
-    parts = transfer.collect(job, ARRAYS)
+    parts = transfer.gather_arrays(job, ARRAYS)
     assert len(parts) == 2
     for part in parts:
         assert_same(part)
@@ -47,8 +47,8 @@ def test_rank_0_has_its_own_part_and_the_others_whatever_the_pieces(
 
 
 def test_rank_0_gives_away_what_it_has(job: OneOfTwo) -> None:
-    assert_same(transfer.share(job, ARRAYS))
-    assert_same(transfer.hand_out(job, [ARRAYS, ARRAYS]))
+    assert_same(transfer.broadcast_arrays(job, ARRAYS))
+    assert_same(transfer.scatter_arrays(job, [ARRAYS, ARRAYS]))
 
 
 def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypa
 
     monkeypatch.setattr(job, "compare", compare)
     with pytest.raises(ScheduleMismatch) as caught:
-        transfer.collect(job, {"w": np.zeros((3, 1), "float32")})
+        transfer.gather_arrays(job, {"w": np.zeros((3, 1), "float32")})
     assert told == [("collect 0", [["w", [3, 1], "<f4"]])]
     assert str(caught.value) == (
         f"{job.cluster.describe(0)} and {job.cluster.describe(1)} have other state of their own to save: "
@@ -72,7 +72,7 @@ def test_each_call_meets_under_a_name_of_its_own(job: OneOfTwo, monkeypatch: pyt
     names: list[str] = []
     monkeypatch.setattr(job, "met", names.append)
     for _ in range(2):
-        transfer.share(job, {})
-        transfer.collect(job, {})
-        transfer.hand_out(job, [{}, {}])
+        transfer.broadcast_arrays(job, {})
+        transfer.gather_arrays(job, {})
+        transfer.scatter_arrays(job, [{}, {}])
     assert names == ["share 0", "collect 0", "hand out 0", "share 1", "collect 1", "hand out 1"]

@@ -10,11 +10,11 @@ import paddle
 
 from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
 from fleet_train.collectives.methods.base import BucketMethod
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket, TensorSpec
 
 
 class Alone:
-    """The reducer of a job of one rank; counts what passes."""
+    """The allreduce of a job of one rank; counts what passes."""
 
     def __init__(self) -> None:
         self.elements: list[int] = []
@@ -27,7 +27,7 @@ class Alone:
 
 
 def bucket(*shapes: tuple[int, ...], dtype: str = "float32") -> Bucket:
-    return Bucket(0, tuple(Gradient(f"w{i}", shape, dtype) for i, shape in enumerate(shapes)), 0)
+    return Bucket(0, tuple(TensorSpec(f"w{i}", shape, dtype) for i, shape in enumerate(shapes)), 0)
 
 
 def step(method: BucketMethod, *gradients: Any) -> list[np.ndarray]:

@@ -10,13 +10,13 @@ import pytest
 from sklearn.datasets import load_digits
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import Profile
 
 RANKS, SAMPLES_PER_RANK, EPOCHS, RATE = 4, 16, 40, 0.05
 SHAPES = {"w0": (64, 64), "b0": (64,), "w1": (64, 10), "b1": (10,)}
-GRADIENTS = [Gradient(name, shape, "float32") for name, shape in SHAPES.items()]
+GRADIENTS = [TensorSpec(name, shape, "float32") for name, shape in SHAPES.items()]
 SEEDS = (0, 1)
 ACCURACY_TOLERANCE = 0.005
 COMPRESSIONS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""DGC in one process: its numpy twin by hand, and what the real method must do whatever the ranks."""
+"""DGC in one process: its numpy reference by hand, and what the real method must do whatever the ranks."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def test_bytes_of_eight_layers_of_640() -> None:
     assert dgc_sent_bytes(layers, settings, world_size=3, step=1) == 2 * 8 * (8 * 409) + 2 * 2 / 3 * 4 * (8 * 640)
 
 
-def test_twin_by_hand() -> None:
-    twin = DgcSimulation(bucket((4,)), 2, DgcSettings(momentum=0.5, sparsity=(0.75,), min_elements=0))
+def test_reference_by_hand() -> None:
+    reference = DgcSimulation(bucket((4,)), 2, DgcSettings(momentum=0.5, sparsity=(0.75,), min_elements=0))
     first = [[np.array([8.0, 1.0, 0.0, 2.0])], [np.array([4.0, -6.0, 0.0, 2.0])]]
-    np.testing.assert_array_equal(twin.step(first)[0], [4.0, -3.0, 0.0, 0.0])  # 8 and -6 are sent
-    np.testing.assert_array_equal(twin.pending, [[[0, 1, 0, 2]], [[4, 0, 0, 2]]])
-    np.testing.assert_array_equal(twin.velocities, [[[0, 1, 0, 2]], [[4, 0, 0, 2]]])
+    np.testing.assert_array_equal(reference.step(first)[0], [4.0, -3.0, 0.0, 0.0])  # 8 and -6 are sent
+    np.testing.assert_array_equal(reference.pending, [[[0, 1, 0, 2]], [[4, 0, 0, 2]]])
+    np.testing.assert_array_equal(reference.velocities, [[[0, 1, 0, 2]], [[4, 0, 0, 2]]])
     # Velocities [0.5, 0.5, 1, 1] and [2, 0, 0, 2], pending [0, 1.5, 1, 3] and [6, 0, 0, 3]: 3 and 6 are sent.
     second = [[np.array([0.0, 0.0, 1.0, 0.0])], [np.array([0.0, 0.0, 0.0, 1.0])]]
-    np.testing.assert_array_equal(twin.step(second)[0], [3.0, 0.0, 0.0, 1.5])
-    np.testing.assert_array_equal(twin.pending, [[[0, 1.5, 1, 0]], [[0, 0, 0, 4]]])
-    np.testing.assert_array_equal(twin.velocities, [[[0, 0.5, 1, 0]], [[0, 0, 0, 2]]])
+    np.testing.assert_array_equal(reference.step(second)[0], [3.0, 0.0, 0.0, 1.5])
+    np.testing.assert_array_equal(reference.pending, [[[0, 1.5, 1, 0]], [[0, 0, 0, 4]]])
+    np.testing.assert_array_equal(reference.velocities, [[[0, 0.5, 1, 0]], [[0, 0, 0, 2]]])
 
 
-def test_twin_clips_each_rank_at_the_bound_over_the_root_of_ranks() -> None:
+def test_reference_clips_each_rank_at_the_bound_over_the_root_of_ranks() -> None:
     settings = DgcSettings(momentum=0.0, sparsity=(0.0,), min_elements=0, local_grad_clip_norm=10.0)
-    twin = DgcSimulation(bucket((2,)), 4, settings)
+    reference = DgcSimulation(bucket((2,)), 4, settings)
     local = [[np.array([30.0, 40.0])], [np.array([3.0, 4.0])], [np.zeros(2)], [np.zeros(2)]]
-    np.testing.assert_allclose(twin.step(local)[0], [(3 + 3) / 4, (4 + 4) / 4])
+    np.testing.assert_allclose(reference.step(local)[0], [(3 + 3) / 4, (4 + 4) / 4])
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -1,4 +1,4 @@
-"""PowerSGD in one process: its numpy twin by hand, and what the real method must do whatever the ranks."""
+"""PowerSGD in one process: its numpy reference by hand, and what the real method must do whatever the ranks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_bytes_of_eight_layers_of_640() -> None:
 
 
 def test_what_the_plan_says_is_what_is_reduced() -> None:
-    layers, reducer = bucket((30, 20), (20,), (30, 20), (9, 60)), Alone()
-    method = PowerSgdMethod(layers, reducer, 1, PowerSgdSettings(rank=2, min_compression=1.0))
+    layers, allreduce = bucket((30, 20), (20,), (30, 20), (9, 60)), Alone()
+    method = PowerSgdMethod(layers, allreduce, 1, PowerSgdSettings(rank=2, min_compression=1.0))
     step(method, normal(30, 20), normal(20), normal(30, 20), normal(9, 60))
-    assert reducer.elements == powersgd_reduced_elements(layers, PowerSgdSettings(rank=2, min_compression=1.0))
+    assert allreduce.elements == powersgd_reduced_elements(layers, PowerSgdSettings(rank=2, min_compression=1.0))
 
 
 def test_random_factor_is_pinned() -> None:
@@ -69,13 +69,13 @@ def test_gram_schmidt_by_hand() -> None:
     np.testing.assert_allclose(orthonormal(columns), [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, 0.0]], atol=1e-12)
 
 
-def test_twin_on_a_matrix_of_rank_one_by_hand() -> None:
+def test_reference_on_a_matrix_of_rank_one_by_hand() -> None:
     # The mean of both ranks is [[2, 4], [1, 2]], itself of rank 1: given back at once, whatever the start.
-    twin = PowerSgdSimulation(bucket((2, 2)), 2, ALWAYS)
+    reference = PowerSgdSimulation(bucket((2, 2)), 2, ALWAYS)
     ranks = [[np.array([[4.0, 0.0], [0.0, 4.0]])], [np.array([[0.0, 8.0], [2.0, 0.0]])]]
-    np.testing.assert_allclose(twin.step(ranks)[0], [[2, 4], [1, 2]], atol=1e-12)
-    np.testing.assert_allclose(twin.errors[0]["w0"], [[2, -4], [-1, 2]], atol=1e-12)
-    np.testing.assert_allclose(twin.errors[1]["w0"], [[-2, 4], [1, -2]], atol=1e-12)
+    np.testing.assert_allclose(reference.step(ranks)[0], [[2, 4], [1, 2]], atol=1e-12)
+    np.testing.assert_allclose(reference.errors[0]["w0"], [[2, -4], [-1, 2]], atol=1e-12)
+    np.testing.assert_allclose(reference.errors[1]["w0"], [[-2, 4], [1, -2]], atol=1e-12)
 
 
 def test_matrix_of_rank_one_is_exact() -> None:

@@ -13,7 +13,7 @@ from fleet_train.data import (
     ImageFolder,
     ImageSettings,
     LoaderSettings,
-    Seat,
+    Participant,
     ShardedBatchSampler,
     image_splits,
     make_evaluation_loader,
@@ -48,7 +48,7 @@ def test_dali_gives_the_same_pictures_as_the_workers(tmp_path: Path, augment: st
     batches = []
     for loader in ("dali", "workers"):
         settings = LoaderSettings(batch_size=4, seed=5, augment=augment, loader=loader, workers=2)
-        made = make_loader(data, settings, Seat(1, 2))
+        made = make_loader(data, settings, Participant(1, 2))
         with made.epoch(3) as feeds:
             batches.append(list(feeds))
         made.close()
@@ -83,7 +83,7 @@ def test_rest_of_an_epoch_and_evaluation(tmp_path: Path) -> None:
     with loader.epoch(1, consumed_samples=6) as feeds:
         assert [feed["features"].tobytes() for feed in feeds] == whole[2:]
     settings = LoaderSettings(batch_size=8, loader="dali")
-    with make_evaluation_loader(data, settings, Seat(0, 5)).epoch(0) as feeds:
+    with make_evaluation_loader(data, settings, Participant(0, 5)).epoch(0) as feeds:
         assert [len(feed["labels"]) for feed in feeds] == [3]
 
 

@@ -12,7 +12,7 @@ from fleet_train.data import (
     ImageSettings,
     Loader,
     LoaderSettings,
-    Seat,
+    Participant,
     WorkerLoader,
     load_splits,
     make_evaluation_loader,
@@ -47,10 +47,10 @@ def _collect(told: list[Any], value: Any) -> list[Any]:
     raise InterruptedError
 
 
-def test_seat_is_found_among_the_endpoints() -> None:
+def test_participant_is_found_among_the_endpoints() -> None:
     endpoints = ["10.0.0.1:6170", "10.0.0.1:6171", "10.0.0.2:6170", "10.0.0.1:6172"]
-    assert Seat.of(3, endpoints) == Seat(rank=3, world_size=4, local_rank=2, local_size=3)
-    assert Seat.of(2, endpoints) == Seat(rank=2, world_size=4, local_rank=0, local_size=1)
+    assert Participant.of(3, endpoints) == Participant(rank=3, world_size=4, local_rank=2, local_size=3)
+    assert Participant.of(2, endpoints) == Participant(rank=2, world_size=4, local_rank=0, local_size=1)
 
 
 def test_data_in_memory_is_read_by_a_thread_and_images_by_processes(tmp_path: Path) -> None:
@@ -85,14 +85,16 @@ def test_evaluation_reads_each_image_once_over_all_ranks(tmp_path: Path) -> None
     images = open_splits(data_dir=write_image_folder(tmp_path, val_per_class=3), images=SMALL).test
     labels: list[int] = []
     for rank in range(4):
-        loader = make_evaluation_loader(images, LoaderSettings(batch_size=2, workers=1), Seat(rank, 4))
+        loader = make_evaluation_loader(images, LoaderSettings(batch_size=2, workers=1), Participant(rank, 4))
         with loader.epoch(0) as feeds:
             labels += [label for feed in feeds for label in feed["labels"].tolist()]
     assert sorted(labels) == [0, 0, 0, 1, 1, 1]
 
 
 def test_ranks_with_the_same_data_settle_on_its_steps() -> None:
-    loaders = [make_loader(synthetic(20).train, LoaderSettings(batch_size=4), Seat(rank, 2)) for rank in range(2)]
+    loaders = [
+        make_loader(synthetic(20).train, LoaderSettings(batch_size=4), Participant(rank, 2)) for rank in range(2)
+    ]
     assert settled(loaders) == [3, 3]
 
 
@@ -102,7 +104,9 @@ def machines(folder: Path, sizes: list[int], **settings: Any) -> list[Loader]:
     for rank, size in enumerate(sizes):
         root = write_image_folder(folder / f"machine{rank}", per_class=size)
         images = open_splits(data_dir=root, images=SMALL).train
-        made.append(make_loader(images, LoaderSettings(batch_size=2, workers=1, **settings), Seat(rank, len(sizes))))
+        made.append(
+            make_loader(images, LoaderSettings(batch_size=2, workers=1, **settings), Participant(rank, len(sizes)))
+        )
     return made
 
 
@@ -127,7 +131,7 @@ def test_machines_with_renamed_files_are_told_apart(tmp_path: Path) -> None:
     loaders = machines(tmp_path, [3, 3])
     (tmp_path / "machine1/train/class0/0.jpg").rename(tmp_path / "machine1/train/class0/9.jpg")
     images = open_splits(data_dir=tmp_path / "machine1", images=SMALL).train
-    loaders[1] = make_loader(images, LoaderSettings(batch_size=2), Seat(1, 2))
+    loaders[1] = make_loader(images, LoaderSettings(batch_size=2), Participant(1, 2))
     assert "differs between ranks in its file names and labels" in str(settled(loaders)[0])
 
 
@@ -136,7 +140,7 @@ def test_machines_whose_labels_mean_other_classes_are_told_apart(tmp_path: Path)
     for part in ("train", "val"):
         (tmp_path / "machine1" / part / "class1").rename(tmp_path / "machine1" / part / "another")
     images = open_splits(data_dir=tmp_path / "machine1", images=SMALL).train
-    loaders[1] = make_loader(images, LoaderSettings(batch_size=2, shard_by="folder"), Seat(1, 2))
+    loaders[1] = make_loader(images, LoaderSettings(batch_size=2, shard_by="folder"), Participant(1, 2))
     told = str(settled(loaders)[0])
     assert "differs between ranks in its class names" in told
     assert "classes.txt" in told
@@ -147,7 +151,7 @@ def test_too_few_samples_for_a_step_are_refused_on_every_rank(tmp_path: Path) ->
     write_image(tmp_path / "val/a/1.jpg")
     images = open_splits(data_dir=tmp_path, images=SMALL).train
     settings = LoaderSettings(batch_size=2, shard_by="folder")
-    told = settled([make_loader(images, settings, Seat(rank, 2)) for rank in range(2)])
+    told = settled([make_loader(images, settings, Participant(rank, 2)) for rank in range(2)])
     assert all("rank(s) 0, 1 have too few samples for one step" in str(answer) for answer in told)
 
 

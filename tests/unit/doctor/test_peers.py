@@ -12,7 +12,7 @@ import pytest
 
 from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.greeting import Refused
-from fleet_train.doctor.party import Party, without_loopback_name
+from fleet_train.doctor.participants import Participants, without_loopback_name
 from fleet_train.doctor.peers import datagrams, streams
 from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.channel import dialled
@@ -27,13 +27,13 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 @contextmanager
 def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: str = "job") -> Iterator[Circle]:
     access = Access(job, source=HOSTS[index])
-    party = Party(HOSTS, index, ((port, port + 1),) * 3, 1, access)
+    participants = Participants(HOSTS, index, ((port, port + 1),) * 3, 1, access)
     board = Board()
-    responder = Responder(HOSTS[index], party.ports[index], access, HOSTS, board, clock).start()
+    responder = Responder(HOSTS[index], participants.ports[index], access, HOSTS, board, clock).start()
     told = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
     board.put(f"here/{index}", told)
     try:
-        yield Circle(party, board, responder)
+        yield Circle(participants, board, responder)
     finally:
         responder.close()
 
@@ -42,14 +42,14 @@ def meeting(circles: list[Circle], seconds: float) -> list[tuple[int, ...]]:
     met: dict[int, tuple[int, ...]] = {}
 
     def meet(circle: Circle) -> None:
-        met[circle.party.index] = circle.meet(seconds, lambda _: None)
+        met[circle.participants.index] = circle.meet(seconds, lambda _: None)
 
     threads = [threading.Thread(target=meet, args=(circle,)) for circle in circles]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds + 10)
-    return [met[circle.party.index] for circle in circles]
+    return [met[circle.participants.index] for circle in circles]
 
 
 def test_all_meet_and_learn_what_each_knows() -> None:

@@ -24,12 +24,12 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 POLICY = FaultPolicy(max_restarts=3, min_nodes=2, rejoin_timeout_seconds=1.0, lost_node_timeout_seconds=2.0)
 FIRST = Attempt(0, 0, (0, 1, 2))
 KILLED = WorkerResult(1, "127.0.0.2:6170", 1, None, 9, 4.0, False, "log")
-STORE_LOST = RunResult(Kind.FAILED, 11, "the leader has vanished", without_culprit=True, store_lost=True)
-FAILED = RunResult(Kind.FAILED, 137, ends=(KILLED,), culprit=KILLED)
+STORE_LOST = RunResult(Kind.FAILED, 11, "the leader has vanished", without_root_cause=True, store_lost=True)
+FAILED = RunResult(Kind.FAILED, 137, ends=(KILLED,), root_cause=KILLED)
 
 
 @dataclass
-class Seats:
+class Participants:
     """Launchers that sit down one after the other, and what each of them has said."""
 
     port: int
@@ -47,8 +47,8 @@ class Seats:
 
 
 @pytest.fixture
-def seats(free_ports: Callable[..., int]) -> Iterator[Seats]:
-    seats = Seats(free_ports(2, list(ADDRESSES)))
+def seats(free_ports: Callable[..., int]) -> Iterator[Participants]:
+    seats = Participants(free_ports(2, list(ADDRESSES)))
     yield seats
     for membership in reversed(seats.memberships):
         membership.close()
@@ -77,7 +77,7 @@ def die(coordinator: Coordinator) -> None:
     coordinator.membership._server.stop()
 
 
-def begin(seats: Seats) -> list[Coordinator]:
+def begin(seats: Participants) -> list[Coordinator]:
     coordinators = [seats.take(index) for index in range(3)]
     assert [coordinator.first() for coordinator in coordinators] == [FIRST] * 3
     for coordinator in coordinators:
@@ -85,7 +85,7 @@ def begin(seats: Seats) -> list[Coordinator]:
     return coordinators
 
 
-def test_all_nodes_go_on_after_a_rank_was_killed(seats: Seats) -> None:
+def test_all_nodes_go_on_after_a_rank_was_killed(seats: Participants) -> None:
     lead, one, two = begin(seats)
     found = together(
         lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED), two=lambda: two.next(FIRST, FAILED)
@@ -96,7 +96,7 @@ def test_all_nodes_go_on_after_a_rank_was_killed(seats: Seats) -> None:
     ]
 
 
-def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(seats: Seats) -> None:
+def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
     found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
@@ -124,7 +124,7 @@ def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(
     assert waiting == [Attempt(2, 1, (0, 1, 2))]
 
 
-def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Seats) -> None:
+def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(one)
     die(two)
@@ -140,7 +140,7 @@ def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Seats) -> None
     assert caught.value.exit_code == 137
 
 
-def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Seats) -> None:
+def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Participants) -> None:
     lead, one, two = begin(seats)
     two.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
 
@@ -155,7 +155,7 @@ def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Seats)
     assert seats.said[1][-1] == f"node 0 (127.0.0.1) has ended the job: {why}"
 
 
-def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Seats) -> None:
+def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Participants) -> None:
     lead, one, two = begin(seats)
     two.membership.close()
     seats.memberships.remove(two.membership)
@@ -167,21 +167,21 @@ def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_j
     assert found == {"lead": Attempt(1, 1, (0, 1)), "one": Attempt(1, 1, (0, 1))}
 
 
-def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats: Seats) -> None:
+def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats: Participants) -> None:
     begin(seats)[2].membership.close()
     seats.memberships.pop()
     with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here"):
         seats.take(2, {"a": 2}).first()
 
 
-def test_without_restarts_a_late_launcher_is_refused(seats: Seats) -> None:
+def test_without_restarts_a_late_launcher_is_refused(seats: Participants) -> None:
     begin(seats)[2].membership.close()
     seats.memberships.pop()
     with pytest.raises(ClusterError, match="has begun without this launcher of node 2"):
         seats.take(2, policy=FaultPolicy()).first()
 
 
-def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Seats) -> None:
+def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(lead)
     found = together(one=lambda: one.next(FIRST, STORE_LOST), two=lambda: two.next(FIRST, STORE_LOST))
@@ -207,11 +207,11 @@ def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Seats) -> No
     assert waiting[0].nodes == (0, 1, 2)
 
 
-def test_a_new_leader_goes_on_counting_restarts(seats: Seats) -> None:
+def test_a_new_leader_goes_on_counting_restarts(seats: Participants) -> None:
     lead, one, two = begin(seats)
     attempt = FIRST
     for number in (1, 2):
-        failed = RunResult(Kind.FAILED, 137, ends=(KILLED,), culprit=KILLED)
+        failed = RunResult(Kind.FAILED, 137, ends=(KILLED,), root_cause=KILLED)
         next_of = {name: each.next for name, each in (("lead", lead), ("one", one), ("two", two))}
         found = together(**{name: partial(following, attempt, failed) for name, following in next_of.items()})
         attempt = Attempt(number, number, (0, 1, 2))
@@ -232,7 +232,7 @@ def _ended(leader: Coordinator, attempt: Attempt) -> Attempt | None:
     return following
 
 
-def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None:
+def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) -> None:
     seats.policy = replace(POLICY, rejoin_timeout_seconds=4.0)
     lead, one, two = begin(seats)
     # Its launcher is frozen: its server neither answers nor closes anything.
@@ -242,7 +242,7 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None
     assert found == dict.fromkeys(("one", "two"), Attempt(1, 1, (1, 2)))
     resume.set()
     waiting: list[Any] = []
-    lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_culprit=True)
+    lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True)
     thread = threading.Thread(target=lambda: waiting.append(lead.next(FIRST, lost)))
     thread.start()
     second = Attempt(1, 1, (1, 2))
@@ -256,7 +256,7 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None
     assert "this launcher was away for too long, and node 1 (127.0.0.2) leads now" in seats.said[0]
 
 
-def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Seats) -> None:
+def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
     found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))

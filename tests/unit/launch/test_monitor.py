@@ -101,7 +101,7 @@ def test_it_waits_until_all_ranks_have_ended() -> None:
 
 def test_a_failed_rank_ends_the_job_at_once() -> None:
     world = World(ended={1: end(1, 1, code=3)})
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_this_node() -> None:
@@ -109,7 +109,7 @@ def test_an_echo_waits_for_its_cause_on_this_node() -> None:
     monitor = monitored(world)
     assert look_at(world, monitor, 1.0) is None
     world.ended[1] = end(1, 1.2, killed=9)
-    assert look_at(world, monitor, 1.3) == Verdict(Cause.RANK_FAILED, culprit=world.ended[1])
+    assert look_at(world, monitor, 1.3) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
@@ -119,7 +119,7 @@ def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
     world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
     assert look_at(world, monitor, 1.4) == Verdict(Cause.TOLD, world.word)
     world.word = None
-    assert look_at(world, monitor, 3.1) == Verdict(Cause.RANK_FAILED, culprit=world.ended[0])
+    assert look_at(world, monitor, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
 
 
 def own(rank: int, seconds: float) -> FailureReport:
@@ -131,12 +131,12 @@ def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
 
 
 def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | None:
-    """Cause and culprit at this time; of a rank elsewhere, the one that the report is about."""
+    """Cause and root cause at this time; of a rank elsewhere, the one that the report is about."""
     verdict = look_at(world, monitor, now)
     if verdict is None:
         return None
-    if verdict.culprit is not None:
-        return verdict.cause, verdict.culprit.rank
+    if verdict.root_cause is not None:
+        return verdict.cause, verdict.root_cause.rank
     assert verdict.report is not None
     return verdict.cause, int(str(verdict.report["rank"]))
 
@@ -149,7 +149,7 @@ def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_cod
     assert look_at(world, monitor, 4.0) is None
     world.ended[1] = end(1, 4.5, code=1)
     verdict = look_at(world, monitor, 4.5)
-    assert verdict == Verdict(Cause.RANK_FAILED, culprit=replace(world.ended[1], report=own(1, 0.9)))
+    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=replace(world.ended[1], report=own(1, 0.9)))
 
 
 def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever() -> None:
@@ -161,14 +161,14 @@ def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever
     assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
 
 
-def test_a_rank_that_others_have_missed_is_the_culprit_soon() -> None:
+def test_a_rank_that_others_have_missed_is_the_root_cause_soon() -> None:
     world = World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)})
     monitor = monitored(world)
     assert judged(world, monitor, 1.0) is None
     assert judged(world, monitor, 3.1) == (Cause.RANK_FAILED, 1)
 
 
-def test_a_rank_that_has_left_too_early_is_the_culprit() -> None:
+def test_a_rank_that_has_left_too_early_is_the_root_cause() -> None:
     world = World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)})
     monitor = monitored(world)
     assert judged(world, monitor, 1.0) is None  # whoever misses it has a line to say
@@ -205,16 +205,16 @@ def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_
     monitor = monitored(world)
     assert look_at(world, monitor, 1.0) is None  # an end may be about to be written down
     verdict = look_at(world, monitor, 2.5)
-    assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.5))
+    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=end(1, 2.5))
     assert verdict is not None
-    assert verdict.culprit is not None
-    assert verdict.culprit.how() == "ended without a trace (its wrapper process was killed)"
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.how() == "ended without a trace (its wrapper process was killed)"
 
 
 def test_a_rank_whose_wrapper_was_killed_has_failed_at_once() -> None:
     world = World(gone_wrappers=[1])
     verdict = look_at(world, monitored(world), 2.0)
-    assert verdict == Verdict(Cause.RANK_FAILED, culprit=end(1, 2.0))
+    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=end(1, 2.0))
 
 
 def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:

@@ -129,7 +129,7 @@ def test_the_first_failure_reaches_the_other_node(pair: list[Rendezvous]) -> Non
     pair[0].fail("rank 0 failed", 1)
     for rendezvous in pair:
         assert rendezvous.failure() == {
-            "message": "rank 1 failed", "exit_code": 7, "node": 1, "no_culprit": False, "final": False,
+            "message": "rank 1 failed", "exit_code": 7, "node": 1, "no_root_cause": False, "final": False,
         }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
     while (word := pair[0].failures()[0]) is None:
         time.sleep(0.01)
     assert "the launcher of node 1 (127.0.0.2) was lost" in word["message"]
-    assert word["no_culprit"]
+    assert word["no_root_cause"]
 
 
 def test_a_lost_launcher_is_reported(pair: list[Rendezvous]) -> None:

@@ -16,10 +16,10 @@ def failed(
     code: int | None = None, signal: int | None = None, *, rank: int = 1, last: str = "", seconds: float = 20.0
 ) -> RunResult:
     end = WorkerResult(rank, "10.0.0.2:6170", 1, code, signal, seconds, False, "log", (last,) if last else ())
-    return RunResult(Kind.FAILED, end.shell_code, ends=(end,), culprit=end)
+    return RunResult(Kind.FAILED, end.shell_code, ends=(end,), root_cause=end)
 
 
-LOST = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_culprit=True)
+LOST = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True)
 
 
 @pytest.mark.parametrize("result", [failed(1), failed(signal=9), failed(signal=11), failed(6), failed(11), LOST])
@@ -54,7 +54,7 @@ def test_what_a_rank_has_reported_counts_however_it_ended() -> None:
     def reported(line: str, code: int) -> RunResult:
         report = FailureReport(1, 1, "raised", "ValueError", "...", code, (line,))
         end = WorkerResult(1, "10.0.0.2:6170", 1, None, 9, 20.0, True, "log", ("cleaning up",), report)
-        return RunResult(Kind.FAILED, end.shell_code, ends=(end,), culprit=end)
+        return RunResult(Kind.FAILED, end.shell_code, ends=(end,), root_cause=end)
 
     assert "exit code 10 stands for a mistake" in (why_not_again(reported("DataError: x", 10), [], 0, THREE) or "")
     first, again = reported("ValueError: bad row 17", 1), reported("ValueError: bad row 23", 1)

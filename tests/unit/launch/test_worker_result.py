@@ -6,7 +6,7 @@ import pytest
 
 from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.launch.report.text import failure_report, spans
-from fleet_train.launch.report.worker_result import WorkerResult, choose_culprit, last_lines, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.launch.spec.node import Node
 
 
@@ -20,7 +20,7 @@ def end(
 
 
 @pytest.mark.parametrize(
-    ("ends", "culprit", "shell_code"),
+    ("ends", "root_cause", "shell_code"),
     [
         ([end(0, 1, code=0), end(1, 2, code=0)], None, None),
         ([end(0, 2.0, code=1), end(1, 1.0, code=3)], 1, 3),  # the first one in time
@@ -33,16 +33,16 @@ def end(
         ([end(0, 1.0, code=0, asked=True), end(1, 2.0, signal=6)], 1, 134),
     ],
 )
-def test_the_culprit_is_the_first_that_did_not_merely_follow(
-    ends: list[WorkerResult], culprit: int | None, shell_code: int | None
+def test_the_root_cause_is_the_first_that_did_not_merely_follow(
+    ends: list[WorkerResult], root_cause: int | None, shell_code: int | None
 ) -> None:
-    chosen = choose_culprit(ends)
-    assert (chosen and chosen.rank) == culprit
+    chosen = choose_root_cause(ends)
+    assert (chosen and chosen.rank) == root_cause
     assert (chosen and chosen.shell_code) == shell_code
 
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
-FOLLOWED = end(0, 2.0, code=11)
+SECONDARY = end(0, 2.0, code=11)
 
 
 def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
@@ -69,21 +69,21 @@ def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
         (end(1, 9.0, signal=9, asked=True), missed(1, 2.0, "lost", "cut off"), 11, "cut off, then stopped by SIGKILL"),
     ],
 )  # fmt: skip
-def test_who_was_reported_is_the_culprit_whoever_ended_first(
+def test_who_was_reported_is_the_root_cause_whoever_ended_first(
     guilty: WorkerResult, report: FailureReport, shell_code: int, how: str
 ) -> None:
-    culprit = choose_culprit(with_reports([FOLLOWED, guilty], [report], NODE))
-    assert culprit is not None
-    assert (culprit.rank, culprit.shell_code, culprit.how()) == (1, shell_code, how)
-    assert culprit.failed_seconds == min(report.seconds, guilty.seconds)
+    root_cause = choose_root_cause(with_reports([SECONDARY, guilty], [report], NODE))
+    assert root_cause is not None
+    assert (root_cause.rank, root_cause.shell_code, root_cause.how()) == (1, shell_code, how)
+    assert root_cause.failed_seconds == min(report.seconds, guilty.seconds)
 
 
 def test_a_report_of_a_rank_that_has_not_ended_names_its_place() -> None:
-    (_, three) = with_reports([FOLLOWED], [missed(3, 2.0, "missing", "froze")], NODE)
+    (_, three) = with_reports([SECONDARY], [missed(3, 2.0, "missing", "froze")], NODE)
     assert (three.rank, three.endpoint, three.node_index, three.has_ended, three.how()) == (
         3, "10.0.0.2:6171", 1, False, "froze",
     )  # fmt: skip
-    assert with_reports([FOLLOWED], [missed(4, 2.0, "missing", "froze")], NODE) == [FOLLOWED]  # not of this job
+    assert with_reports([SECONDARY], [missed(4, 2.0, "missing", "froze")], NODE) == [SECONDARY]  # not of this job
 
 
 def test_a_ranks_own_words_stand_before_those_of_others_and_the_earlier_time_counts() -> None:
@@ -91,22 +91,22 @@ def test_a_ranks_own_words_stand_before_those_of_others_and_the_earlier_time_cou
     assert one.report == own(1, 2.0)
 
 
-def test_a_process_that_died_before_the_first_report_is_the_culprit() -> None:
+def test_a_process_that_died_before_the_first_report_is_the_root_cause() -> None:
     ends = with_reports([end(0, 2.2, code=1), end(2, 1.9, signal=9)], [own(0, 2.0)], NODE)
     assert [(each.rank, each.failed) for each in ends] == [(0, True), (2, True)]
-    culprit = choose_culprit(ends)
-    assert culprit is not None
-    assert culprit.rank == 2
+    root_cause = choose_root_cause(ends)
+    assert root_cause is not None
+    assert root_cause.rank == 2
 
 
 def test_the_report_shows_the_traceback_when_the_log_has_other_last_words() -> None:
-    ends = with_reports([FOLLOWED, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
+    ends = with_reports([SECONDARY, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
     assert failure_report(ends).splitlines() == [
         "rank 1 has reported (10.0.0.1:/job/workerlog.1):",
         "  | ValueError: boom",
         "              rank  host:port      how it ended                          after  log file",
         "failed first  1     10.0.0.1:6171  ValueError, then stopped by SIGTERM   1.5 s  /job/workerlog.1",
-        "followed      0     10.0.0.1:6170  exit code 11 (another rank was lost)  2.0 s  /job/workerlog.0",
+        "secondary     0     10.0.0.1:6170  exit code 11 (another rank was lost)  2.0 s  /job/workerlog.0",
     ]
 
 
@@ -124,15 +124,15 @@ def test_last_lines_keep_what_says_something() -> None:
     assert last_lines("") == ()
 
 
-def test_the_table_is_last_and_names_the_culprit_first() -> None:
+def test_the_table_is_last_and_names_the_root_cause_first() -> None:
     ends = [end(0, 2.31, signal=15, asked=True), end(1, 2.2, code=11), end(2, 2.05, signal=9), end(3, 1.0, code=0)]
     assert failure_report(ends, ["node 2 (10.0.0.3)"]).splitlines() == [
         "last lines of rank 2 (10.0.0.2:/job/workerlog.0):",
         "  | last words",
         "              rank  host:port      how it ended                          after  log file",
         "failed first  2     10.0.0.2:6170  killed by SIGKILL                     2.0 s  /job/workerlog.0",
-        "followed      1     10.0.0.1:6171  exit code 11 (another rank was lost)  2.2 s  /job/workerlog.1",
-        "followed      0     10.0.0.1:6170  stopped by SIGTERM                    2.3 s  /job/workerlog.0",
+        "secondary     1     10.0.0.1:6171  exit code 11 (another rank was lost)  2.2 s  /job/workerlog.1",
+        "secondary     0     10.0.0.1:6170  stopped by SIGTERM                    2.3 s  /job/workerlog.0",
         "finished: rank 3",
         "not heard from: node 2 (10.0.0.3)",
     ]
@@ -141,7 +141,7 @@ def test_the_table_is_last_and_names_the_culprit_first() -> None:
 def test_many_followers_are_counted_not_listed() -> None:
     ends = [end(0, 1.0, code=1), *(end(rank, 2.0, signal=15, asked=True) for rank in range(1, 32))]
     text = failure_report(ends)
-    assert "followed: ranks 9-31" in text
+    assert "secondary: ranks 9-31" in text
     assert len(text.splitlines()) == 2 + 1 + 1 + 8 + 1
 
 

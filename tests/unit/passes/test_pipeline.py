@@ -82,8 +82,8 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
         precision=MixedPrecision("O1", "float16"), loss_scaling=LossScaling(256.0, decr_every_n_nan_or_inf=1)
     )
     passes = ProgramPasses(settings, alone())
-    holding = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
-    monkeypatch.setattr(session, "_session", holding)
+    folder_lock = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
+    monkeypatch.setattr(session, "_session", folder_lock)
     assert fleet.loss_scale() is None
 
     def minimize(optimizer: Any, loss: Any) -> None:
@@ -91,7 +91,7 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
         passes.update(merged, merged.pairs, optimizer.apply_gradients)
 
     trained = Trained(momentum, minimize)
-    holding.optimizers[0].loss_scale_name = passes.loss_scale_name
+    folder_lock.optimizers[0].loss_scale_name = passes.loss_scale_name
     with paddle.static.scope_guard(trained.scope):
         assert fleet.loss_scale() == 256.0
         (features, labels) = batches(1, 8, seed=0)[0]

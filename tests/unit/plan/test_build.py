@@ -8,9 +8,9 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.build import fuse
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price.predict import Compute, Link, Network, predict
 from fleet_train.plan.price.traffic import averaging_bytes, traffic
 from fleet_train.profile import Profile
@@ -21,12 +21,12 @@ MEGABYTE = 2**20
 
 
 def plan_of(*elements: int, **knobs: object) -> CommPlan:
-    gradients = [Gradient(f"w{index}", (number,), "float32") for index, number in enumerate(elements)]
+    gradients = [TensorSpec(f"w{index}", (number,), "float32") for index, number in enumerate(elements)]
     return build_plan(gradients, CLUSTER, Profile(**knobs))  # type: ignore[arg-type]
 
 
 def test_first_bucket_keeps_both_bounds() -> None:
-    gradients = [Gradient(f"w{index}", (MEGABYTE // 8,), "float32") for index in range(4)]  # of half a megabyte each
+    gradients = [TensorSpec(f"w{index}", (MEGABYTE // 8,), "float32") for index in range(4)]  # of half a megabyte each
     for size, edge, sizes in ((4.0, 0.5, [1, 2, 1]), (1.0, 4.0, [2, 2]), (1.0, 1.0, [2, 2])):
         assert [len(bucket) for bucket in fuse(gradients, Buckets(1, size, edge), 100)] == sizes, (size, edge)
 
@@ -35,7 +35,10 @@ def test_dgc_is_planned_with_the_bytes_behind_its_ramp() -> None:
     beside = {"dgc_min_elements": 1000, "dgc_rampup_begin_step": 3, "dgc_rampup_steps": 4}
     plan = plan_of(100_000, 500, compression="dgc", dgc_sparsity=0.999, **beside)
     # 100 of 100000 elements are left, each a value and its place; the ramp begins with a quarter of them.
-    assert [bucket.sent for bucket in plan.buckets] == [(Sent("allgather", 800, 8),), (Sent("allreduce", 2000, 4),)]
+    assert [bucket.sent for bucket in plan.buckets] == [
+        (CollectiveSpec("allgather", 800, 8),),
+        (CollectiveSpec("allreduce", 2000, 4),),
+    ]
 
 
 def test_headers_are_divided_by_the_period_as_the_payload_is() -> None:
@@ -58,7 +61,7 @@ def test_an_averaging_hides_behind_every_micro_batch_of_its_overlap() -> None:
 
 
 def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
-    weight = Gradient("w", (1000,), "float32")
+    weight = TensorSpec("w", (1000,), "float32")
     sent = {}
     for rule in ("keep", "reset", "average"):
         profile = Profile(use_local_sgd=True, local_sgd_momentum=rule)
@@ -68,8 +71,8 @@ def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
     assert sent == {"keep": [4000], "reset": [4000], "average": [4000, 8000]}
 
 
-def test_teams_of_an_asked_size_that_divides_the_ranks() -> None:
+def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
     profile = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
-    assert build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
+    assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
     with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
-        build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
+        build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 5), profile)

@@ -8,7 +8,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import build_settled
 from fleet_train.plan.price.choose import (
     MOST_BUCKETS,
@@ -28,10 +28,10 @@ PAIR = Cluster.imagined(2, 1)
 INSIDE = Link(3e-5, 1e10 / 8)
 
 
-def layers(number: int = 8, megabytes: float = 1.5) -> list[Gradient]:
+def layers(number: int = 8, megabytes: float = 1.5) -> list[TensorSpec]:
     """Weights of one size with their biases, as the backward pass finishes them."""
-    weights = [Gradient(f"w{i}", (int(megabytes * 2**18),), "float32") for i in range(number)]
-    biases = [Gradient(f"b{i}", (640,), "float32") for i in range(number)]
+    weights = [TensorSpec(f"w{i}", (int(megabytes * 2**18),), "float32") for i in range(number)]
+    biases = [TensorSpec(f"b{i}", (640,), "float32") for i in range(number)]
     return [one for pair in zip(weights, biases, strict=True) for one in pair]
 
 
@@ -39,7 +39,7 @@ def over(gigabits: float, milliseconds: float = 0.2, **more: Any) -> Conditions:
     return Conditions(Network(Link(milliseconds / 1e3, gigabits * 1e9 / 8), INSIDE), **more)
 
 
-def chosen(profile: Profile, conditions: Conditions, gradients: list[Gradient] | None = None) -> Buckets:
+def chosen(profile: Profile, conditions: Conditions, gradients: list[TensorSpec] | None = None) -> Buckets:
     return buckets_of(choose(profile, gradients or layers(), PAIR, conditions).profile)
 
 
@@ -141,10 +141,10 @@ def test_the_choice_is_said_with_its_reason_and_explained_by_the_plan() -> None:
 
 
 def test_few_bytes_are_not_cut_and_need_no_link() -> None:
-    small = [Gradient("w", (WORTH_CUTTING_BYTES // 4,), "float32")]
+    small = [TensorSpec("w", (WORTH_CUTTING_BYTES // 4,), "float32")]
     assert chosen(Profile(), over(0.01), small).communicators == 1
     assert not needs_link(Profile(), small, PAIR)
-    assert needs_link(Profile(), [*small, Gradient("b", (1,), "float32")], PAIR)
+    assert needs_link(Profile(), [*small, TensorSpec("b", (1,), "float32")], PAIR)
     assert choose(Profile(), small, PAIR, over(0.01)).sentences == ()
 
 
@@ -178,8 +178,8 @@ def test_powersgd_wants_few_buckets_where_its_factors_are_all_latency() -> None:
     assert factors < dense
 
 
-def matrices() -> list[Gradient]:
-    return [Gradient(f"w{i}", (640, 640), "float32") for i in range(8)]
+def matrices() -> list[TensorSpec]:
+    return [TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8)]
 
 
 def test_the_same_is_chosen_for_links_that_were_measured_a_little_differently() -> None:

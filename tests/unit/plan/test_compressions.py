@@ -11,14 +11,14 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import registry
 from fleet_train.convert.settings.profile_passes import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import Bucket, Gradient, build_plan
+from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.compressions import COMPRESSIONS
 from fleet_train.plan.simulate import methods
 from fleet_train.profile import KNOBS, Profile
 from fleet_train.profile.compatibility import STRATEGIES
 
 CHOICES = set(KNOBS["compression"].choices)
-BUCKET = Bucket(0, (Gradient("w", (8, 8), "float32"),), 0, compression="new")
+BUCKET = Bucket(0, (TensorSpec("w", (8, 8), "float32"),), 0, compression="new")
 
 
 def profile_of_a_value_that_only_the_schema_knows() -> Profile:
@@ -48,10 +48,10 @@ def test_no_program_is_made_of_a_compression_without_a_method() -> None:
     with pytest.raises(ConversionError, match="compression: new has no method on real ranks"):
         registry.make_method(BUCKET, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="compression: new has no bytes in the plan"):
-        registry.dtype_between_teams("new")
+        registry.dtype_between_groups("new")
 
 
-def test_nothing_is_simulated_of_a_compression_without_a_twin() -> None:
+def test_nothing_is_simulated_of_a_compression_without_a_reference() -> None:
     with pytest.raises(ConversionError, match="compression: new has no method in the simulation"):
         methods.make_method(BUCKET, None, Profile(), None, 0.0, False)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 from fleet_train.plan.price.choose import Choice, Conditions
 from fleet_train.plan.price.costs import Costs
 from fleet_train.plan.price.decline import decline
@@ -15,7 +15,7 @@ from fleet_train.plan.price.predict import Compute, Link, Network
 from fleet_train.profile import Profile
 
 PAIR = Cluster.imagined(2, 1)
-GRADIENTS = [Gradient(f"w{i}", (640, 640), "float32") for i in range(8)]
+GRADIENTS = [TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8)]
 # Coding at 1 GB/s: worth it where the link carries far less.
 SLOW_CODEC = Costs(codec_seconds_per_byte={"bf16": 1e-9})
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 
 
 def note_of(knob: str, profile: Profile) -> str:
-    plan = build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(2, 1), profile)
+    plan = build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(2, 1), profile)
     [effect] = [note.effect for note in plan.notes if note.knob == knob]
     return effect
 
@@ -40,5 +40,5 @@ def test_fewer_barriers_are_explained() -> None:
         "the ranks meet every 50 synchronous steps, and where a barrier is needed; in between Gloo waits for a rank "
         "for 30 s, which cannot be set, and a stop is not heard of"
     )
-    plan = build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(2, 1), Profile())
+    plan = build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(2, 1), Profile())
     assert "barrier_every_steps" not in {note.knob for note in plan.notes}

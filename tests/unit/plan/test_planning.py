@@ -11,7 +11,7 @@ import pytest
 from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
 from fleet_train.convert.dry_run import Planned, plan_of
-from fleet_train.plan.legs import Sent
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.profile import Profile
 
 
@@ -42,7 +42,7 @@ def test_exchanges_of_synchronised_batch_norm_are_in_the_plan() -> None:
     assert found.profile == profile
     # Forward: a count, means and squared deviations of each rank. Backward, from the last layer: two sums per channel.
     assert found.plan.statistics == tuple(
-        Sent(kind, 4 * values, 4, flat=True)
+        CollectiveSpec(kind, 4 * values, 4, flat=True)
         for kind, values in (("allgather", 25), ("allgather", 11), ("allgather", 10), ("allgather", 24))
     )
 

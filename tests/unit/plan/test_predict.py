@@ -6,8 +6,8 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan import CommPlan, Gradient, build_plan
-from fleet_train.plan.legs import Sent
+from fleet_train.plan import CommPlan, TensorSpec, build_plan
+from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price.costs import Costs
 from fleet_train.plan.price.predict import Compute, Link, Network, alternatives, on_paper, predict
 from fleet_train.profile import Profile
@@ -20,7 +20,7 @@ MEGA = 1_000_000
 
 def plan_of(cluster: Cluster, gradients: int = 1, nbytes: int = MEGA, **knobs: object) -> CommPlan:
     knobs = {"fuse_all_reduce_ops": False, "nccl_comm_num": 1, **knobs}
-    shapes = [Gradient(f"w{index}", (nbytes // 4,), "float32") for index in range(gradients)]
+    shapes = [TensorSpec(f"w{index}", (nbytes // 4,), "float32") for index in range(gradients)]
     return build_plan(shapes, cluster, Profile(**knobs))  # type: ignore[arg-type]
 
 
@@ -205,16 +205,16 @@ def test_single_rank_on_paper_is_refused() -> None:
         on_paper(plan_of(Cluster.imagined(2, 1)), 1, 1)
 
 
-def test_teams_that_do_not_fit_are_refused_with_the_factors() -> None:
+def test_local_groups_that_do_not_fit_are_refused_with_the_factors() -> None:
     plan = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
-    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which teams of 2 do not divide"):
+    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which local groups of 2 do not divide"):
         on_paper(plan, 3, 1)
 
 
 def test_statistics_of_batch_norm_hide_behind_nothing() -> None:
     cluster = Cluster.imagined(2, 1)
     plan = plan_of(cluster)
-    statistics = (Sent("allgather", 10**6, 4, flat=True),)
+    statistics = (CollectiveSpec("allgather", 10**6, 4, flat=True),)
     plain, more = (predict(one, cluster, NETWORK, COMPUTE) for one in (plan, replace(plan, statistics=statistics)))
     seconds = 10**6 / NETWORK.between.bytes_per_second + NETWORK.between.latency_seconds
     assert more.exposed - plain.exposed == pytest.approx(seconds)

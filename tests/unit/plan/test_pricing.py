@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.price.predict import Compute, Link, Network
 from fleet_train.plan.price.pricing import Conditions, Pricing, describe, price
 from fleet_train.profile import Profile
@@ -13,7 +13,7 @@ NETWORK = Network(Link(1e-4, 125e6), Link(3e-5, 1.25e9))
 
 def pricing_of(nodes_on_paper: tuple[int, ...] = (), **knobs: object) -> Pricing:
     cluster = Cluster.imagined(2, 2)
-    plan = build_plan([Gradient("w", (2**20,), "float32")], cluster, Profile(**knobs))  # type: ignore[arg-type]
+    plan = build_plan([TensorSpec("w", (2**20,), "float32")], cluster, Profile(**knobs))  # type: ignore[arg-type]
     conditions = Conditions(NETWORK, Compute.of(0.03), 32, ("--latency_us 100",))
     return price(plan, cluster, conditions, nodes_on_paper)
 

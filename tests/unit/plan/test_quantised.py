@@ -14,7 +14,7 @@ from fleet_train.collectives.codec.device import DeviceCodec
 from fleet_train.collectives.codec.host import HostCodec
 from fleet_train.collectives.methods.parts import rounds
 from fleet_train.errors import ProfileError
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.fragments import fragments_of
 from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 from fleet_train.profile import Profile
@@ -100,16 +100,16 @@ def test_random_numbers_follow_from_seed_name_rank_phase_and_step() -> None:
 @pytest.mark.parametrize("members", range(2, 17))
 def test_each_rank_sends_the_few_bits_of_a_ring_allreduce(bits: int, members: int) -> None:
     profile = Profile(compression=f"int{bits}", fuse_grad_size_in_MB=64.0)
-    plan = build_plan([Gradient("w", (ELEMENTS,), "float32")], Cluster.imagined(members, 1), profile)
+    plan = build_plan([TensorSpec("w", (ELEMENTS,), "float32")], Cluster.imagined(members, 1), profile)
     ideal = 2 * (members - 1) / members * ELEMENTS * bits / 8
     for sent in plan.sent_by_rank():
         assert ideal <= sent < 1.03 * ideal
 
 
-def test_teams_send_few_bits_between_their_leaders_only() -> None:
+def test_local_groups_send_few_bits_between_their_leaders_only() -> None:
     profile = Profile(compression="int8", use_hierarchical_allreduce=True)
-    plan = build_plan([Gradient("w", (ELEMENTS,), "float32")], Cluster.imagined(3, 2), profile)
-    assert [(leg.kind, leg.groups) for leg in plan.legs()] == [
+    plan = build_plan([TensorSpec("w", (ELEMENTS,), "float32")], Cluster.imagined(3, 2), profile)
+    assert [(phase.kind, phase.groups) for phase in plan.phases()] == [
         ("reduce", ((0, 1), (2, 3), (4, 5))),
         ("alltoall", ((0, 2, 4),)),
         ("allgather", ((0, 2, 4),)),
@@ -133,9 +133,9 @@ def test_everybody_meets_everybody_once(members: int) -> None:
     assert len(table) == members - 1 + members % 2
 
 
-def layers(*sizes: int) -> list[Gradient]:
+def layers(*sizes: int) -> list[TensorSpec]:
     return [
-        Gradient(f"layer_{i}.{kind}_0", (n,), "float32")
+        TensorSpec(f"layer_{i}.{kind}_0", (n,), "float32")
         for i, size in enumerate(sizes)
         for kind, n in (("w", size), ("b", 1))
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.price.traffic import traffic
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
 from fleet_train.plan.simulate.trial import Trial, describe, try_out
@@ -25,7 +25,7 @@ LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps":
 def job_of(
     knobs: dict[str, Any], nodes: int = 2, ranks_per_node: int = 1, optimizer: Any = Sgd, rate: float = 0.5
 ) -> SimulatedJob:
-    gradients = [Gradient(name, shape, "float32") for name, shape in SHAPES.items()]
+    gradients = [TensorSpec(name, shape, "float32") for name, shape in SHAPES.items()]
     profile = Profile(**knobs)
     plan = build_plan(gradients, Cluster.imagined(nodes, ranks_per_node), profile)
     start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -98,7 +98,7 @@ def test_momentum_is_kept_averaged_or_reset(policy: str, velocities: list[float]
 
 
 def test_statistics_are_averaged_with_the_parameters() -> None:
-    gradient, statistic = Gradient("w", (2,), "float32"), Gradient("mean", (2,), "float32")
+    gradient, statistic = TensorSpec("w", (2,), "float32"), TensorSpec("mean", (2,), "float32")
     profile = Profile(**LOCAL)
     plan = build_plan([gradient], Cluster.imagined(2, 1), profile, [gradient, statistic])
     job = SimulatedJob(plan, profile, {"w": np.zeros(2, np.float32), "mean": np.zeros(2, np.float32)})
@@ -127,7 +127,7 @@ def test_statistics_are_averaged_with_the_parameters() -> None:
 )
 def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
     profile, cluster = Profile(**knobs), Cluster.imagined(2, 2)
-    gradients = [Gradient("large", (200, 100), "float32"), Gradient("small", (7,), "float32")]
+    gradients = [TensorSpec("large", (200, 100), "float32"), TensorSpec("small", (7,), "float32")]
     plan = build_plan(gradients, cluster, profile)
     job = SimulatedJob(plan, profile, {g.name: np.zeros(g.shape, np.float32) for g in gradients})
 
@@ -150,7 +150,7 @@ def test_optimizers_descend(make: Any) -> None:
 
 
 def test_a_missing_start_value_is_named() -> None:
-    plan = build_plan([Gradient("w", (2,), "float32")], Cluster.imagined(2, 1), Profile())
+    plan = build_plan([TensorSpec("w", (2,), "float32")], Cluster.imagined(2, 1), Profile())
     with pytest.raises(ConversionError, match="no start value for 'w'"):
         SimulatedJob(plan, Profile(), {})
 
@@ -162,7 +162,7 @@ def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_take() -> None:
 
 def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
     profile, cluster = Profile(**knobs), Cluster.imagined(2, 2)
-    plan = build_plan([Gradient("w", (200, 100), "float32"), Gradient("b", (100,), "float32")], cluster, profile)
+    plan = build_plan([TensorSpec("w", (200, 100), "float32"), TensorSpec("b", (100,), "float32")], cluster, profile)
     return try_out(plan, profile, updates), plan
 
 
@@ -210,7 +210,7 @@ def test_powersgd_of_full_rank_loses_nothing() -> None:
 
 def test_a_trial_that_does_not_fit_says_how_many_ranks_would() -> None:
     profile, cluster = Profile(), Cluster.imagined(64, 8)
-    plan = build_plan([Gradient("w", (10**6,), "float32")], cluster, profile)
+    plan = build_plan([TensorSpec("w", (10**6,), "float32")], cluster, profile)
     with pytest.raises(ConversionError, match="simulate up to 200 ranks"):
         try_out(plan, profile)
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import CommPlan, Gradient, build_plan, explain
-from fleet_train.plan.legs import Leg, Sent
+from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
+from fleet_train.plan.phases import CollectivePhase, CollectiveSpec
 from fleet_train.plan.price.traffic import traffic
 from fleet_train.profile import Profile
 
@@ -10,7 +10,7 @@ MEGABYTE = 2**20
 
 
 def plan_of(cluster: Cluster, megabytes: float = 4, **knobs: object) -> CommPlan:
-    gradients = [Gradient("w", (int(megabytes * MEGABYTE / 4),), "float32")]
+    gradients = [TensorSpec("w", (int(megabytes * MEGABYTE / 4),), "float32")]
     return build_plan(gradients, cluster, Profile(**knobs))  # type: ignore[arg-type]
 
 
@@ -29,13 +29,13 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside() -> None:
     assert found.inside == (10 * MEGABYTE,) * 2
 
 
-def test_hierarchical_is_three_legs_in_the_order_in_which_they_run() -> None:
+def test_hierarchical_is_three_phases_in_the_order_in_which_they_run() -> None:
     cluster = Cluster.imagined(2, 2)
     plan = plan_of(cluster, use_hierarchical_allreduce=True)
-    assert plan.legs() == [
-        Leg("reduce", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
-        Leg("allreduce", ((0, 2),), 4 * MEGABYTE, 4),
-        Leg("broadcast", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
+    assert plan.phases() == [
+        CollectivePhase("reduce", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
+        CollectivePhase("allreduce", ((0, 2),), 4 * MEGABYTE, 4),
+        CollectivePhase("broadcast", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
     ]
 
 
@@ -73,8 +73,8 @@ def test_what_leaves_all_nodes_enters_them() -> None:
 
 def test_statistics_of_batch_norm_are_sent_flat_once_per_micro_batch() -> None:
     cluster = Cluster.imagined(2, 2)
-    gradients = [Gradient("w", (MEGABYTE,), "float32")]
-    statistics = (Sent("allgather", 100, 4, flat=True), Sent("allreduce", 96, 4, flat=True))
+    gradients = [TensorSpec("w", (MEGABYTE,), "float32")]
+    statistics = (CollectiveSpec("allgather", 100, 4, flat=True), CollectiveSpec("allreduce", 96, 4, flat=True))
     profile = Profile(use_hierarchical_allreduce=True, sync_batch_norm=True, accumulate_steps=2)
     plan = build_plan(gradients, cluster, profile, statistics=statistics)
     without = build_plan(gradients, cluster, profile)
@@ -86,7 +86,7 @@ def test_statistics_of_batch_norm_are_sent_flat_once_per_micro_batch() -> None:
 
 def test_an_averaging_counts_statistics_in_float32_and_the_optimizers_state() -> None:
     cluster = Cluster.imagined(2, 1)
-    weight, mean = Gradient("w", (1000,), "float32"), Gradient("mean", (10,), "float32")
+    weight, mean = TensorSpec("w", (1000,), "float32"), TensorSpec("mean", (10,), "float32")
     profile = Profile(use_local_sgd=True, local_sgd_steps=5, local_sgd_dtype="bfloat16", local_sgd_momentum="average")
     plan = build_plan([weight], cluster, profile, [weight, mean], state_values_per_parameter=2)
     assert plan.averaging is not None

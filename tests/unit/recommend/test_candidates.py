@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 from fleet_train.plan.price.costs import TYPICAL
 from fleet_train.plan.price.predict import Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
@@ -17,8 +17,8 @@ from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Op
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
 
-PAIR, TEAMS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
-GRADIENTS = tuple(Gradient(f"w{i}", (640, 640), "float32") for i in range(8))
+PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
+GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))
 FOUND = Found(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
 
 
@@ -42,7 +42,7 @@ def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
     assert "form no hierarchy" in reasons["hierarchical"]
     assert "NCCL reads" in reasons["tcp_only"]
     assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
-    assert "hierarchical" in [one.name for one in consider(FOUND, TEAMS)[0]]
+    assert "hierarchical" in [one.name for one in consider(FOUND, LOCAL_GROUPS)[0]]
 
 
 def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.plan import Gradient
+from fleet_train.plan import TensorSpec
 from fleet_train.recommend import calibrate
 from fleet_train.recommend.supervisor import read_computing
 from tests.unit.collectives.one_of_two import OneOfTwo, one_of_two
@@ -55,5 +55,5 @@ def test_computing_takes_the_slowest_rank_of_each_step(
     monkeypatch.setattr("fleet_train.recommend.supervisor._UNTIMED_STEPS", 50)
     found, apart, error = read_computing({rank: report(*steps) for rank, steps in enumerate(ranks)})
     assert (found.compute_seconds, apart, error) == (seconds, spread, 0.0)
-    assert found.gradients == (Gradient("w", (3, 2), "float32"),)
-    assert found.averaged == (Gradient("w", (3, 2), "float32"), Gradient("mean", (2,), "float32"))
+    assert found.gradients == (TensorSpec("w", (3, 2), "float32"),)
+    assert found.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))

@@ -9,7 +9,7 @@ from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.launch.spec.machine import Machine
 from fleet_train.launch.spec.node import Node
 from fleet_train.launch.spec.worker_environment import Wanted, build_environment
-from fleet_train.spawning.channel import ParentEnd, RankEnd, packed
+from fleet_train.spawning.channel import ParentEnd, RankChannel, packed
 from fleet_train.spawning.environment import environs
 from fleet_train.spawning.store import HOST, SpawnStore
 
@@ -53,7 +53,7 @@ def test_ranks_on_gpus_are_told_theirs_by_its_position_among_the_visible_ones() 
 
 def test_messages_arrive_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
-    rank = RankEnd(theirs)
+    rank = RankChannel(theirs)
     parent = ParentEnd(ours, packed({"greets": True}, b"body"))
     try:
         while parent.has_more_to_send:

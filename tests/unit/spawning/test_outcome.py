@@ -26,7 +26,7 @@ def raised(rank: int, seconds: float, what: str = "ValueError: no") -> RankOutco
     return RankOutcome(rank, 1, seconds + 1, False, None, "failed", what, f"Traceback\n{what}\n", (report,), "")
 
 
-def followed(rank: int, seconds: float) -> RankOutcome:
+def secondary(rank: int, seconds: float) -> RankOutcome:
     return RankOutcome(rank, 11, seconds, False, None, "failed", "WorkerFailed: rank 1 was lost", "Traceback\n", (), "")
 
 
@@ -46,7 +46,7 @@ def test_results_are_in_the_order_of_ranks() -> None:
 
 def test_who_raised_first_is_named_whoever_ended_first() -> None:
     late_end = replace(raised(2, 1.0, "KeyError: 'x'"), seconds=9.0)
-    error = failure([followed(0, 2.0), raised(1, 1.5), late_end])
+    error = failure([secondary(0, 2.0), raised(1, 1.5), late_end])
     assert str(error).splitlines()[0] == "rank 2 of 3 failed first: KeyError: 'x', after 1.0 s"
     assert (error.rank, error.rank_exit_code, error.signal_number) == (2, 1, None)
     assert error.traceback == "Traceback\nKeyError: 'x'\n"
@@ -57,7 +57,7 @@ def test_who_raised_first_is_named_whoever_ended_first() -> None:
 
 def test_who_followed_is_not_named_although_it_ended_first() -> None:
     killed = RankOutcome(1, -signal.SIGKILL, 5.0, False, None, "", "", "", (), "step 1\nstep 2\n")
-    error = failure([followed(0, 2.0), killed, stopped(2, 6.0)])
+    error = failure([secondary(0, 2.0), killed, stopped(2, 6.0)])
     assert str(error).startswith(
         "rank 1 of 3 failed first: killed by SIGKILL (the kernel does so where memory runs out"
     )
@@ -68,13 +68,13 @@ def test_who_followed_is_not_named_although_it_ended_first() -> None:
 
 def test_a_rank_that_others_have_missed_is_named() -> None:
     missed = FailureReport(2, 0, "missing", "did not come to step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
-    error = failure([followed(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
+    error = failure([secondary(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
     assert "rank 2 of 3 failed first: did not come to step 4 within 2 s, then stopped by SIGTERM" in str(error)
 
 
 def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
     left = FailureReport(0, 1, "left", "left while others waited for it", "rank 0 left", 11, (), 2.0)
-    error = failure([well(0), followed(1, 2.1), stopped(2, 4.0)], (left,))
+    error = failure([well(0), secondary(1, 2.1), stopped(2, 4.0)], (left,))
     assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
 
 

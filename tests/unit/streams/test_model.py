@@ -140,10 +140,10 @@ def test_an_event_is_not_waited_for_longer_than_what_stands_before_it(run: Repla
 
 @both
 def test_a_meeting_that_another_thread_comes_to(run: Replay) -> None:
-    """The gate: handed over behind the first action, its result waited for before the collective."""
+    """The barrier: handed over behind the first action, its result waited for before the collective."""
 
     def of(number: int) -> Trace:
-        return rank(number, "kernel 1", "after 2", "begin A", "wait A", beside=("after 1", "meet gate"))
+        return rank(number, "kernel 1", "after 2", "begin A", "wait A", beside=("after 1", "meet barrier"))
 
     assert run([of(0), of(1)], True).deadlocks == 0
 
@@ -151,10 +151,10 @@ def test_a_meeting_that_another_thread_comes_to(run: Replay) -> None:
 @both
 def test_a_meeting_that_waits_for_its_own_result_never_ends(run: Replay) -> None:
     def of(number: int, *said: str) -> Trace:
-        return rank(number, *said, beside=("after 2", "meet gate"))
+        return rank(number, *said, beside=("after 2", "meet barrier"))
 
     fine, circular = ("kernel 1", "kernel 1", "after 2"), ("begin A", "sync", "after 2", "wait A")
-    late = rank(1, "kernel 1", "kernel 1", "after 2", "begin A", beside=("after 2", "meet gate"))
+    late = rank(1, "kernel 1", "kernel 1", "after 2", "begin A", beside=("after 2", "meet barrier"))
     assert run([of(0, *fine), of(1, *fine)], False).deadlocks == 0
     found = run([of(0, *circular), late], False)
     assert found.deadlocks == NUMBER
@@ -187,14 +187,14 @@ def test_two_threads_on_one_group_are_refused() -> None:
 
 
 def test_leaving_the_kernels_out_moves_what_threads_wait_for() -> None:
-    trace = rank(0, "kernel 1", "begin A", "kernel 2", "after 1", "wait A", beside=("after 3", "meet gate"))
+    trace = rank(0, "kernel 1", "begin A", "kernel 2", "after 1", "wait A", beside=("after 3", "meet barrier"))
     kept = without_kernels(trace)
     assert [action.op for action in kept.threads[COMPUTING]] == [Op.BEGIN, Op.AFTER, Op.WAIT]
     assert kept.threads["beside"][0].number == 1
 
 
 def test_from_the_first_step_on() -> None:
-    trace = rank(0, "begin A", "wait A", "kernel 1", "begin A", "after 2", "wait A", beside=("after 4", "meet gate"))
+    trace = rank(0, "begin A", "wait A", "kernel 1", "begin A", "after 2", "wait A", beside=("after 4", "meet barrier"))
     trace.first_step = {COMPUTING: 2}
     kept = from_first_step(trace)
     assert [action.op for action in kept.threads[COMPUTING]] == [Op.KERNEL, Op.BEGIN, Op.AFTER, Op.WAIT]

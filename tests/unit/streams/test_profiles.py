@@ -16,12 +16,12 @@ from tests.streams.replay import replay
 from tests.streams.tables import tables_of
 from tests.streams.timing import Rates
 from tests.streams.trace import COMPUTING, Op, Trace, from_first_step, mismatches, without_kernels
-from tools.modelling.cases import TEAMS, Case, cases, exposed
+from tools.modelling.cases import LOCAL_GROUPS, Case, cases, exposed
 
 STEPS = 5
 INTERLEAVINGS = 200
 CASES = {case.name: case for case in cases()}
-# Each case on one cluster here, all of them on all in the record: ranks 2 to 8 in turn, and all teams once.
+# Each case on one cluster here, all of them on all in the record: ranks 2 to 8 in turn, and all local groups once.
 CLUSTERS = {
     name: case.shapes[number % len(case.shapes) if case.share == 1 else 0]
     for number, (name, case) in enumerate(CASES.items())
@@ -40,7 +40,7 @@ SEEN = {
 }
 # `make test` has those with a communication of their own kind.
 CHOSEN = [pytest.param(name, CLUSTERS[name], marks=() if name in SEEN else pytest.mark.long) for name in CASES] + [
-    pytest.param("hierarchical", shape, marks=pytest.mark.long) for shape in TEAMS
+    pytest.param("hierarchical", shape, marks=pytest.mark.long) for shape in LOCAL_GROUPS
 ]
 
 
@@ -64,18 +64,18 @@ def test_no_interleaving_stands_still(name: str, shape: tuple[int, int]) -> None
 def test_steps_without_a_barrier_do_not_stand_still_either(settings: dict[str, Any]) -> None:
     profile = shortened(Profile(barrier_every_steps=4, **settings))
     traces = record(profile, Cluster.imagined(2, 2), 4 * STEPS)
-    gates = [gates_of(trace) for trace in traces]
-    assert gates == [gates[0]] * 4
-    assert 2 < len(gates[0]) < 4 * STEPS // profile.accumulate_steps
+    barriers = [barriers_of(trace) for trace in traces]
+    assert barriers == [barriers[0]] * 4
+    assert 2 < len(barriers[0]) < 4 * STEPS // profile.accumulate_steps
     assert mismatches(traces) == []
     schedule = schedule_of([from_first_step(trace) for trace in traces])
     for one_resident in (True, False):
         assert replay_quickly(schedule, INTERLEAVINGS, np.random.default_rng(8), one_resident).deadlocks == 0
 
 
-def gates_of(trace: Trace) -> list[str]:
+def barriers_of(trace: Trace) -> list[str]:
     actions = [action for thread in trace.threads.values() for action in thread]
-    return [action.what for action in actions if action.op is Op.MEET and action.what.startswith("gate step ")]
+    return [action.what for action in actions if action.op is Op.MEET and action.what.startswith("barrier step ")]
 
 
 @pytest.mark.parametrize("name", ["multi_node", "hierarchical, statistics", "local_sgd, travelling"])
@@ -131,4 +131,4 @@ def test_a_case_has_clusters_of_2_to_8_ranks() -> None:
         return {nodes * each for nodes, each in case.shapes}
 
     assert ranks(CASES["multi_node"]) == ranks(CASES["single_node"]) == set(range(2, 9))
-    assert CASES["hierarchical"].shapes == TEAMS
+    assert CASES["hierarchical"].shapes == LOCAL_GROUPS

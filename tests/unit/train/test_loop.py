@@ -15,7 +15,7 @@ from fleet_train import DistributedStrategy, fleet
 from fleet_train.cluster import Cluster
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.errors import NotFinite, Preempted
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
 from fleet_train.train.trainer import begins_interval, last_reported, other_choice
@@ -236,7 +236,7 @@ def test_the_first_fetched_step_of_each_interval_is_the_one_that_was_reported() 
 
 
 def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
-    gradients = [Gradient(f"w{index}", (640, 640), "float32") for index in range(4)]
+    gradients = [TensorSpec(f"w{index}", (640, 640), "float32") for index in range(4)]
     three, two = (build_plan(gradients, Cluster.imagined(ranks, 1), Profile()) for ranks in (3, 2))
     saved = "nccl_comm_num: 4, fuse_grad_size_in_MB: 64, last_comm_group_size_MB: 64"
     assert three.chosen.startswith("nccl_comm_num: ")

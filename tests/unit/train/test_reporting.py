@@ -64,7 +64,7 @@ def test_one_process_has_no_communication() -> None:
     assert (found["speed/data_ms"], found["speed/compute_ms"]) == (20.0, 180.0)
 
 
-def test_an_interval_without_a_gate_says_nothing_of_the_ranks() -> None:
+def test_an_interval_without_a_barrier_says_nothing_of_the_ranks() -> None:
     assert rank_scalars([0.0, 0.0], [0.0, 0.0]) == {}
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _READY = "listening"
 # After the parent has ended: how long members may still be connected, how long none must have been before the process
 # ends (a member that lost its connection may come back to report), and how often to look, in seconds.
-_LINGER_SECONDS = 300.0
+_EXIT_BARRIER_SECONDS = 300.0
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 
@@ -105,7 +105,7 @@ class StoreHost:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), JOB_ID: job_id},
-            start_new_session=True,  # Ctrl-C reaches the ranks first; the store must outlive them to name the culprit
+            start_new_session=True,  # Ctrl-C reaches the ranks first; the store outlives them to name the root cause
         )
         _hosts.add(self)
         assert self._process.stdout is not None
@@ -154,7 +154,7 @@ def _serve(place: Place) -> None:
         return
     print(_READY, flush=True)
     sys.stdin.buffer.read()  # ends with the parent, however it ends
-    deadline = time.monotonic() + _LINGER_SECONDS
+    deadline = time.monotonic() + _EXIT_BARRIER_SECONDS
     quiet_since = None
     while time.monotonic() < deadline:
         if server.has_members():

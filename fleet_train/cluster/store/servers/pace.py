@@ -1,7 +1,7 @@
 """Arrivals gather for a moment before a busy server looks at them: one waking for several, as network cards do it.
 
 To be woken costs a server more than what it is woken for. Where dozens arrive over many milliseconds (relays of other
-nodes, each after its slowest rank) it looks at most ten times in the time that the last gates took from the first
+nodes, each after its slowest rank) it looks at most ten times in the time that the last barriers took from the first
 arrival to the last; the answer comes a tenth of that time later at worst, and never more than 2 ms. Few participants,
 or such that arrive within a millisecond or two, are heard at once.
 """
@@ -16,11 +16,11 @@ _MANY = 16
 _LOOKS_PER_GATE = 10
 _LONGEST_SECONDS = 2e-3
 _SHORTEST_SECONDS = 2e-4
-# The quickest of so many gates counts: one that waited for a slow rank says nothing of the others.
+# The quickest of so many barriers counts: one that waited for a slow rank says nothing of the others.
 _GATES = 4
 
 Kind = tuple[str, int]
-"""Gates of one kind: their group and how many members they wait for."""
+"""Barriers of one kind: their group and how many members they wait for."""
 
 
 class Pace:
@@ -31,7 +31,7 @@ class Pace:
         self._spreads: dict[Kind, deque[float]] = {}
 
     def began(self, kind: Kind) -> None:
-        """The first has arrived at a gate."""
+        """The first has arrived at a barrier."""
         spreads = self._spreads.get(kind)
         if spreads is not None and len(spreads) == _GATES:
             hold = min(min(spreads) / _LOOKS_PER_GATE, _LONGEST_SECONDS)

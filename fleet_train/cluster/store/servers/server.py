@@ -20,10 +20,10 @@ from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.cluster.store.protocol.wire import Json
 from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.hall import Hall
 from fleet_train.cluster.store.servers.pace import Pace, PacedSelector
 from fleet_train.cluster.store.servers.relay import Parent
 from fleet_train.cluster.store.servers.session import Session
+from fleet_train.cluster.store.servers.state import ServerState
 from fleet_train.errors import ClusterError
 
 _BACKLOG = 4096
@@ -63,7 +63,7 @@ class StoreServer:
         self._members = members
         self._say = say
         self._begins_rounds = begins_rounds
-        self._hall: Hall | None = None
+        self._state: ServerState | None = None
         self._pace = Pace()
         self._loop = asyncio.SelectorEventLoop(PacedSelector(self._pace))
         self._loop.set_exception_handler(_no_traceback)
@@ -96,33 +96,33 @@ class StoreServer:
 
     def connected_members(self, group: str = "rank", scope: str = "") -> set[int]:
         """The members of ``group`` that are connected now to a round whose root is here (a racy reading)."""
-        return self._hall.present(group, scope) if self._hall is not None else set()
+        return self._state.present(group, scope) if self._state is not None else set()
 
     def has_members(self) -> bool:
         """Whether anybody is connected who stands for a member (a racy reading)."""
-        return self._hall is not None and self._hall.has_members
+        return self._state is not None and self._state.has_members
 
     def publish(self, name: str, key: str, value: Json) -> None:
         """Set a value in the round ``name``, as a member's ``set`` does, without a connection."""
 
-        async def published(hall: Hall) -> None:
-            hall.open_root(name).put(key, json.dumps(value).encode())
+        async def published(state: ServerState) -> None:
+            state.open_root(name).put(key, json.dumps(value).encode())
 
         self._do(published, 10.0)
 
     def open_root(self, name: str) -> None:
         """Let relays of other nodes connect to the round ``name``, whose root is here."""
 
-        async def opened(hall: Hall) -> None:
-            hall.open_root(name)
+        async def opened(state: ServerState) -> None:
+            state.open_root(name)
 
         self._do(opened, 10.0)
 
     def open_relay(self, parent: Parent, timeout_seconds: float) -> None:
         """Relay a round to ``parent``. Raises ClusterError when the parent does not take this relay in that time."""
 
-        async def opened(hall: Hall) -> None:
-            await hall.open_relay(parent, timeout_seconds)
+        async def opened(state: ServerState) -> None:
+            await state.open_relay(parent, timeout_seconds)
 
         try:
             self._do(opened, timeout_seconds + 10.0)
@@ -132,14 +132,14 @@ class StoreServer:
     def close_round(self, name: str) -> None:
         """End this server's relaying of a round; nothing where its root is here."""
 
-        async def closed(hall: Hall) -> None:
-            hall.close_round(name)
+        async def closed(state: ServerState) -> None:
+            state.close_round(name)
 
         self._do(closed, 10.0)
 
-    def _do(self, work: Callable[[Hall], Coroutine[Any, Any, T]], timeout_seconds: float) -> T:
-        assert self._hall is not None
-        return asyncio.run_coroutine_threadsafe(work(self._hall), self._loop).result(timeout_seconds)
+    def _do(self, work: Callable[[ServerState], Coroutine[Any, Any, T]], timeout_seconds: float) -> T:
+        assert self._state is not None
+        return asyncio.run_coroutine_threadsafe(work(self._state), self._loop).result(timeout_seconds)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -151,11 +151,11 @@ class StoreServer:
 
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
-        self._hall = Hall(
+        self._state = ServerState(
             self._access, self._callers, say=self._say, begins_rounds=self._begins_rounds, pace=self._pace
         )
         try:
-            server = await listen(self._hall, self.host, self.port)
+            server = await listen(self._state, self.host, self.port)
         except OSError as error:
             self._bind_error = error
             return
@@ -163,18 +163,18 @@ class StoreServer:
         self._bound.set()
         await self._stopping.wait()
         server.close()
-        self._hall.close()
+        self._state.close()
         await asyncio.sleep(0)  # connections say their last word in the loop's next turn
 
 
-async def listen(hall: Hall, host: str, port: int) -> asyncio.Server:
-    """Take connections for ``hall`` on the running loop. Raises OSError when the address cannot be bound."""
+async def listen(state: ServerState, host: str, port: int) -> asyncio.Server:
+    """Take connections for ``state`` on the running loop. Raises OSError when the address cannot be bound."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Session(hall), sock=sock, backlog=_ACCEPTED_AT_ONCE)
+        server = await loop.create_server(lambda: Session(state), sock=sock, backlog=_ACCEPTED_AT_ONCE)
     except BaseException:
         sock.close()
         raise

@@ -22,8 +22,8 @@ from fleet_train.cluster.store.protocol.wire import (
     parse,
 )
 from fleet_train.cluster.store.servers.barriers import Arrival, Key
-from fleet_train.cluster.store.servers.hall import Hall
 from fleet_train.cluster.store.servers.rounds import MOST_NAME, Reply, Round
+from fleet_train.cluster.store.servers.state import ServerState
 
 STRANGERS_SECONDS = 5.0
 # How long a caller that is refused may take to read that.
@@ -37,10 +37,10 @@ _RELAYS_ONLY = ("join", "depart")
 class Session(asyncio.BufferedProtocol):
     """What one connection says, checked field by field, and what it is answered."""
 
-    def __init__(self, hall: Hall) -> None:
-        self._hall = hall
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._decoder = Decoder(expects_preamble=True, most_bytes=STRANGERS_BYTES)
-        self._callee = Callee(hall.access)
+        self._callee = Callee(state.access)
         self._transport: asyncio.Transport | None = None
         self._round: Round | None = None
         self._group = ""
@@ -69,21 +69,21 @@ class Session(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
-        if not self._hall.admit(self, self._address):
+        if not self._state.admit(self, self._address):
             self._refuse_address(transport)
             return
         keep_alive(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(STRANGERS_SECONDS, self.close)
 
     def _refuse_address(self, transport: asyncio.Transport) -> None:
-        later = self._hall.may_admit_later
+        later = self._state.may_admit_later
         self.send(encode({"error": "address", "address": self._address, "later": later}))
         if not later:
             self.close()
             return
         # Closed with its hello unread the connection would be reset, and the caller take us for dead.
         self._is_refused = True
-        self._hall.keep_stranger(self)
+        self._state.keep_stranger(self)
         transport.write_eof()
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self.close)
 
@@ -112,7 +112,7 @@ class Session(asyncio.BufferedProtocol):
     def connection_lost(self, _: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._hall.forget(self)
+        self._state.forget(self)
         for pull in self._pulls.values():
             pull.cancel()
         if self._round is not None:
@@ -128,14 +128,14 @@ class Session(asyncio.BufferedProtocol):
 
     def get_buffer(self, _: int) -> memoryview:
         """One buffer for all connections: what comes in is taken out of it at once."""
-        return self._hall.buffer
+        return self._state.buffer
 
     def buffer_updated(self, size: int) -> None:
-        self._heard_at = self._hall.clock()
+        self._heard_at = self._state.clock()
         if self._is_refused:
             return
         try:
-            for head, body in self._decoder.feed(self._hall.buffer[:size]):
+            for head, body in self._decoder.feed(self._state.buffer[:size]):
                 if self._transport is None or self._transport.is_closing():
                     return
                 self._hear(parse(head), body)
@@ -192,7 +192,7 @@ class Session(asyncio.BufferedProtocol):
         if not is_watched and not self._is_relay:
             self._silence = None
         name = hello.text("round", most=MOST_NAME)
-        self._hall.find_round(name, is_relay=self._is_relay, then=lambda found: self._join(found, is_watched))
+        self._state.find_round(name, is_relay=self._is_relay, then=lambda found: self._join(found, is_watched))
 
     def _join(self, found: Round | None, is_watched: bool) -> None:
         if found is None:
@@ -215,7 +215,7 @@ class Session(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._hall.know(self)
+        self._state.know(self)
         self._round = found
         self._decoder.most_bytes = MOST_BODY_BYTES
         if is_watched:
@@ -227,14 +227,14 @@ class Session(asyncio.BufferedProtocol):
         self.send(encode({"welcome": True}))
 
     def _refuse(self, refusal: Refused) -> None:
-        more = {"job": self._hall.access.job} if refusal.kind == "job" else {}
+        more = {"job": self._state.access.job} if refusal.kind == "job" else {}
         self.send(encode({"error": refusal.kind, **more}))
         self.close()
 
     def _watch(self) -> None:
         """Lose it, and all that have named the same machine, once it is silent for too long."""
         assert self._silence is not None
-        silent = self._hall.clock() - self._heard_at
+        silent = self._state.clock() - self._heard_at
         if silent < self._silence:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._silence - silent + 0.001, self._watch)
@@ -243,7 +243,7 @@ class Session(asyncio.BufferedProtocol):
         if self._is_relay:
             self._how_lost = f"the relay of {self._machine} was {how}"
         else:
-            self._hall.lose(self._machine, how)
+            self._state.lose(self._machine, how)
         self.abort()
 
     # what members ask
@@ -251,7 +251,7 @@ class Session(asyncio.BufferedProtocol):
     def _arrive(self, fields: Fields, body: Body) -> None:
         assert self._round is not None
         kind = fields.header["do"]
-        count = fields.integer("count", 1, self._hall.most_members)
+        count = fields.integer("count", 1, self._state.most_members)
         group = fields.text("group", most=MOST_NAME) if self._is_relay else self._group
         if self._is_relay:
             mask = members.from_ranges(fields.header.get("members"), count)
@@ -314,7 +314,7 @@ class Session(asyncio.BufferedProtocol):
     def _pulled(self, fields: Fields, body: Body) -> None:
         pull = self._pulls.pop(fields.integer("id", 0, 1 << 60), None)
         if pull is not None and not pull.done():
-            pull.set_result(times.read_many(_times_of(body), self._hall.most_members))
+            pull.set_result(times.read_many(_times_of(body), self._state.most_members))
 
 
 def _read_calls(told: Json, count: int) -> dict[str, int]:

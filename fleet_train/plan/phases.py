@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleet_train.plan.backend_bytes import Edge, Flow, flows
-from fleet_train.plan.hierarchy import leaders_of, teams
+from fleet_train.plan.hierarchy import leaders_of, local_groups
 from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveSpec:
     """One exchange over all ranks, the bytes of one rank's buffer and of one item.
 
     ``kind``: ``allreduce``, ``allgather``, or ``quantised``, a sum of float32 that travels as ``quantised`` says.
@@ -23,12 +23,12 @@ class Sent:
     between_item_bytes: int = 0
     """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
     flat: bool = False
-    """Over all ranks at once, although the plan has teams."""
+    """Over all ranks at once, although the plan has local groups."""
     quantised: QuantisedSettings | None = None
 
 
 @dataclass(frozen=True)
-class Leg:
+class CollectivePhase:
     """Collectives of one kind that run at the same time, one in each of ``groups`` (root first)."""
 
     kind: str
@@ -37,7 +37,7 @@ class Leg:
     item_bytes: int
 
     def flows(self) -> dict[Edge, Flow]:
-        """Every edge that this leg uses; a rank is in one group only, so edges do not meet."""
+        """Every edge that this phase uses; a rank is in one group only, so edges do not meet."""
         return {
             edge: flow
             for group in self.groups
@@ -45,36 +45,37 @@ class Leg:
         }
 
 
-def legs_of(world_size: int, team_size: int, payload: Sent) -> list[Leg]:
-    """What an exchange consists of: itself, or with teams (0 = none) the three steps of a hierarchical allreduce."""
+def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
+    """What an exchange consists of: itself, or with local groups (0 = none) the three phases of a hierarchical
+    allreduce."""
 
-    def leg(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> Leg:
+    def phase(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> CollectivePhase:
         nbytes = payload.nbytes // payload.item_bytes * item_bytes
-        return Leg(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
+        return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
     if not team_size or payload.flat or payload.kind == "allgather":
         everybody = range(world_size)
-        return _quantised(payload, everybody) if payload.quantised else [leg(payload.kind, [everybody])]
-    members = teams(world_size, team_size)
+        return _quantised(payload, everybody) if payload.quantised else [phase(payload.kind, [everybody])]
+    members = local_groups(world_size, team_size)
     leaders = leaders_of(members)
-    between = [leg("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
+    between = [phase("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
     if payload.quantised:
         between = _quantised(payload, leaders)
-    return [leg("reduce", members), *between, leg("broadcast", members)]
+    return [phase("reduce", members), *between, phase("broadcast", members)]
 
 
-def _quantised(payload: Sent, ranks: Sequence[int]) -> list[Leg]:
+def _quantised(payload: CollectiveSpec, ranks: Sequence[int]) -> list[CollectivePhase]:
     """All to all with the parts, if there are parts, and an all-gather."""
     assert payload.quantised is not None
     layout = QuantisedLayout(payload.nbytes // payload.item_bytes, len(ranks), payload.quantised)
     kinds = ("alltoall", "allgather") if layout.parts > 1 else ("allgather",)
-    return [Leg(kind, (tuple(ranks),), layout.part_bytes, 1) for kind in kinds]
+    return [CollectivePhase(kind, (tuple(ranks),), layout.part_bytes, 1) for kind in kinds]
 
 
-def sent_by_rank(legs: Iterable[Leg], world_size: int) -> tuple[float, ...]:
-    """Payload bytes that each rank sends in these legs, to wherever."""
+def sent_by_rank(phases: Iterable[CollectivePhase], world_size: int) -> tuple[float, ...]:
+    """Payload bytes that each rank sends in these phases, to wherever."""
     sent = [0.0] * world_size
-    for leg in legs:
-        for (sender, _), flow in leg.flows().items():
+    for phase in phases:
+        for (sender, _), flow in phase.flows().items():
             sent[sender] += flow.nbytes
     return tuple(sent)

@@ -33,7 +33,7 @@ class Connection(Protocol):
     def abort(self) -> None: ...
 
 
-class Hall:
+class ServerState:
     """Touched by the event loop's thread only, except where it is said."""
 
     def __init__(

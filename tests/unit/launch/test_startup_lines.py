@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.workers.chatter import Chatter, without_chatter
+from fleet_train.launch.workers.startup_lines import StartupLines, without_startup_lines
 from fleet_train.launch.workers.watching import Follower, end_of
 
 # What Paddle 3.3.1 prints in a job of two ranks on CPUs, and what its sources print on GPUs.
@@ -48,10 +48,10 @@ FLAGS of mine
 
 
 def in_pieces(text: str, size: int) -> str:
-    chatter = Chatter()
+    startup_lines = StartupLines()
     data = text.encode()
-    shown = b"".join(chatter.feed(data[at : at + size]) for at in range(0, len(data), size))
-    return (shown + chatter.rest()).decode()
+    shown = b"".join(startup_lines.feed(data[at : at + size]) for at in range(0, len(data), size))
+    return (shown + startup_lines.rest()).decode()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 4096])
@@ -64,27 +64,27 @@ def test_paddles_lines_are_left_out_and_all_others_stay_in_pieces_of_any_size(si
 
 def test_a_line_of_the_scripts_in_the_middle_of_the_table_is_shown() -> None:
     lines = PADDLES.splitlines(True)
-    assert without_chatter("".join([*lines[4:6], "step 1\n", *lines[6:]])) == "step 1\n"
+    assert without_startup_lines("".join([*lines[4:6], "step 1\n", *lines[6:]])) == "step 1\n"
 
 
 def test_progress_bars_and_prompts_are_shown_before_their_line_ends() -> None:
-    chatter = Chatter()
-    assert chatter.feed(b"\repoch 1 |##  |") == b"\repoch 1 |##  |"
-    assert chatter.feed(b"\repoch 1 |####|") == b"\repoch 1 |####|"
-    assert chatter.feed(b"\nWorking") == b"\n"
-    assert chatter.rest() == b"Working"
-    assert chatter.feed(b" ... done\n") == b" ... done\n"
-    assert chatter.feed(b"=" * 5000) == b"=" * 5000
+    startup_lines = StartupLines()
+    assert startup_lines.feed(b"\repoch 1 |##  |") == b"\repoch 1 |##  |"
+    assert startup_lines.feed(b"\repoch 1 |####|") == b"\repoch 1 |####|"
+    assert startup_lines.feed(b"\nWorking") == b"\n"
+    assert startup_lines.rest() == b"Working"
+    assert startup_lines.feed(b" ... done\n") == b" ... done\n"
+    assert startup_lines.feed(b"=" * 5000) == b"=" * 5000
 
 
 def test_bytes_that_are_no_text_pass() -> None:
-    assert Chatter().feed(b"\xff\x00\xfe\n") == b"\xff\x00\xfe\n"
+    assert StartupLines().feed(b"\xff\x00\xfe\n") == b"\xff\x00\xfe\n"
 
 
 def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> None:
     log, shown = tmp_path / "workerlog.0", bytearray()
     log.write_text(PADDLES + "one\n" + PADDLES + "Wait")
-    follower = Follower(log, show=shown.extend, passing=Chatter())
+    follower = Follower(log, show=shown.extend, passing=StartupLines())
     follower.pump()
     assert bytes(shown) == b"one\n"
     follower.pump()  # nothing has come since

@@ -47,7 +47,7 @@ _BEGINNINGS = (b"I", b"W", b"F", b"/", b"=", b" ")
 _LONGEST_LINE = 4096
 
 
-class Chatter:
+class StartupLines:
     """Takes a rank's output in pieces and gives back what of it is shown, unchanged and in its order."""
 
     def __init__(self) -> None:
@@ -103,7 +103,9 @@ class Everything:
         return b""
 
 
-def without_chatter(text: str) -> str:
+def without_startup_lines(text: str) -> str:
     """A whole text."""
-    chatter = Chatter()
-    return (chatter.feed(text.encode(errors="surrogateescape")) + chatter.rest()).decode(errors="surrogateescape")
+    startup_lines = StartupLines()
+    return (startup_lines.feed(text.encode(errors="surrogateescape")) + startup_lines.rest()).decode(
+        errors="surrogateescape"
+    )

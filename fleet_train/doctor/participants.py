@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Party:
+class Participants:
     """``ports``: of each node, those that a job would listen on. ``is_named``: this node by a name that means 127.*"""
 
     addresses: tuple[str, ...]
@@ -50,7 +50,7 @@ class Party:
         return len(self.addresses) == 1
 
 
-def find(where: Where, join_timeout_seconds: float) -> Party | None:
+def find(where: Where, join_timeout_seconds: float) -> Participants | None:
     """None for a process that its launcher has started beside another one on the same node, which does the work.
 
     Raises ClusterError for flags or variables that describe no usable cluster.
@@ -65,7 +65,7 @@ def find(where: Where, join_timeout_seconds: float) -> Party | None:
     return _of_rank(join_timeout_seconds)
 
 
-def _of_rank(join_timeout_seconds: float) -> Party | None:
+def _of_rank(join_timeout_seconds: float) -> Participants | None:
     found = cluster_from_environ(launch_environment(), parent_command())
     cluster, host = complete(found, join_timeout_seconds)
     if host is not None:
@@ -73,16 +73,16 @@ def _of_rank(join_timeout_seconds: float) -> Party | None:
     return of_cluster(cluster, os.environ) if cluster.local_rank == 0 else None
 
 
-def of_cluster(cluster: Cluster, environ: Mapping[str, str]) -> Party:
+def of_cluster(cluster: Cluster, environ: Mapping[str, str]) -> Participants:
     """The nodes of a job's ranks, with the ports of the ranks."""
     nodes = [[cluster.ranks[rank] for rank in cluster.ranks_on_node(node)] for node in range(cluster.node_num)]
     addresses = tuple(network.resolve(ranks[0].host) for ranks in nodes)
     ports = tuple(tuple(rank.port for rank in ranks) for ranks in nodes)
     index = cluster.this.node_index
-    return Party(addresses, index, ports, len(nodes[index]), _access(environ, addresses, index))
+    return Participants(addresses, index, ports, len(nodes[index]), _access(environ, addresses, index))
 
 
-def _of_flags(where: Where, join_timeout_seconds: float) -> Party:
+def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
     request = LaunchRequest(
         command=("doctor",),
         hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
@@ -102,7 +102,7 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Party:
     check_port_range(request.first_port, processes)
     ports = tuple(range(request.first_port, request.first_port + processes + 1))  # the ranks', and the job store's
     access = _access(os.environ, hosts, index, addresses[index])
-    return Party(addresses, index, (ports,) * len(addresses), processes, access, named == index)
+    return Participants(addresses, index, (ports,) * len(addresses), processes, access, named == index)
 
 
 def without_loopback_name(
