@@ -4,14 +4,14 @@ FleetTrainError                  1  something of ours, not more specific
 ├── PaddleUnusable               3  Paddle is missing, too old, or switched to the old IR
 ├── ProfileError                 4  a profile or strategy asks for something that cannot be done
 ├── ClusterError                 5  the launch flags or the environment describe no usable cluster
-│   └── JoinTimeout              6  ranks did not come within the bound
+│   └── JoinTimeout              6  ranks did not arrive within the bound
 ├── ConversionError              7  the program cannot be converted as asked
 ├── ScheduleMismatch             8  ranks disagree on what will be communicated
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
-├── Preempted                   12  stopped in good order because it was asked to (SIGTERM); start it again to go on
+├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to go on
 └── NotFinite                   13  the loss or the weights have become NaN or infinite
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Absence:
-    """A member that others waited for in vain, and what became of it: ``did not come to step 4 within 2 s``."""
+    """A member that others waited for in vain, and what became of it: ``did not arrive at step 4 within 2 s``."""
 
     member: int
     kind: str
@@ -72,7 +72,7 @@ class ClusterError(FleetTrainError):
 
 
 class JoinTimeout(ClusterError):
-    """Some ranks did not come within the bound; the message lists them with their hosts."""
+    """Some ranks did not arrive within the bound; the message lists them with their hosts."""
 
     exit_code = 6
 

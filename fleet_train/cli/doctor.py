@@ -38,7 +38,7 @@ Exit codes:
   0        no FAIL
   1        a FAIL; the last line names the first ones
   2, 5     flags, addresses: nothing was examined
-  6        a machine did not come; those that did were examined
+  6        a machine did not connect; those that did were examined
 """
 
 

@@ -30,8 +30,8 @@ What follows --script SCRIPT is the script's.
 \b
 Exit codes:
   0        a profile is recommended and written
-  1        no trial came to its end, or the script did not come as far as its first steps
-  2 to 6   flags, Paddle, addresses or ports, a machine that did not come
+  1        no trial came to its end, or the script did not get as far as its first steps
+  2 to 6   flags, Paddle, addresses or ports, a machine that did not connect
   8, 11    machines were started differently; a machine or a supervisor was lost
 """
 

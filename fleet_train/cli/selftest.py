@@ -35,7 +35,7 @@ As the program of a launcher, one process per rank:
 Exit codes:
   0        nothing has failed
   1        a check has failed, or all were left out; the last line says which
-  2 to 6   flags, Paddle, addresses or ports, a machine that did not come
+  2 to 6   flags, Paddle, addresses or ports, a machine that did not connect
   8, 11    machines were started differently; a machine or a supervisor was lost
 """
 

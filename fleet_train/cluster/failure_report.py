@@ -27,7 +27,7 @@ class FailureReport:
     kind: str
     """``raised``, ``exited`` (both said by itself); ``missing``, ``left``, ``lost`` (said by others, see Absence)."""
     what: str
-    """A few words for the table: ``ValueError``, ``sys.exit(3)``, ``did not come to step 4 within 2 s``."""
+    """A few words for the table: ``ValueError``, ``sys.exit(3)``, ``did not arrive at step 4 within 2 s``."""
     message: str
     """One line that names the rank, for whoever waits."""
     exit_code: int

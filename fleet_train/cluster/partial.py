@@ -57,8 +57,8 @@ class PartialCluster:
 def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple[Cluster, StoreHost | None]:
     """Meet all ranks and learn where they are; with the handle of the store that rank 0 hosts from now on.
 
-    A cluster that is whole is given back as it is. Raises JoinTimeout naming the ranks that did not come, ClusterError
-    where rank 0's node cannot be found or is another machine than rank 0's.
+    A cluster that is whole is given back as it is. Raises JoinTimeout naming the ranks that did not connect,
+    ClusterError where rank 0's node cannot be found or is another machine than rank 0's.
     """
     if isinstance(cluster, Cluster):
         return cluster, None

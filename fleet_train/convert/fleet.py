@@ -153,7 +153,7 @@ def init(
     ``role_maker``: ``PaddleCloudRoleMaker(is_collective=True)``, ``UserDefinedRoleMaker(is_collective=True, ...)``,
     Paddle's role makers of these names, or None. ``strategy`` is the default of ``distributed_optimizer``. Bounded by
     the launcher's ``--join_timeout`` (300 s). Raises ClusterError when the environment describes no usable cluster,
-    JoinTimeout naming the ranks that did not come, ScheduleMismatch when ranks disagree on versions.
+    JoinTimeout naming the ranks that did not connect, ScheduleMismatch when ranks disagree on versions.
     """
     given = one_of("init", role=role, role_maker=role_maker)
     if isinstance(given, (bool, str, DistributedStrategy)):
@@ -298,7 +298,7 @@ def should_fetch(step: int) -> bool:
 
 
 def request_stop(reason: str) -> None:
-    """Ask all ranks to stop in good order; safe in a signal handler. Any rank may ask; nothing is sent at once."""
+    """Ask all ranks to stop gracefully; safe in a signal handler. Any rank may ask; nothing is sent at once."""
     _current().job.notes.request_stop(reason)
 
 
@@ -329,5 +329,5 @@ def loss_scale() -> float | None:
 
 
 def shutdown() -> None:
-    """Leave the job in good order; called at exit by itself. A process of several cannot join again after it."""
+    """Leave the job gracefully; called at exit by itself. A process of several cannot join again after it."""
     session.end()

@@ -177,7 +177,7 @@ class Examiner:
                 if told is not None:
                     groups[node] = from_json(GroupResult, told)
             except ValueError:
-                continue  # named as a node whose report did not come
+                continue  # named as a node whose report did not arrive
         return Examination(
             self.participants.addresses, reports, groups, self.participants.ports[self.participants.index][0]
         )

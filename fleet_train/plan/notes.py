@@ -161,7 +161,7 @@ def _running(profile: Profile) -> list[Note]:
         Note("divergence_check_steps", f"a digest of the parameters is compared {_when_compared(profile)}"),
         Note(
             "collective_timeout_seconds",
-            f"a rank that does not come is named after {profile.collective_timeout_seconds} s",
+            f"a rank that does not arrive is named after {profile.collective_timeout_seconds} s",
         ),
         *_barriers(profile.barrier_every_steps),
         Note("fetch_frequency", _fetching(profile.fetch_frequency)),

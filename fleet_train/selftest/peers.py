@@ -94,7 +94,7 @@ class Peers:
             self.close()
 
     def leave(self) -> None:
-        """An orderly goodbye. Rank 0's store may be gone already: all have met before."""
+        """A graceful goodbye. Rank 0's store may be gone already: all have met before."""
         with contextlib.suppress(WorkerFailed):
             self._client.leave()
 

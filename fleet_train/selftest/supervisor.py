@@ -182,7 +182,7 @@ def not_done(groups: Sequence[str], failed: str) -> list[Result]:
 
 
 def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
-    """The ranks did not come as far as the fault."""
+    """The ranks did not get as far as the fault."""
     found = judge_ends(cluster, others)
     why = found[0].words if found else "no rank says why"
-    return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not come as far as that: {why}")
+    return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not get as far as that: {why}")

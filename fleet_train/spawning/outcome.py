@@ -45,7 +45,7 @@ def results(outcomes: Sequence[RankOutcome], told: Sequence[FailureReport], node
         raise _error(first, outcomes, node, log_dir)
     for outcome in outcomes:
         if outcome.kind == "preempted":
-            raise Preempted(f"rank {outcome.rank} has stopped in good order: {outcome.message}")
+            raise Preempted(f"rank {outcome.rank} has stopped gracefully: {outcome.message}")
     return [outcome.result or b"" for outcome in outcomes]
 
 

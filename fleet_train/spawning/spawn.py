@@ -43,8 +43,8 @@ def spawn(
     ``strategy``: a profile's name or path, a `DistributedStrategy` or a `Profile`: the default of the ranks' ``fleet``.
     ``log_dir``: a folder for ``workerlog.N``, the output of each rank. ``join_timeout_seconds`` bounds ``fleet.init``.
 
-    Raises RankFailed naming the rank that failed first, with its traceback; Preempted where the ranks have stopped in
-    good order because they were asked to; ClusterError and ProfileError for calls that cannot be carried out. Ctrl-C
+    Raises RankFailed naming the rank that failed first, with its traceback; Preempted where the ranks have stopped
+    gracefully because they were asked to; ClusterError and ProfileError for calls that cannot be carried out. Ctrl-C
     ends all ranks.
     """
     inside.refuse_within_a_rank(os.environ)

@@ -243,11 +243,11 @@ def test_a_rank_that_returns_without_joining_is_not_waited_for() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_ranks_that_stop_in_good_order_are_no_failure() -> None:
+def test_ranks_that_stop_gracefully_are_no_failure() -> None:
     def stops() -> None:
         raise Preempted("SIGTERM came; the state is saved")
 
-    with pytest.raises(Preempted, match=r"rank 0 has stopped in good order: .*the state is saved"):
+    with pytest.raises(Preempted, match=r"rank 0 has stopped gracefully: .*the state is saved"):
         spawn(stops)
 
 

@@ -90,7 +90,7 @@ def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
     result = run("stall", tmp_path, patience_after_failure_seconds=1.0)
     assert result.exit_codes[0] == WorkerFailed.exit_code, result.report()
     assert "step 4: rank 1 (127.0.0.3:" in last_line(result, 0)
-    assert last_line(result, 0).endswith("did not come within 2 s")
+    assert last_line(result, 0).endswith("did not arrive within 2 s")
     assert time.monotonic() - began < 90
 
 
@@ -139,7 +139,7 @@ def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path:
     for rank in (0, 2):
         assert "WorkerFailed: step 4, bucket 0 (" in last_line(result, rank), result.report()
         assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
-        assert "did not come within 5 s" in last_line(result, rank), result.report()
+        assert "did not arrive within 5 s" in last_line(result, rank), result.report()
         assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
 
 
@@ -178,7 +178,7 @@ def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> N
     assert codes <= {JoinTimeout.exit_code, WorkerFailed.exit_code}, result.report()
     for rank in (0, 2):
         assert "join: rank 1 (127.0.0.3:" in last_line(result, rank)
-        assert last_line(result, rank).endswith("did not come within 4 s")
+        assert last_line(result, rank).endswith("did not arrive within 4 s")
 
 
 @pytest.mark.parametrize(

@@ -59,14 +59,14 @@ def test_a_rank_that_is_stopped_is_named(kind: str, tmp_path: Path) -> None:
     assert not result.ranks[0].killed
     assert not result.ranks[2].killed
     for rank in (0, 2):
-        assert re.search(r"WorkerFailed: step 4.*: rank 1 \(\S+\) did not come within", last_words(result, rank))
+        assert re.search(r"WorkerFailed: step 4.*: rank 1 \(\S+\) did not arrive within", last_words(result, rank))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("stopped", "did not come within"),
+        ("stopped", "did not arrive within"),
         ("killed", "was lost"),
         ("leaves", "has finished and left the job while others still wait for it"),
     ],

@@ -77,7 +77,7 @@ class Meeting:
         for rank in self._ranks:
             while not (self._folder / f"meet-{self._count}-{rank}").exists():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} did not come to meeting {self._count} of the benchmark")
+                    raise TimeoutError(f"rank {rank} did not arrive at meeting {self._count} of the benchmark")
                 time.sleep(0.001)
 
     def averaged(self, weights: Weights, on_rank: int) -> Weights | None:

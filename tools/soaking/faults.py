@@ -168,7 +168,7 @@ class Faults:
                 self._start_again(service)
             self._refuse_ended(without)
             if time.monotonic() > deadline:
-                raise SoakFailed(f"the job did not come to {what} within {_PATIENCE_SECONDS:g} s")
+                raise SoakFailed(f"the job did not get to {what} within {_PATIENCE_SECONDS:g} s")
             self.machines.leader()
             time.sleep(_POLL_SECONDS)
         return found

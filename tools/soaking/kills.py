@@ -83,7 +83,7 @@ def _await_moment(running: Running, attempt: int, plan: PlannedKill, world_size:
 def _await(running: Running, condition: Callable[[], bool], what: str, pause_seconds: float = 0.02) -> None:
     if not running.wait_until(condition, _ATTEMPT_SECONDS, pause_seconds):
         raise SoakFailed(
-            f"attempt {running.attempt()} did not come to {what} within {_ATTEMPT_SECONDS:g} s; exit codes "
+            f"attempt {running.attempt()} did not get to {what} within {_ATTEMPT_SECONDS:g} s; exit codes "
             f"{running.exit_codes()}, see the logs in {running.job.folder}"
         )
 

@@ -185,7 +185,7 @@ class StoreClient:
 
         ``value``: anything that JSON can hold, at most 64 MB.
         ``call``: what the member's script has called to get here, for messages; empty for a step of training.
-        Raises JoinTimeout naming who did not come; WorkerFailed naming a member that died, left, or reported a
+        Raises JoinTimeout naming who did not arrive; WorkerFailed naming a member that died, left, or reported a
         failure; ScheduleMismatch when the members do not agree on ``count``. The first two say in ``absent`` what the
         members did that are to blame.
         """
@@ -223,7 +223,7 @@ class StoreClient:
         except JoinTimeout as error:
             on_all = self._words.on_all(call)
             told = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{on_all}")
-            raise with_absent(told, error.absent, f" to {call or name} within {timeout_seconds:g} s") from None
+            raise with_absent(told, error.absent, f" at {call or name} within {timeout_seconds:g} s") from None
         except WorkerFailed as error:
             raise with_absent(error, error.absent, f" while others waited for it at {call or name}") from None
 

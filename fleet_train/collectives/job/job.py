@@ -152,7 +152,7 @@ class Job:
         """Wait until every rank stands before the same collective. No meeting that ``meetings`` counts.
 
         Gloo's own wait ends after 30 s, whatever the reason, without a name. A step barrier makes the bound ours: a
-        rank may be busy for minutes (saving, evaluating), and one that does not come is named.
+        rank may be busy for minutes (saving, evaluating), and one that does not arrive is named.
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
@@ -299,7 +299,7 @@ class Job:
                 client.fail(report.to_json())
 
     def leave(self) -> None:
-        """An orderly goodbye; the store goes on for those that are still at work."""
+        """A graceful goodbye; the store goes on for those that are still at work."""
         if self._left:
             return
         self._left = True

@@ -30,7 +30,7 @@ from fleet_train.errors import ClusterError, ScheduleMismatch
 def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
     """Meet all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
 
-    Raises JoinTimeout with the ranks and hosts that did not come, ScheduleMismatch when ranks disagree,
+    Raises JoinTimeout with the ranks and hosts that did not connect, ScheduleMismatch when ranks disagree,
     ClusterError when this process was given an address that is not this machine's.
     """
     cluster, host = complete(cluster, timeout_seconds)

@@ -15,7 +15,7 @@ from fleet_train.convert.settings.keywords import needed, one_of
 def barrier_worker(timeout_seconds: float | None = None) -> None:
     """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
 
-    Raises WorkerFailed naming the ranks that did not come, died or left.
+    Raises WorkerFailed naming the ranks that did not arrive, died or left.
     """
     meet("fleet.barrier_worker()", timeout_seconds)
 
@@ -49,6 +49,6 @@ def agree(name: str, value: Any) -> None:
 def gather(value: Any) -> list[Any]:
     """The JSON value of every rank, by rank, on every rank. For facts, not for tensors: it goes through the store.
 
-    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not come, died or left.
+    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not arrive, died or left.
     """
     return values_of_all("fleet.gather()", value)

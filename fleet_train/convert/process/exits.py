@@ -76,7 +76,7 @@ def _skip_teardown_of_libraries() -> None:
 def report(error: BaseException) -> None:
     """Tell the other ranks that this one stops because of ``error``, or whom it has missed when that is the cause.
 
-    ``Preempted`` is no failure: all ranks stop at the same step, each leaves in good order.
+    ``Preempted`` is no failure: all ranks stop at the same step, each leaves gracefully.
     """
     job = _watched()
     if job is not None and not isinstance(error, Preempted):

@@ -10,7 +10,7 @@ from fleet_train.errors import JoinTimeout
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 ABSENT = "absent"
-"""The id of the finding that names a node that did not come."""
+"""The id of the finding that names a node that did not connect."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: no FAIL; 6: a node did not come; 1: anything else has failed."""
+    """0: no FAIL; 6: a node did not connect; 1: anything else has failed."""
     failed = [one for one in findings if one.level == FAIL]
     if any(one.id == ABSENT for one in failed):
         return JoinTimeout.exit_code

@@ -1,4 +1,4 @@
-"""Findings of one node's place in the network: its name, routes, ports and variables; and who did not come."""
+"""Findings of one node's place in the network: its name, routes, ports and variables; and who did not connect."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def absent(examined: Examination) -> Iterator[Finding]:
         tried = next(
             (one for r in examined.reports.values() for one in r.tries if one.target == index and one.seen_as), None
         )
-        why = f"; seen by {', '.join(met)}, but its report did not come" if met else ""
+        why = f"; seen by {', '.join(met)}, but its report did not arrive" if met else ""
         why += f"; it said: {tried.outcome}: {tried.seen_as}" if tried and not met else ""
         yield Finding(
-            GROUP, ABSENT, FAIL, (examined.host(index),), f"did not come{why}", "--join_timeout",
+            GROUP, ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
             f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",
         )  # fmt: skip
     if not missing:

@@ -34,8 +34,8 @@ _RECORD_SECONDS = 1.0
 
 class Cause(Enum):
     ALL_ENDED_WELL = "all ranks of this node have ended with 0"
-    PREEMPTED = "all ranks of this node have ended, and some stopped in good order because they were asked to"
-    STOPPED = "the job was asked to stop, and the ranks of this node have not stopped in good order"
+    PREEMPTED = "all ranks of this node have ended, and some stopped gracefully because they were asked to"
+    STOPPED = "the job was asked to stop, and the ranks of this node have not stopped gracefully"
     RANK_FAILED = "a rank of this node has failed"
     TOLD = "somebody else has reported a failure"
     STORE_LOST = "the leader's launcher has vanished"

@@ -238,7 +238,7 @@ def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
 
 
 def _stopped(group: _WorkerGroup, number: int, exit_code: int) -> RunResult:
-    """Ctrl-C, a second signal, or ranks of this node that did not stop in good order after the first one."""
+    """Ctrl-C, a second signal, or ranks of this node that did not stop gracefully after the first one."""
     message = f"{group.launch.node.describe()} was stopped by {request_name(number)}"
     return _end_by_force(group, message, exit_code)
 

@@ -146,7 +146,7 @@ class Membership:
             if time.monotonic() > deadline:
                 raise JoinTimeout(
                     f"the launcher of {self.node.describe(0)}, which hosts the job store at {self.node.store_endpoint},"
-                    f" did not come within {timeout_seconds:g} s; start it with the same --cluster_node_ips and "
+                    f" did not connect within {timeout_seconds:g} s; start it with the same --cluster_node_ips and "
                     "--started_port, or check that this port is not blocked by a firewall"
                 )
             time.sleep(_POLL_SECONDS)

@@ -58,7 +58,7 @@ class Rendezvous:
         answer_seconds: float = 10.0,
         access: Access | None = None,
     ) -> Rendezvous:
-        """Take the place. Raises JoinTimeout when the leader, which hosts the store, does not come."""
+        """Take the place. Raises JoinTimeout when the leader, which hosts the store, does not connect."""
         client = StoreClient.connect(
             f"{node.store_endpoint}/{round_number}",
             node.index,
@@ -108,7 +108,7 @@ class Rendezvous:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise JoinTimeout(
-                        f"{awaited} did not come within {timeout_seconds:g} s (--join_timeout); start the launcher "
+                        f"{awaited} did not connect within {timeout_seconds:g} s (--join_timeout); start the launcher "
                         "there with the same node list in the same order"
                     ) from None
                 say(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")

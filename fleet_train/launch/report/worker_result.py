@@ -106,7 +106,7 @@ class WorkerResult:
         if self.exit_code == WorkerFailed.exit_code:
             return f"exit code {self.exit_code} (another rank was lost)"
         if self.preempted:
-            return f"exit code {self.exit_code} (stopped in good order)"
+            return f"exit code {self.exit_code} (stopped gracefully)"
         return "finished" if self.succeeded else f"exit code {self.exit_code}"
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def signal_name(number: int) -> str:
 
 
 def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
-    """The rank that failed first by itself; None when all succeeded or stopped in good order.
+    """The rank that failed first by itself; None when all succeeded or stopped gracefully.
 
     Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
     """

@@ -34,7 +34,7 @@ class Settings(ProgramKnobs):
         ge=1,
         le=86_400,
         meaning="How long a rank waits for another one inside a step before it stops.",
-        reason="The rank stops with an error that names the bucket and the ranks that did not come.",
+        reason="The rank stops with an error that names the bucket and the ranks that did not arrive.",
     )
     environment: dict[str, str] = knob(
         factory=dict,

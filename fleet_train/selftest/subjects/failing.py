@@ -58,7 +58,7 @@ def skip(job: Job) -> None:
     """Take part in no collective any more.
 
     Where calls are enqueued, this rank meets the others, and then does not begin its part. Gloo's own wait for that
-    lasts 30 s and names nobody, so there it does not come to the meeting either: it computes on, without the others.
+    lasts 30 s and names nobody, so there it does not arrive at the barrier either: it computes on, without the others.
     """
     if job.engine.side_by_side:
         compute_on()

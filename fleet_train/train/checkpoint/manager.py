@@ -107,7 +107,7 @@ class Checkpoints:
         keep: newest checkpoints that are kept.
         keep_best: also keep the one with the highest score, however old it is.
         background: write while training goes on; one at a time.
-        timeout_seconds: how long a write may be waited for: by the next one, at the end, and at an orderly stop.
+        timeout_seconds: how long a write may be waited for: by the next one, at the end, and at a graceful shutdown.
         copies: nodes that keep each checkpoint, each in its own `output`: rank 0's and those behind it in the order of
             the nodes. 1 = rank 0's alone. Training does not wait for the transfers.
         say: gets the message when one could not be written, on rank 0. None = standard error.

@@ -205,4 +205,4 @@ def test_a_machine_that_is_lost_meanwhile_is_named_in_time(two: Two, tmp_path: P
             each.send_signal(signal.SIGSTOP)
         job.wait_until(lambda: job.started[1].process.poll() is not None, WHOLE_SECONDS, "the second doctor ends")
         output = job.started[1].output
-        assert f"FAIL  absent  {host(0, two)}: did not come" in output, output
+        assert f"FAIL  absent  {host(0, two)}: did not connect" in output, output

@@ -49,7 +49,7 @@ def test_a_node_with_another_secret_is_refused_at_once(bench: Bench, tmp_path: P
     ended = bench.ended()
     assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
     assert "another secret than this node; give every node the same --job_secret_file" in ended[1].output
-    assert f"node 1 ({HOSTS[1]}) did not come within 8 s" in first.output
+    assert f"node 1 ({HOSTS[1]}) did not connect within 8 s" in first.output
 
 
 def test_the_launcher_of_another_job_is_refused_by_name(bench: Bench) -> None:

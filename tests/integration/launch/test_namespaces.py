@@ -20,7 +20,7 @@ import os
 print(os.environ["PADDLE_TRAINER_ID"], os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
 """
 
-# Ends in good order when it is no longer the first attempt.
+# Ends gracefully when it is no longer the first attempt.
 _WAIT = """
 import os, time
 print("attempt", os.environ["FLEET_TRAIN_ATTEMPT"], "rank", os.environ["PADDLE_TRAINER_ID"], flush=True)

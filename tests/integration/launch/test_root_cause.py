@@ -27,7 +27,7 @@ def check_table(bench: Bench, output: str, guilty: str, how: str) -> None:
 
 _LEFT = r"left the job while others waited for it at step 3"
 _BROKE = r"was lost \(its connection broke\) while others waited for it at step 3"
-_MISSED = r"did not come to step 3 within 2 s"
+_MISSED = r"did not arrive at step 3 within 2 s"
 
 
 @pytest.mark.long
@@ -42,7 +42,7 @@ _MISSED = r"did not come to step 3 within 2 s"
         ("raise SystemExit 3", 3, rf"exit code 3 \({_LEFT}\)", None, "left the job"),
         ("exit 0", 11, rf"exit code 0 \({_LEFT}\)", None, "left the job"),
         ("os._exit 0", 11, rf"exit code 0 \({_BROKE}\)", None, "was lost"),
-        ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not come within 2 s"),
+        ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not arrive within 2 s"),
     ],
 )  # fmt: skip
 def test_the_rank_that_failed_is_named_on_both_nodes(

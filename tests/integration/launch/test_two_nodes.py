@@ -129,6 +129,6 @@ def test_a_node_that_does_not_come_is_named(bench: Bench) -> None:
     (ended,) = bench.ended()
     assert ended.exit_code == 6
     assert ended.output.splitlines()[-1].startswith(
-        "fleet_train: JoinTimeout: node 1 (127.0.0.3) did not come within 1.5 s (--join_timeout)"
+        "fleet_train: JoinTimeout: node 1 (127.0.0.3) did not connect within 1.5 s (--join_timeout)"
     )
     assert sys.executable not in ended.output

@@ -34,15 +34,15 @@ def test_an_exception_is_this_ranks_own_failure() -> None:
 
 
 def test_who_is_missed_has_failed_and_who_was_told_has_nothing_to_report() -> None:
-    error = WorkerFailed("step 4: rank 0, rank 1 did not come within 2 s")
-    with_absent(error, [Absence(0, "missing", "did not come"), Absence(1, "missing", "did not come")], " to step 4")
+    error = WorkerFailed("step 4: rank 0, rank 1 did not arrive within 2 s")
+    with_absent(error, [Absence(0, "missing", "did not arrive"), Absence(1, "missing", "did not arrive")], " at step 4")
     reports = reports_of(error, THIS, NAME, "stopped with {kind}")
     assert [(each.rank, each.reporter, each.kind, each.what, each.exit_code) for each in reports] == [
-        (0, 2, "missing", "did not come to step 4", 11),
-        (1, 2, "missing", "did not come to step 4", 11),
+        (0, 2, "missing", "did not arrive at step 4", 11),
+        (1, 2, "missing", "did not arrive at step 4", 11),
     ]
     assert reports[0].message == str(error)
-    late = with_absent(JoinTimeout("join: rank 1 did not come within 4 s"), [Absence(1, "missing", "did not come")])
+    late = with_absent(JoinTimeout("join: rank 1 did not arrive within 4 s"), [Absence(1, "missing", "did not arrive")])
     assert [each.exit_code for each in reports_of(late, THIS, NAME, "could not join")] == [6]
     assert reports_of(WorkerFailed("rank 1 stopped with ValueError: boom"), THIS, NAME, "stopped with {kind}") == []
 

@@ -115,7 +115,7 @@ def test_who_is_missing_is_named_through_the_tree(tree: Tree) -> None:
     found = tree.all(lambda client: client.barrier("step 3", None, SIZE, 2.0), present)
     assert time.monotonic() - began < 30
     assert all(isinstance(error, JoinTimeout) for error in found)
-    assert {str(error) for error in found} == {"step 3: rank 7, rank 12, rank 13 did not come within 2 s"}
+    assert {str(error) for error in found} == {"step 3: rank 7, rank 12, rank 13 did not arrive within 2 s"}
     assert [each.member for each in found[0].absent] == [7, 12, 13]
     # The next round of the same barrier starts clean.
     assert all(not isinstance(answer, Exception) for answer in tree.all(lambda c: c.barrier("step 3", None, SIZE, 10)))
@@ -124,7 +124,7 @@ def test_who_is_missing_is_named_through_the_tree(tree: Tree) -> None:
 def test_whose_patience_ends_first_is_not_missed_by_the_others(tree: Tree) -> None:
     present = [member for member in range(SIZE) if member != 4]
     found = tree.all(lambda client: client.barrier("s", None, SIZE, 1.5 if client.member == 9 else 4.0), present)
-    assert {str(error).partition(" within")[0] for error in found} == {"s: rank 4 did not come"}
+    assert {str(error).partition(" within")[0] for error in found} == {"s: rank 4 did not arrive"}
 
 
 def test_a_member_that_dies_is_named_to_all_at_once(tree: Tree) -> None:

@@ -69,7 +69,7 @@ def test_gather_can_be_repeated_under_the_same_name(server: StoreServer) -> None
 def test_gather_timeout_names_the_missing_members(server: StoreServer) -> None:
     one = connect(server, 0, describe=lambda i: f"rank {i} (10.0.0.{i}:6170)")
     with pytest.raises(
-        JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\), rank 2 \(10.0.0.2:6170\) did not come within 0.2 s"
+        JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\), rank 2 \(10.0.0.2:6170\) did not arrive within 0.2 s"
     ):
         one.all_gather("join", None, 3, 0.2)
 
@@ -148,17 +148,17 @@ def test_every_failure_report_is_kept_with_its_time_on_one_clock(server: StoreSe
 def test_whose_patience_ends_first_is_not_missed_by_the_others(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     thread, results = in_thread(lambda: two.all_gather("step 4", None, 3, 1.0))
-    with pytest.raises(JoinTimeout, match="rank 2 did not come"):
+    with pytest.raises(JoinTimeout, match="rank 2 did not arrive"):
         one.all_gather("step 4", None, 3, 0.1)
     thread.join()
-    assert str(results[0]) == "step 4: rank 2 did not come within 1 s"
+    assert str(results[0]) == "step 4: rank 2 did not arrive within 1 s"
 
 
 def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     with pytest.raises(JoinTimeout) as late:
         one.all_gather("step 4", None, 2, 0.1)
-    assert late.value.absent == (Absence(1, "missing", "did not come to step 4 within 0.1 s"),)
+    assert late.value.absent == (Absence(1, "missing", "did not arrive at step 4 within 0.1 s"),)
     two.leave()
     with pytest.raises(WorkerFailed) as left:
         one.all_gather("step 5", None, 2, 5)
@@ -332,6 +332,6 @@ def test_members_at_different_steps_are_asked_for_their_batches(server: StoreSer
 def test_member_that_does_not_come_to_a_call_is_told_with_the_call(server: StoreServer) -> None:
     one, _ = connect(server, 0), connect(server, 1)
     with pytest.raises(
-        JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not come within 0\.2 s; call fleet\."
+        JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not arrive within 0\.2 s; call fleet\."
     ):
         one.all_gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")

@@ -207,7 +207,7 @@ def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
     without = replace(without, reports={i: replace(one, present=(0, 2)) for i, one in without.reports.items()})
     found = judge(without, ("network",))
     (absent,) = [one for one in found if one.level == FAIL]
-    assert (absent.hosts, absent.measured) == ((host(1),), "did not come")
+    assert (absent.hosts, absent.measured) == ((host(1),), "did not connect")
     assert exit_code(found) == 6
 
 

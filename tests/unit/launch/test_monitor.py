@@ -127,7 +127,7 @@ def own(rank: int, seconds: float) -> FailureReport:
 
 
 def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
-    return FailureReport(rank, 0, kind, "did not come", "rank ...", 11, (), seconds)
+    return FailureReport(rank, 0, kind, "did not arrive", "rank ...", 11, (), seconds)
 
 
 def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | None:

@@ -102,7 +102,7 @@ def test_a_fact_that_only_one_side_has_differs(nodes: list[Node]) -> None:
 def test_a_missing_node_is_named(nodes: list[Node]) -> None:
     said: list[str] = []
     rendezvous = Rendezvous.open(nodes[0], 0, 1.0)
-    with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not come within 1.5 s"):
+    with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not connect within 1.5 s"):
         rendezvous.join(FACTS, 0, 1.5, said.append)
     assert said[0].startswith("waiting for node 1 (127.0.0.2)")
     rendezvous.close()
@@ -133,7 +133,7 @@ def test_the_first_failure_reaches_the_other_node(pair: list[Rendezvous]) -> Non
         }  # fmt: skip
 
 
-REPORT = FailureReport(1, 0, "missing", "did not come to step 4", "step 4: rank 1 ...", 11)
+REPORT = FailureReport(1, 0, "missing", "did not arrive at step 4", "step 4: rank 1 ...", 11)
 
 
 def test_reports_of_ranks_are_one_story_on_all_nodes_and_a_launchers_word_comes_first(

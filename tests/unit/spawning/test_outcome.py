@@ -67,9 +67,9 @@ def test_who_followed_is_not_named_although_it_ended_first() -> None:
 
 
 def test_a_rank_that_others_have_missed_is_named() -> None:
-    missed = FailureReport(2, 0, "missing", "did not come to step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
+    missed = FailureReport(2, 0, "missing", "did not arrive at step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
     error = failure([secondary(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
-    assert "rank 2 of 3 failed first: did not come to step 4 within 2 s, then stopped by SIGTERM" in str(error)
+    assert "rank 2 of 3 failed first: did not arrive at step 4 within 2 s, then stopped by SIGTERM" in str(error)
 
 
 def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
@@ -95,7 +95,7 @@ def test_the_folder_of_the_logs_is_named() -> None:
 
 def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> None:
     ranks = [replace(WELL, rank=rank, status=12, result=None, kind="preempted", message="SIGTERM") for rank in (0, 1)]
-    with pytest.raises(Preempted, match="rank 0 has stopped in good order: SIGTERM"):
+    with pytest.raises(Preempted, match="rank 0 has stopped gracefully: SIGTERM"):
         results(ranks, (), NODE, "")
     unguarded = replace(raised(0, 1.0), kind="unguarded", message="put it below a guard")
     with pytest.raises(ClusterError, match=r"^put it below a guard$"):

@@ -34,8 +34,8 @@ class Words:
         match answer["error"]:
             case "timeout":
                 who = answer["missing"]
-                missing = [Absence(member, "missing", "did not come") for member in _few(who)]
-                return with_absent(JoinTimeout(f"{self.names(who)} did not come"), missing)
+                missing = [Absence(member, "missing", "did not arrive") for member in _few(who)]
+                return with_absent(JoinTimeout(f"{self.names(who)} did not arrive"), missing)
             case "gone":
                 return self._gone(json.loads(body), answer.get("call", ""))
             case "failed":

@@ -39,7 +39,7 @@ from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SEC
 FINISH_SECONDS = 300.0
 """For copies that are under way at the end of a training."""
 STOP_SECONDS = 20.0
-"""For them at an orderly stop, below the 30 s of grace that the launcher gives."""
+"""For them at a graceful shutdown, below the 30 s of grace that the launcher gives."""
 _POLL_SECONDS = 1.0
 
 
