@@ -1,6 +1,6 @@
 """A program of your own in the training loop: a network learns y = sin(3 x) from noisy samples.
 
-The loop brings sharded data, evaluation over all ranks, checkpoints, resume, graceful shutdowns on SIGTERM and metrics. Any
+The loop brings sharded data, evaluation over all ranks, checkpoints, resume, graceful shutdown on SIGTERM, metrics. Any
 static program will do; this one has two feeds and a loss, and nothing in it knows how many ranks there are.
 
     python -m fleet_train launch --nproc_per_node=2 tools/examples/own_program.py --output_dir runs/own
