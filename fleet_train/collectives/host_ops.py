@@ -1,9 +1,9 @@
 """Host operators: Python that runs inside a static program. The only place that emits operators.
 
 ``paddle.static.register_op`` (public since Paddle 3.3) binds by parameter names and cannot bind ``*args``, so the
-functions are made with as many named parameters as the operator has inputs. Its infer_meta must return a tuple.
-Paddle hands an exception of a host operator to ``sys.excepthook`` at once, on whatever thread, and then raises a
-SystemError without a cause out of the executor: such exceptions are marked, so that ours can tell the two apart.
+functions have as many named parameters as the operator has inputs. Its infer_meta must return a tuple.
+Paddle passes an exception of a host operator to ``sys.excepthook`` at once, on whatever thread, and then raises a
+SystemError without a cause out of the executor: marking such exceptions lets our hook tell the two apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fleet_train.collectives.local_sgd.averager import Held
 from fleet_train.collectives.paddle_compat.modes import operators_in_dynamic_mode
 from fleet_train.plan import Bucket
 
-# Names are global in a process and bound to one function: two programs must not share one.
+# Names are global in a process and bound to one function: two programs must not share a name.
 _serial = itertools.count()
 
 Shape = Sequence[int]
@@ -70,12 +70,12 @@ def token() -> Any:
 
 
 def passed_on(link: Any) -> Any:
-    """The chain's next token. Nobody looks into tokens, so it may share the memory of the one before."""
+    """The chain's next token. A token's value is never read, so it may share the memory of the one before."""
     return link.detach()
 
 
 _LINKS = ("arrive", "begin", "launch", "wait", "finish")
-_OTHER_LINKS = ("meet", "gather", "total", "broadcast")
+_OTHER_LINKS = ("barrier", "gather", "total", "broadcast")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
@@ -85,7 +85,7 @@ def is_link(operator: Any) -> bool:
 
 
 def passes_a_token(operator: Any) -> bool:
-    """Whether an operator of a program talks to other ranks; its first operand and its first result are tokens."""
+    """Whether an operator communicates with other ranks; its first operand and its first result are tokens."""
     return _kind(operator) in (*_LINKS, *_OTHER_LINKS)
 
 
@@ -94,7 +94,7 @@ def _kind(operator: Any) -> str:
 
 
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:
-    """Insert the operator that says that this rank has begun a step; returns the chain's next token."""
+    """Insert the operator that reports the begin of this rank's step; returns the chain's next token."""
 
     def run(link: Any) -> Any:
         exchange.arrive()
@@ -150,7 +150,7 @@ class HeldValues:
 
 
 def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any) -> Any:
-    """Insert the operator that sees the parameters that a step starts from; returns the chain's next token."""
+    """Insert the operator that reads the parameters at the start of a step; returns the chain's next token."""
 
     def run(link: Any, *tensors: Any) -> Any:
         exchange.begin(tensors)
@@ -171,19 +171,19 @@ def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[
     return _host_operator("finish", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
 
 
-def emit_meeting(job: Job, moment: str, chain: Any) -> Any:
-    """Insert an operator at which all ranks meet, within the job's bound."""
+def emit_barrier(job: Job, moment: str, chain: Any) -> Any:
+    """Insert a barrier of all ranks, with the job's timeout."""
 
     def run(link: Any) -> Any:
         job.step_barrier(f"{moment} {job.count(moment)}", job.timeout_seconds)
         return passed_on(link)
 
-    return _host_operator("meet", 1, [_TOKEN], run)(chain)
+    return _host_operator("barrier", 1, [_TOKEN], run)(chain)
 
 
-def is_meeting(operator: Any) -> bool:
-    """Whether an operator of a program is one that ``emit_meeting`` has inserted."""
-    return "fleet_train_meet_" in operator.name()
+def is_barrier(operator: Any) -> bool:
+    """Whether an operator of a program was inserted by ``emit_barrier``."""
+    return "fleet_train_barrier_" in operator.name()
 
 
 def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, Any]:
@@ -197,7 +197,7 @@ def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, An
 
 
 def broadcast(job: Job, tensor: Any, what: str) -> Any:
-    """Rank 0's values in a tensor of the same shape and dtype (eager). The bytes travel, so any dtype will do."""
+    """Rank 0's values in a tensor of the same shape and dtype (eager). Sent as bytes, so any dtype works."""
     flat = tensor.reshape([-1]).clone()
     if flat.shape[0] == 0:
         return tensor

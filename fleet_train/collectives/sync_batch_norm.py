@@ -1,7 +1,7 @@
-"""How synchronised batch norm talks to the other ranks: at once, on a process group of its own.
+"""How synchronised batch norm communicates: at once, on a process group of its own.
 
-What goes with an exchange, Chan's formula among it, is computed in its host operator: an eager call of small tensors
-costs half of what an operator of the program and those for its constants do.
+The arithmetic of an exchange, such as Chan's formula, runs in its host operator: an eager call on small tensors
+costs half as much as an operator of the program with those for its constants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import paddle
 
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import Collective, Stage, Stages
-from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_meeting, passed_on, token
+from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_barrier, passed_on, token
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.process_groups import new_group
 from fleet_train.plan.phases import CollectiveSpec
@@ -28,7 +28,7 @@ _MOST_RANKS_THAT_GATHER = 4
 
 @dataclass(frozen=True)
 class Local:
-    """Of a layer on this rank: its ``values``, whose shape says how many, and their mean and variance [channels]."""
+    """A layer on this rank: its ``values``, whose shape gives the count, and their mean and variance [channels]."""
 
     values: Any
     mean: Any
@@ -37,7 +37,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a layer on all ranks: number of values per channel [1], their mean and variance [channels]."""
+    """A layer on all ranks: number of values per channel [1], their mean and variance [channels]."""
 
     count: Any
     mean: Any
@@ -45,7 +45,7 @@ class Statistics:
 
 
 class RankStatistics:
-    """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same moment.
+    """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same point.
 
     Where communicators have threads, its group is not one of the gradients': those send while the backward pass goes
     on, in an order that the statistics do not share. On streams it is the first of them: the program has one order for
@@ -60,14 +60,14 @@ class RankStatistics:
         self._moment = f"statistics of program {job.count('statistics')}"
 
     def connect(self) -> None:
-        """Form the group. Not done while emitting: a plan for a cluster that is not there emits, too."""
+        """Form the group. Not done while emitting: a plan on paper emits, too."""
         job = self._job
         alone = job.engine.side_by_side
         self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
 
     def start(self) -> Any:
-        """A token behind the meeting of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
-        return emit_meeting(self._job, self._moment, token())
+        """A token behind a barrier of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
+        return emit_barrier(self._job, self._moment, token())
 
     def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
         """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""

@@ -55,13 +55,13 @@ def rounds(kind: str, size: int) -> int:
     if size < 2:
         return 0
     depth = (size - 1).bit_length()
-    meetings = size - 1 + size % 2  # of pairs, everybody with everybody
+    pairings = size - 1 + size % 2  # each rank exchanges with every other
     return {
         "allreduce": 2 * (size - 1),
         "reduce": size,
         "broadcast": depth,
         "allgather": size - 1,
-        "alltoall": meetings,
+        "alltoall": pairings,
     }[kind]
 
 

@@ -17,7 +17,7 @@ from tests.support.worker import digest, report
 
 STEPS, EVERY = 12, 5
 SHORT = {"use_local_sgd": True, "local_sgd_is_warm_steps": 7, "local_sgd_steps": 2}
-# Without comparisons of the replicas, which are meetings, too; and the steps with a barrier that are left.
+# Without comparisons of the replicas, which are synchronization points, too; and the remaining steps with a barrier.
 CASES: dict[str, tuple[Profile, list[int]]] = {
     "default": (Profile(divergence_check_steps=0), [1, 2, 5, 10]),
     "multi_node": (load_profile("multi_node").with_settings("test", divergence_check_steps=0), [1, 2, 5, 10]),

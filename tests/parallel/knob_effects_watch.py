@@ -1,4 +1,4 @@
-"""What a rank does while a program runs: every collective, launch, wait and meeting, with its step and thread."""
+"""What a rank does while a program runs: every collective, launch, wait and barrier, with its step and thread."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "synchronous": (3, {}),
     "two communicators": (3, {"nccl_comm_num": 2, "fuse_parameter_groups_size": 2}),
     "gradient merge": (4, {"accumulate_steps": 3}),
-    # A comparison of the replicas would be a meeting, and make the step behind it one with a barrier.
+    # A comparison of the replicas would be a synchronization point, and give the next step a barrier.
     "few barriers": (3, {"barrier_every_steps": 5, "divergence_check_steps": 0}),
     "few barriers, gradient merge": (3, {"barrier_every_steps": 5, "accumulate_steps": 2}),
     "local sgd, warm-up": (2, LOCAL),

@@ -164,7 +164,9 @@ def test_unequal_steps_between_two_barriers_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for_after_a_meeting(tmp_path: Path) -> None:
+def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for_after_a_synchronization_point(
+    tmp_path: Path,
+) -> None:
     result = run("busy after a barrier, few barriers", tmp_path)
     assert result.exit_codes == [0, 0], result.report()
     assert len(set(result.of_all("state"))) == 1

@@ -43,7 +43,7 @@ class PlayedGroup:
 
 
 class PlayedJob(AgreeingJob):
-    """A rank whose peers always agree and are always there in time; its meetings are noted."""
+    """A rank whose peers always agree and are always in time; its synchronization points are recorded."""
 
     def __init__(self, cluster: Cluster, recorder: Recorder, make_engine: MakeEngine) -> None:
         super().__init__(cluster, paddle.CPUPlace())
@@ -52,7 +52,7 @@ class PlayedJob(AgreeingJob):
 
     def met(self, name: str) -> None:
         if not name.startswith("barrier "):
-            name = f"{name} {self.count(f'meeting {name}')}"
+            name = f"{name} {self.count(f'sync {name}')}"
         self._recorder.add(Op.MEET, what=name)
 
 

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import paddle
 
 from fleet_train.collectives.engines.stages import Collective
-from fleet_train.collectives.host_ops import is_meeting, passes_a_token
+from fleet_train.collectives.host_ops import is_barrier, passes_a_token
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace
 
 T = TypeVar("T")
 
-_TALKING = ("arrive", "begin", "launch", "wait", "finish", "meet", "gather", "total")
+_TALKING = ("arrive", "begin", "launch", "wait", "finish", "barrier", "gather", "total")
 
 
 class Recorder:
@@ -143,7 +143,7 @@ def gaps_of(program: Any) -> list[int]:
     """How many operators stand before each host operator that talks, and behind the last one."""
     gaps = [0]
     for operator in program.global_block().ops:
-        if passes_a_token(operator) or is_meeting(operator):
+        if passes_a_token(operator) or is_barrier(operator):
             gaps.append(0)
         else:
             gaps[-1] += 1

@@ -9,20 +9,20 @@ from fleet_train.collectives.job.job import Job, Passed
 
 
 class AgreeingJob(Job):
-    """Stands before the store's part of a job. ``met`` is told of every meeting, by name."""
+    """Replaces the store's part of a job. ``met`` is called with the name of every synchronization point."""
 
     slowest_ms: float | None = 1.0
-    """What step barriers tell of the slowest rank's step. Not what the note says: ranks that are played one after the
-    other must be told the same."""
+    """What step barriers answer about the slowest rank's step. Not from the note: ranks that are played one after the
+    other must get the same answer."""
     _barriers = 0
     _sums = (0.0, 0.0, 0.0)
 
     def met(self, name: str) -> None:
-        """For those who look on."""
+        """Overridden by observers."""
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
         del timeout_seconds
-        self.meetings += 1
+        self.sync_points += 1
         self.met(name)
 
     def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""What an engine does for those who communicate."""
+"""What an engine does for the code that communicates."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Engine(Protocol):
     """Whether collectives on several communicators over the same ranks run at a time."""
     device: Device
     barrier_margin_seconds: float
-    """How much longer than its bound a barrier waits: until those that stand in a collective have found out whom they
-    miss, which may be a rank that has gone on to the barrier without it."""
+    """How much longer than its bound a barrier waits: until the ranks inside a collective have found the missing rank,
+    which may be one that went on to the barrier."""
 
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Running[T]:
         """Begin ``stages``; their first collective waits until ``barrier`` is done.
 
-        What goes wrong is raised by the result as a FleetTrainError that names who is to blame.
+        Errors are raised by the result as a FleetTrainError that names the root cause.
         """
 
     def run_here(self, stages: Stages[T], place: Place) -> T:
-        """Carry out ``stages`` where the calling operator stands: what follows in the program reads their result."""
+        """Carry out ``stages`` at the calling operator: later operators of the program read their result."""
 
     def step_on(self) -> None:
-        """A fixed place of the program, the same on every rank: stages with more behind them may be ended here."""
+        """A fixed point of the program, the same on every rank: stages with ``more`` may be ended here."""
 
     def beside(self, task: Callable[[], T]) -> Future[T]:
-        """Run what is no matter of devices or process groups (meeting in the store) beside the computing thread."""
+        """Run work without devices or process groups (barriers in the store) beside the computing thread."""
 
     def stop(self) -> None:
         """End the engine's threads."""

@@ -1,4 +1,4 @@
-"""The formed job: this process's store connection, process groups, and the words for what goes wrong with peers."""
+"""The formed job: this process's store connection, process groups, and error messages about its peers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, Wo
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price.predict import Network
 
-# After a collective has failed: how long the ranks that are alive have to say so, before the rest is named.
+# After a collective failed: how long live ranks have to report, before the others are named.
 _ATTRIBUTION_SECONDS = 5.0
-# Set in the store by the first rank whose watchdog gives a collective up.
+# Set in the store by the first rank whose watchdog gives up a collective.
 _GIVEN_UP = "a collective is given up"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Passed:
-    """A step barrier that all ranks have reached: what it told every rank, and how long this one stood there."""
+    """A step barrier that all ranks reached: its answer to every rank, and how long this rank waited."""
 
     answer: StepAnswer
     seconds: float
@@ -75,22 +75,21 @@ class Job:
         self._groups: list[Any] = []
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
-        """Programs, each with an optimizer that has made gradients in it."""
-        self.meetings = 0
-        """How often all ranks have met outside of steps' barriers: the same on every rank between the same calls."""
+        """Programs, each with an optimizer that built gradients in it."""
+        self.sync_points = 0
+        """How many synchronization points besides the steps' barriers; the same on every rank between the same calls."""
         self._turn = -1
         self._left = False
         self._has_reported = False
         self.network: Network | None = None
-        """The links, once they are measured; a job on paper is made with them."""
+        """The links, once they are measured; a plan on paper gives them to its job."""
         self.network_source = "measured"
         self._call = ""
         """The call of the facade that this rank is in, in the script's words."""
 
     @contextlib.contextmanager
     def inside(self, call: str) -> Iterator[None]:
-        """While this lasts, what goes wrong with waiting for others is told as happening in ``call``; nested ones keep
-        the outermost."""
+        """During the body, errors of waiting for other ranks name ``call``; nested calls keep the outermost."""
         before = self._call
         self._call = before or call
         try:
@@ -108,51 +107,51 @@ class Job:
         return self._store
 
     def count(self, name: str) -> int:
-        """0, 1, 2, ... per name: gives meetings that repeat the same name on every rank."""
+        """0, 1, 2, ... per name: a repeated synchronization point has the same name on every rank."""
         self._counts[name] = self._counts.get(name, -1) + 1
         return self._counts[name]
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Meet all ranks. Bounded; errors name who is missing. So it is with the three below."""
+        """Wait for all ranks, within a bound; errors name the missing ranks. The same holds for the three below."""
         if self.world_size > 1:
-            with self._meeting():
+            with self._sync_point():
                 self.store.barrier(name, None, *self._everybody(timeout_seconds))
 
     def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
         """The JSON values of all ranks, on every rank."""
         if self.world_size == 1:
             return {0: value}
-        with self._meeting():
+        with self._sync_point():
             return self.store.all_gather(name, value, *self._everybody(timeout_seconds))
 
     def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
-        """The JSON value of one rank, on every rank; what the others bring is not looked at."""
+        """The JSON value of one rank, on every rank; the others' values are ignored."""
         if self.world_size == 1:
             return value
-        with self._meeting():
+        with self._sync_point():
             return self.store.broadcast(name, value, source, *self._everybody(timeout_seconds))
 
     def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
-        """Whether all ranks bring the same JSON value: nothing when they do, else who brings which."""
+        """Whether all ranks pass the same JSON value: empty if they do, else which ranks pass which."""
         if self.world_size == 1:
             return []
-        with self._meeting():
+        with self._sync_point():
             return self.store.compare(name, value, *self._everybody(timeout_seconds))
 
     def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
     def take_turn(self, number: int) -> None:
-        """The program with the exchange of this number runs. Where another one ran before, that counts as a meeting."""
+        """The program with the exchange of this number runs; after another one, this counts as a synchronization point."""
         if number != self._turn:
             self._turn = number
-            self.meetings += 1
+            self.sync_points += 1
 
     def step_barrier(self, name: str, timeout_seconds: float, note: StepNote | None = None) -> Passed:
-        """Wait until every rank stands before the same collective. No meeting that ``meetings`` counts.
+        """Wait until every rank reaches the same barrier. ``sync_points`` does not count it.
 
-        Gloo's own wait ends after 30 s, whatever the reason, without a name. A step barrier makes the bound ours: a
-        rank may be busy for minutes (saving, evaluating), and one that does not arrive is named.
+        Gloo's own wait ends after 30 s, whatever the reason, and names no rank. A step barrier has our bound: a rank
+        may be busy for minutes (saving, evaluating), and the error names a rank that does not arrive.
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
@@ -165,8 +164,8 @@ class Job:
             return self.store.times(barrier)
 
     @contextlib.contextmanager
-    def _meeting(self) -> Iterator[None]:
-        self.meetings += 1
+    def _sync_point(self) -> Iterator[None]:
+        self.sync_points += 1
         with self._remembering():
             yield
 
@@ -182,7 +181,7 @@ class Job:
             raise
 
     def agreed(self, plan: CommPlan) -> None:
-        """Called when all ranks have the same plan, before anything is inserted. Nothing more to do here."""
+        """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
 
     def communicators(self, number: int) -> list[Any]:
         """The first ``number`` process groups over all ranks; made on first use, by all ranks in the same order."""
@@ -191,7 +190,7 @@ class Job:
         return self._groups[:number]
 
     def reduce(self, values: Array, op: str) -> Array:
-        """``values`` reduced over all ranks. Raises ConversionError when the ranks bring different arrays."""
+        """``values`` reduced over all ranks. Raises ConversionError when the ranks' arrays differ in shape or dtype."""
         refuse_unreducible(values, op)
         if self.world_size == 1:
             return np.array(values)
@@ -211,19 +210,19 @@ class Job:
         return result
 
     def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
-        """Why a collective failed, with names: who died, or who did not say within seconds that it failed there too."""
+        """Why a collective failed: the ranks that died, or that did not report the failure within seconds."""
         self.failure = self._find_root_cause(place, error)
         return self.failure
 
     def _is_hopeless(self) -> bool:
-        """Whether a collective that has not ended for seconds never will: a rank is gone, or another's watchdog has
-        given up. Asked by the watchdog, on its thread and over its own connection."""
+        """Whether a collective that has not ended for seconds never will: a rank is gone, or another rank's watchdog
+        gave up. The watchdog calls it, on its thread and over its own connection."""
         client = self._watchdogs_store()
         is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
         return is_over or any(how != "left" for how in client.gone().values())
 
     def _end_stuck(self, place: Place, seconds: float) -> None:
-        """A collective does not end and the computing thread may stand in it for ever: say who is missing, and end."""
+        """A collective does not end and may block the computing thread for ever: name the missing ranks and exit."""
         stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
         try:
             client = self._watchdogs_store()
@@ -235,13 +234,13 @@ class Job:
         _end_process(self.failure)
 
     def gone(self) -> dict[int, str]:
-        """Ranks that have left, or are lost, and how. From any thread. WorkerFailed where the store is silent."""
+        """Ranks that left or were lost, and how. From any thread. WorkerFailed if the store does not answer."""
         if self.world_size == 1 or self._left:
             return {}
         return self._watchdogs_store().gone()
 
     def _watchdogs_store(self) -> StoreClient:
-        """A connection of its own: the computing thread may wait in the others, which then are occupied."""
+        """A connection of its own: the computing thread may be waiting in the others."""
         with self._watch_lock:
             if self._watch is None:
                 self._watch = StoreClient.connect(
@@ -259,7 +258,7 @@ class Job:
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
             client = client or self.store
-            # One for all moments: without a barrier before it, a rank may have come into the next step.
+            # One name for all steps: without a step barrier, a rank may already be in the next step.
             client.barrier("a collective that failed", None, self.world_size, _ATTRIBUTION_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
             told = f"{what}: {found} (the collective ended with: {detail[0]})"
@@ -276,14 +275,14 @@ class Job:
     def report_failure(
         self, error: BaseException, doing: str = "stopped with {kind}", client: StoreClient | None = None
     ) -> None:
-        """Remember why this rank stops and tell the others, once: that it has failed, or which ranks it has missed."""
+        """Keep why this rank stops and report it once: its own failure, or the ranks that it missed."""
         if self._has_reported:
             return
         self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
         self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing), client)
 
     def report_exit(self, code: Any) -> None:
-        """Tell the others that this rank's script has ended itself with a code other than 0."""
+        """Report that this rank's script exited with a code other than 0."""
         report = report_of_exit(code, self.cluster.this, self.cluster.describe(self.cluster.rank))
         if report is not None:
             self.failure = FleetTrainError(report.message)
@@ -299,7 +298,7 @@ class Job:
                 client.fail(report.to_json())
 
     def leave(self) -> None:
-        """A graceful goodbye; the store goes on for those that are still at work."""
+        """Graceful shutdown of this rank; the store stays up for ranks that still run."""
         if self._left:
             return
         self._left = True
@@ -310,7 +309,7 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Drop the connections: for the others this rank is lost, unless it has left."""
+        """Close the connections: the other ranks see this rank as lost unless it left before."""
         for client in (self._barrier_store, self._store, self._watch):
             if client is not None:
                 client.close()
@@ -319,7 +318,7 @@ class Job:
 
 
 def _end_process(error: FleetTrainError) -> None:
-    """As an uncaught ``error`` would: the computing thread cannot raise it from where it stands."""
+    """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
     sys.stdout.flush()
     print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)

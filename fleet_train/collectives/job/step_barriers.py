@@ -1,4 +1,4 @@
-"""Which synchronous steps begin with a barrier: every rank finds the same answer without a message."""
+"""Which synchronous steps begin with a barrier: every rank computes the same answer without a message."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from fleet_train.collectives.job.job import Job
 
 # Between two barriers Gloo's own wait of 30 s is the bound, so steps must be shorter than that by far.
 _QUICK_MS = 1000.0
-# The first step compiles and makes connections; what it has taken is told at the second.
+# The first step compiles and connects; the second step's barrier reports its time.
 _FIRST_STEPS = 2
 
 
 class StepBarriers:
     """The rule of one exchange (``barrier_every_steps``).
 
-    It looks at the step's number, at what the last barrier has told every rank, and at how often the ranks have met
-    otherwise: all of these are the same on every rank at the same point of its program. After a meeting (a save, an
-    evaluation that gathers) nothing is known of how long each rank will be busy, and after another program's steps
-    nothing of where it is.
+    It uses the step's number, the answer of the last barrier, and the number of other synchronization points: all of
+    these are the same on every rank at the same point of its program. After a synchronization point (a save, an
+    evaluation that gathers) it is unknown how long each rank will be busy, and after another program's steps where
+    each rank is.
     """
 
     def __init__(self, every_steps: int, job: Job, number: int) -> None:
@@ -24,8 +24,8 @@ class StepBarriers:
         self._job = job
         self._number = number
         self._begun = 0
-        self._meetings = 0
-        """How many meetings there had been at the last barrier of this exchange."""
+        self._sync_points = 0
+        """``Job.sync_points`` at the last barrier of this exchange."""
 
     def take_turn(self) -> None:
         """A run of this exchange's program begins."""
@@ -36,11 +36,11 @@ class StepBarriers:
         return (
             self._begun < _FIRST_STEPS
             or step % self._every == 0
-            or self._job.meetings != self._meetings
+            or self._job.sync_points != self._sync_points
             or self._job.notes.slowest_step_ms > _QUICK_MS
         )
 
     def begun(self) -> None:
         """A barrier of this exchange begins."""
         self._begun += 1
-        self._meetings = self._job.meetings
+        self._sync_points = self._job.sync_points

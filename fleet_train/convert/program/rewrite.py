@@ -15,7 +15,7 @@ from fleet_train.collectives.host_ops import (
     emit_launch,
     emit_wait,
     is_link,
-    is_meeting,
+    is_barrier,
     passes_a_token,
     token,
 )
@@ -35,21 +35,21 @@ def insert_launches(
 ) -> Any:
     """Insert what starts the plan's buckets into the current program; returns the token of the last operator.
 
-    A bucket's launch stands right behind its last gradient, so that it travels while the backward pass goes on. Behind
-    another optimizer of the same program its chain goes on: all ranks then talk in one order.
-    The ranks begin to meet at the very start of a step, if every run of the program is one (``boundary`` is None) and
-    they do not meet inside it for something else: two meetings at a time could cross.
+    A bucket's launch comes right after its last gradient, so that it is sent during the backward pass. The chain
+    continues that of an earlier optimizer of the same program: all ranks then communicate in one order.
+    The step's barrier begins at the very start of a step, if every run of the program is one (``boundary`` is None)
+    and the program has no other barrier: two at a time could cross.
     """
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
     chain, behind = _chain_of_others(operators)
-    if chain is None and boundary is None and not any(is_meeting(operator) for operator in operators):
+    if chain is None and boundary is None and not any(is_barrier(operator) for operator in operators):
         paddle.pir.set_insertion_point(operators[0])
         chain = emit_arrive(exchange, token())
     for bucket in plan.buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         position = max(member.position for member in members)
-        # Two buckets can end at one operator: the second launch then stands behind the first.
+        # Two buckets can end at one operator: the second launch then follows the first.
         anchor = operators[position] if position > behind else chain.get_defining_op()
         paddle.pir.set_insertion_point_after(anchor)
         if bucket.index == 0:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.host_ops import emit_broadcast, emit_meeting, token
+from fleet_train.collectives.host_ops import emit_broadcast, emit_barrier, token
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.transfer import broadcast_arrays
 from fleet_train.convert.program.consistency import agree
@@ -49,7 +49,7 @@ def broadcast_start_state(job: Job, startup: Any) -> None:
 
 def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
     paddle.pir.set_insertion_point(stores[0])
-    chain = emit_meeting(job, "startup program", token())
+    chain = emit_barrier(job, "startup program", token())
     for operator in stores:
         paddle.pir.set_insertion_point(operator)
         value, chain = emit_broadcast(job, _name(operator), operator.operand_source(0), chain)

@@ -106,9 +106,9 @@ def _describe(saved: State) -> Described:
 
 
 def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
-    """Do ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason.
+    """Run ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason.
 
-    ``what``: for the message; the ranks meet by its first word, since each may have named a folder of its own.
+    ``what``: for the message; its first word names the broadcast, since each rank may give a folder of its own.
     """
     answer: dict[str, Any] = {}
     if job.cluster.rank == 0:
@@ -116,8 +116,8 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
             answer = {"value": action()}
         except (OSError, FleetTrainError) as error:
             answer = {"problem": f"{what}: {error}"}
-    meeting = what.partition(" ")[0]
-    answer = job.broadcast(f"{meeting} {job.count(meeting)}", answer)
+    name = what.partition(" ")[0]
+    answer = job.broadcast(f"{name} {job.count(name)}", answer)
     if "problem" in answer:
         raise CheckpointError(answer["problem"])
     return answer["value"]

@@ -18,7 +18,7 @@ from fleet_train.errors import ConversionError
 
 _OURS = "fleet_train_"
 _NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
-_BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "meet", "broadcast", "hold")
+_BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "barrier", "broadcast", "hold")
 
 _original: Callable[..., Any] | None = None
 _is_drifting: Callable[[Any], bool] = bool

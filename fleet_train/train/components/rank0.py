@@ -1,4 +1,4 @@
-"""Let rank 0 look at its disk and tell everybody, so that all ranks go on, or stop, for the same reason."""
+"""Let rank 0 read its disk and share the answer, so that all ranks continue, or stop, for the same reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from fleet_train import errors, fleet
 
-_MEETING_SECONDS = 1.0
-"""Between two meetings of all ranks while one of them works."""
+_SYNC_SECONDS = 1.0
+"""Between two synchronization points of all ranks while one of them works."""
 
 
 def ask_first_worker(question: Callable[[], Any]) -> Any:
@@ -38,10 +38,10 @@ def share(value: Any) -> Any:
 
 
 def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:
-    """Do ``work`` on the ranks that bring some; its JSON value, or the problem, by rank. All ranks call it.
+    """Run ``work`` on the ranks that pass some; its JSON value, or the problem, by rank. All ranks call it.
 
-    It may last: in a thread, while all ranks meet every second, so that nobody is missed in a longer wait.
-    CheckpointError on every rank, naming who has not ended, after ``most_seconds``.
+    It may take long: it runs in a thread, while all ranks synchronize every second, so that no rank times out.
+    CheckpointError on every rank, naming the ranks that have not finished, after ``most_seconds``.
     """
     deadline = time.monotonic() + most_seconds
     outcome: dict[str, Any] = {"value": None, "problem": None}
@@ -60,7 +60,7 @@ def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[s
         thread.start()
     while True:
         if work is not None:
-            thread.join(_MEETING_SECONDS)
+            thread.join(_SYNC_SECONDS)
         mine = {"done": not thread.is_alive(), "is_late": time.monotonic() > deadline}
         told: list[dict[str, Any]] = fleet.gather(mine | outcome)
         busy = [f"rank {rank} ({fleet.worker_endpoints()[rank]})" for rank, each in enumerate(told) if not each["done"]]

@@ -54,18 +54,18 @@ def test_first_two_and_each_nth_step_have_one(job: OneOfTwo, every: int, steps: 
     assert job.barriers == at(*steps)
 
 
-def test_first_step_after_a_meeting_has_one(job: OneOfTwo) -> None:
-    meetings = {
+def test_first_step_after_a_synchronization_point_has_one(job: OneOfTwo) -> None:
+    sync_points = {
         5: lambda: job.compare("digest", 1),
         9: lambda: job.all_gather("gather", 1),
         10: lambda: job.all_gather("gather", 1),
     }
-    run(exchange_of(job, SHAPES, barrier_every_steps=50), before=lambda step: meetings.get(step, int)())
+    run(exchange_of(job, SHAPES, barrier_every_steps=50), before=lambda step: sync_points.get(step, int)())
     assert job.barriers == at(1, 2, 5, 9, 10)
 
 
-def test_every_meeting_of_a_job_is_counted() -> None:
-    """On one rank they are none: there is nobody to meet."""
+def test_every_synchronization_point_of_a_job_is_counted() -> None:
+    """None on one rank: there is no other rank to wait for."""
     with pytest.MonkeyPatch.context() as patch, one_of_two(patch) as job:
         store: Any = type("Store", (), dict.fromkeys(("barrier", "all_gather", "broadcast", "compare"), lambda *_: []))
         job._store, real = store(), super(OneOfTwo, job)
@@ -73,9 +73,9 @@ def test_every_meeting_of_a_job_is_counted() -> None:
         real.all_gather("b", 1)
         real.broadcast("c", 1)
         real.compare("d", 1)
-        assert job.meetings == 4
+        assert job.sync_points == 4
         job.reduce(np.ones(3, "float32"), "sum")
-        assert job.meetings == 5
+        assert job.sync_points == 5
         job._store = None
 
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.collectives.host_ops import emit_meeting, passes_a_token, token
+from fleet_train.collectives.host_ops import emit_barrier, passes_a_token, token
 from fleet_train.convert.program.rewrite import chain_in_program_order
 from fleet_train.convert.program.start_state import broadcast_start_state
 
@@ -46,11 +46,11 @@ def test_chains_that_stand_among_one_another_become_one_in_the_order_of_the_prog
     with paddle.static.program_guard(main):
         x = paddle.static.data("x", [2], "float32")
         first, second = token(), token()
-        first = emit_meeting(job, "a", first)  # type: ignore[arg-type]
-        second = emit_meeting(job, "b", second)  # type: ignore[arg-type]
+        first = emit_barrier(job, "a", first)  # type: ignore[arg-type]
+        second = emit_barrier(job, "b", second)  # type: ignore[arg-type]
         y = paddle.tanh(x)
-        second = emit_meeting(job, "c", second)  # type: ignore[arg-type]
-        first = emit_meeting(job, "d", first)  # type: ignore[arg-type]
+        second = emit_barrier(job, "c", second)  # type: ignore[arg-type]
+        first = emit_barrier(job, "d", first)  # type: ignore[arg-type]
         assert not is_one_chain(main)
         operators = [operator.id() for operator in main.global_block().ops]
         chain_in_program_order(main.global_block().ops)
