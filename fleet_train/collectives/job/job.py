@@ -77,7 +77,7 @@ class Job:
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that built gradients in it."""
         self.sync_points = 0
-        """How many synchronization points besides the steps' barriers; the same on every rank between the same calls."""
+        """Synchronization points besides the steps' barriers: the same number on every rank between the same calls."""
         self._turn = -1
         self._left = False
         self._has_reported = False
@@ -142,7 +142,7 @@ class Job:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
     def take_turn(self, number: int) -> None:
-        """The program with the exchange of this number runs; after another one, this counts as a synchronization point."""
+        """The program of this exchange runs; after another program, this counts as a synchronization point."""
         if number != self._turn:
             self._turn = number
             self.sync_points += 1

@@ -14,8 +14,8 @@ from fleet_train.collectives.host_ops import (
     emit_begin,
     emit_launch,
     emit_wait,
-    is_link,
     is_barrier,
+    is_link,
     passes_a_token,
     token,
 )

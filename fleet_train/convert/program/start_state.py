@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.host_ops import emit_broadcast, emit_barrier, token
+from fleet_train.collectives.host_ops import emit_barrier, emit_broadcast, token
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.transfer import broadcast_arrays
 from fleet_train.convert.program.consistency import agree
