@@ -46,6 +46,6 @@ class Boundaries:
         said, self._said = self._said, None
         if said is not None and bool(said[1].read().item()) != said[0]:
             raise ConversionError(
-                "gradient merge: the program's count of micro-batches has changed between two steps, and the last one "
-                "was taken for another; load state with fleet.load_persistables or fleet's own calls"
+                "gradient merge: the program's count of micro-batches changed between two steps, so the last step was "
+                "misjudged; load state with fleet.load_persistables or another call of fleet"
             )

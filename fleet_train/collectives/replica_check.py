@@ -82,10 +82,8 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
         if odd:
             ranks = ", ".join(job.cluster.describe(rank) for rank in odd)
             return (
-                f"replicas have drifted apart at {moment}: parameter '{name}' of {ranks} is not what the other "
-                f"ranks hold. "
-                "Something has changed it outside the exchange: state loaded on one rank only, or an update that "
-                "depends "
-                "on the rank (divergence_check_steps)"
+                f"replicas have drifted apart at {moment}: parameter '{name}' of {ranks} differs from the other "
+                "ranks'. It was changed outside the exchange: by state loaded on one rank only, or by an update that "
+                "depends on the rank (divergence_check_steps)"
             )
     return f"replicas have drifted apart at {moment}"

@@ -37,5 +37,5 @@ def activated(value: Any, act: str | None) -> Any:
     if act is None:
         return value
     if act not in ACTIVATIONS:
-        raise ConversionError(f"act={act!r}: not known here; use one of {', '.join(sorted(ACTIVATIONS))}, or apply it")
+        raise ConversionError(f"act={act!r}: not supported; use one of {', '.join(sorted(ACTIVATIONS))}, or apply it")
     return ACTIVATIONS[act](value)

@@ -42,7 +42,7 @@ class DataFeeder:
     def __init__(self, feed_list: Sequence[Any], place: Any = None, program: Any = None) -> None:
         del place, program
         if names := [value for value in feed_list if isinstance(value, str)]:
-            raise ConversionError(f"DataFeeder: give the inputs themselves instead of their names {names}")
+            raise ConversionError(f"DataFeeder: give the input variables instead of their names {names}")
         self._inputs = [(_name(value), _sizes(value), _dtype(value)) for value in feed_list]
 
     def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, np.ndarray[Any, Any]]:
@@ -57,7 +57,7 @@ class DataFeeder:
         for (name, sizes, dtype), column in zip(self._inputs, columns, strict=True):
             samples = [_sample(entry, name, sizes[1:], dtype) for entry in column]
             if len({one.shape for one in samples}) > 1:
-                raise ConversionError(f"DataFeeder: samples of {name!r} differ in shape; pad them to one")
+                raise ConversionError(f"DataFeeder: samples of {name!r} differ in shape; pad them to one shape")
             fed[name] = np.stack(samples)
         return fed
 

@@ -88,7 +88,7 @@ def conv2d_transpose(
     """A transposed convolution with a new filter, which starts as Xavier's uniform. ``filter_size`` is needed here."""
     del use_cudnn, name
     if filter_size is None:
-        raise ConversionError("conv2d_transpose: give filter_size; it is not worked out from output_size here")
+        raise ConversionError("conv2d_transpose: give filter_size; it is not derived from output_size here")
     layer = paddle.nn.Conv2DTranspose(
         channels(input, data_format),
         num_filters,

@@ -88,11 +88,11 @@ def from_generator(
     del capacity, use_double_buffer, use_multiprocess, drop_last
     if not iterable:
         raise ConversionError(
-            "from_generator: iterable=False fed the program from inside; write `for data in loader():`"
+            "from_generator: iterable=False fed the program internally; write `for data in loader():`"
         )
     if return_list:
         raise ConversionError(
-            "from_generator: return_list=True is of dynamic mode; leave it out and feed what it yields"
+            "from_generator: return_list=True is for dynamic mode; leave it out and feed what the loader yields"
         )
     if not feed_list:
         raise ConversionError("from_generator: give feed_list, the inputs of the program")

@@ -60,7 +60,7 @@ def embedding_v2(
 def one_hot(input: Any, depth: int, allow_out_of_range: bool = False) -> Any:
     """``fluid.layers.one_hot``: indices [..., 1] become [..., depth] in float32."""
     if allow_out_of_range:
-        raise ConversionError("one_hot: allow_out_of_range=True does not exist any more; clip the indices first")
+        raise ConversionError("one_hot: allow_out_of_range=True no longer exists; clip the indices first")
     return functional.one_hot(_without_last(input, "one_hot"), depth)
 
 
@@ -75,7 +75,7 @@ def dropout(
     """Set values to zero with ``dropout_prob``; by default what is left is not scaled in training but in testing."""
     del name
     if seed:
-        raise ConversionError(f"dropout: seed={seed} of one layer does not exist any more; use paddle.seed")
+        raise ConversionError(f"dropout: seed={seed} for one layer no longer exists; use paddle.seed")
     if dropout_implementation not in _DROPOUT_MODES:
         raise ConversionError(f"dropout_implementation={dropout_implementation!r}; use {' or '.join(_DROPOUT_MODES)}")
     mode = _DROPOUT_MODES[dropout_implementation]
@@ -85,7 +85,7 @@ def dropout(
 def _refuse_distributed(is_distributed: bool) -> None:
     if is_distributed:
         raise ConversionError(
-            "embedding: is_distributed=True asks for parameter servers; only collective training here"
+            "embedding: is_distributed=True needs parameter servers; only collective training is supported"
         )
 
 

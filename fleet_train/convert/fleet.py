@@ -168,7 +168,7 @@ def init(
     job = session.begin(given, strategy).job
     say(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
-        say([f"log_level: {log_level!r} is mapped: what fleet_train says is said once, on rank 0"], job.cluster.rank)
+        say([f"log_level: {log_level!r} is mapped: fleet_train prints each message once, on rank 0"], job.cluster.rank)
     return sys.modules[__name__]
 
 
@@ -236,9 +236,9 @@ def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
     names_its_own = strategy is not None or now.strategy is not None
     notices = []
     if launchers and names_its_own:
-        notices.append(f"the script names its own strategy; the launcher's --strategy is not used ({launchers})")
+        notices.append(f"the script gives its own strategy; the launcher's --strategy is not used ({launchers})")
     if offered is not None and names_its_own:
-        notices.append(f"the function names its own strategy; that of spawn is not used ({offered.name})")
+        notices.append(f"the function gives its own strategy; that of spawn is not used ({offered.name})")
     if strategy is not None and now.strategy is not None and strategy is not now.strategy:
         notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
     return notices
@@ -267,7 +267,7 @@ def __getattr__(name: str) -> Any:
         return _current().startup_program or paddle.static.default_startup_program()
     if name in ("_origin_program", "_transpiled_program"):
         say(
-            [f"fleet.{name} is fleet.main_program: minimize converts the program itself, there is no other one"],
+            [f"fleet.{name} is fleet.main_program: minimize converts the program itself and makes no other one"],
             _current().job.cluster.rank,
         )
         return session.program_or_last(None)

@@ -63,7 +63,7 @@ def begin(role: Any, strategy: Any) -> Session:
     if _session is not None:
         raise ConversionError("fleet.init was called twice; one call joins the job for the whole process")
     if _has_left_a_job:
-        raise ConversionError("this process has left its job (fleet.shutdown); a process joins one job in its life")
+        raise ConversionError("this process has left its job (fleet.shutdown); a process can join only one job")
     job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy)
     exits.watch(job)

@@ -149,7 +149,7 @@ def advice(now: Situation) -> list[str]:
     tips = []
     if 0 < now.disk < now.wanted:
         tips.append(
-            f"the files alone come at {now.disk:.0f} images/s, so the disk or network is too slow in any case: copy "
+            f"reading the files alone reaches {now.disk:.0f} images/s, so the disk or network is too slow: copy "
             "the data to a local disk, or make the files smaller"
         )
     if now.loader == "workers" and now.workers < now.cores:
@@ -172,4 +172,4 @@ def _more_workers(now: Situation) -> str:
     if needed <= now.cores:
         return f"--workers {needed}: {done}"
     most = now.measured * now.cores / now.workers
-    return f"--workers {now.cores}: {done}, which would make about {most:.0f}: not enough alone"
+    return f"--workers {now.cores}: {done}, which would make about {most:.0f}: not enough by itself"

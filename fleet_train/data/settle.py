@@ -10,8 +10,8 @@ from fleet_train.data.images.folder import ImageFolder
 from fleet_train.data.loaders.threads import Loader
 from fleet_train.errors import DataError
 
-_CLASSES_FILE = "name all classes, one a line, in a classes.txt that is the same on every machine"
-_COPY_AGAIN = "copy the data again, or say --shard_by folder if every machine is meant to have its own"
+_CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the same on every machine"
+_COPY_AGAIN = "copy the data again, or say --shard_by folder if each machine has its own data"
 # What must be equal on all ranks, and the way out where it is not; the second part only if all read the same files.
 _LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
 _FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN}
@@ -32,7 +32,7 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
         return sampler.agree(counts)
     if min(counts) < 1:
         dataset = loader.dataset
-        raise DataError(f"{dataset.name} has {dataset.num_samples} samples, too few for one step on every rank")
+        raise DataError(f"{dataset.name} has {dataset.num_samples} samples, too few for one step on each rank")
     return int(counts[0])
 
 

@@ -110,7 +110,7 @@ def _team_size(cluster: Cluster, profile: Profile) -> int:
     if not asked and len(sizes) > 1:
         raise ProfileError(
             f"use_hierarchical_allreduce: the nodes have {sorted(sizes)} ranks; local groups follow the nodes only "
-            "where all have the same number. Start as many on each, or set hierarchical_allreduce_inter_nranks"
+            "if all have the same number. Start the same number on each, or set hierarchical_allreduce_inter_nranks"
         )
     size = asked or sizes.pop()
     if asked and cluster.world_size % size:

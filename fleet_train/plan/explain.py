@@ -25,7 +25,7 @@ def explain(plan: CommPlan) -> str:
         *_per_update(plan),
         f"digest: {plan.digest}",
         "",
-        "what each knob did:",
+        "effect of each knob:",
     ]
     lines += [f"  {note.knob}: {note.effect}" for note in plan.notes]
     return "\n".join(lines)
@@ -42,7 +42,7 @@ def _per_update(plan: CommPlan) -> list[str]:
         lines = [f"in the warm-up, per update: {gradients}", f"after it: {averaging}"]
     if plan.statistics:
         number = _count(len(plan.statistics) * plan.accumulate_steps, "collective")
-        lines.append(f"of these for synchronised batch norm: {number}, which nothing hides")
+        lines.append(f"of these for synchronised batch norm: {number}, not overlapped")
     return lines
 
 

@@ -24,7 +24,7 @@ def fragments_of(values: Sequence[TensorSpec], number: int, pattern: str) -> tup
     if number > len(layers):
         raise ProfileError(
             f"local_sgd_fragments: {number} is more than the {len(layers)} layers that the program trains; use "
-            f"{len(layers)} or less"
+            f"{len(layers)} or fewer"
         )
     dealt = entry_of("local_sgd_fragment_pattern", pattern, _PATTERNS, "order")(layers, values, number)
     return tuple(tuple(sorted(position for layer in part for position in layer)) for part in dealt)

@@ -36,7 +36,7 @@ def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile:
             "fuse_all_reduce_ops",
             f"{len(gradients)} gradients in {len(buckets)} collectives"
             if profile.fuse_all_reduce_ops
-            else f"off: each of {len(gradients)} gradients is a collective of its own",
+            else f"off: one collective for each of {len(gradients)} gradients",
         ),
         Note(
             "nccl_comm_num",
@@ -59,8 +59,8 @@ def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile:
             ),
             Note(
                 "last_comm_group_size_MB",
-                f"first and last bucket at most {asked.edge_megabytes:g} MB: communication starts early, "
-                "little is left to send after the backward pass" + _chosen(profile, "last_comm_group_size_MB"),
+                f"first and last bucket at most {asked.edge_megabytes:g} MB: communication starts early "
+                "and ends soon after the backward pass" + _chosen(profile, "last_comm_group_size_MB"),
             ),
         ]
     return notes
@@ -78,20 +78,20 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
         effect = (
             f"local groups of {team_size} ranks; {cluster.world_size // team_size} leaders send between local groups"
             if team_size
-            else "every local group would be one rank, or all of them: the same as the flat allreduce"
+            else "every local group would have one rank, or all: the same as the flat allreduce"
         )
         notes.append(Note("use_hierarchical_allreduce", effect))
     if profile.sync_nccl_allreduce:
         notes.append(Note("sync_nccl_allreduce", "each bucket is waited for at once: nothing overlaps"))
     if (origin := profile.origin("compression")).startswith(DECLINED):
         instead = "float32" if profile.compression == "none" else profile.compression
-        notes.append(Note("compression", f"{origin}: what was asked for does not pay there; {instead} is sent"))
+        notes.append(Note("compression", f"{origin}: the requested compression does not pay there; {instead} is sent"))
     elif profile.compression != "none":
         if not profile.compression_declines:
-            notes.append(Note("compression_declines", f"off: {profile.compression} is sent whatever coding costs"))
+            notes.append(Note("compression_declines", f"off: {profile.compression} is sent whatever encoding costs"))
         notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
     if profile.accumulate_steps > 1:
-        notes.append(Note("accumulate_steps", f"all this once per {profile.accumulate_steps} micro-batches"))
+        notes.append(Note("accumulate_steps", f"all of this once per {profile.accumulate_steps} micro-batches"))
     return notes
 
 
@@ -113,11 +113,11 @@ def _local_sgd(profile: Profile) -> list[Note]:
             f"gradients are sent in the first {profile.local_sgd_is_warm_steps} steps only; then parameters are "
             f"averaged every {profile.local_sgd_steps} steps ({profile.local_sgd_schedule}{longest})",
         ),
-        Note("local_sgd_momentum", f"{profile.local_sgd_momentum}: the optimizer's own state at an averaging"),
+        Note("local_sgd_momentum", f"{profile.local_sgd_momentum}: the optimizer's state at an averaging"),
         Note("local_sgd_dtype", f"an averaging sends {profile.local_sgd_dtype}"),
     ]
     if profile.local_sgd_overlap_steps:
-        effect = f"what an averaging changes is added {profile.local_sgd_overlap_steps} steps later; they hide it"
+        effect = f"an averaging's change is added {profile.local_sgd_overlap_steps} steps later, which overlap it"
         notes.append(Note("local_sgd_overlap_steps", effect))
     if profile.outer_optimizer != "none":
         effect = (
@@ -135,7 +135,7 @@ def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Not
         nbytes = sum(sent.nbytes for sent in statistics)
         effect = f"{len(statistics)} exchanges per pass, {nbytes} bytes of a rank in all"
         notes.append(
-            Note("sync_batch_norm", effect if statistics else "no batch norm in training mode: nothing to send")
+            Note("sync_batch_norm", effect if statistics else "no batch norm in training mode, so nothing to send")
         )
     if profile.amp_level != "O0":
         scale = ", with a loss scale" if profile.amp_dtype == "float16" else ""
@@ -143,7 +143,7 @@ def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Not
             Note("amp_level", f"{profile.amp_level} in {profile.amp_dtype}{scale}; gradients are sent as float32")
         )
     if cuts := _recompute_cuts(profile):
-        notes.append(Note("recompute", f"the forward pass is cut {cuts} and computed again; the same is sent"))
+        notes.append(Note("recompute", f"the forward pass is cut {cuts} and recomputed; communication is unchanged"))
     return notes
 
 
@@ -172,8 +172,8 @@ def _barriers(every: int) -> list[Note]:
     if every == 1:
         return []
     effect = (
-        f"the ranks meet every {every} synchronous steps, and where a barrier is needed; in between Gloo waits for "
-        "a rank for 30 s, which cannot be set, and a stop is not heard of"
+        f"a barrier every {every} synchronous steps, and where one is needed; in between Gloo waits for "
+        "a rank for 30 s, which cannot be set, and a stop request is not seen"
     )
     return [Note("barrier_every_steps", effect)]
 
@@ -181,7 +181,7 @@ def _barriers(every: int) -> list[Note]:
 def _fetching(every: int) -> str:
     """Of the trainer; a loop of the script's own decides for itself, and nobody here has seen it."""
     if every == 1:
-        return "the reference trainer fetches the loss in every step, and fleet.should_fetch says so to other loops"
+        return "the reference trainer fetches the loss in every step, and fleet.should_fetch is true in every step"
     return (
         f"the reference trainer fetches the loss every {every} steps, and so does a loop that asks "
         "fleet.should_fetch(step); one that fetches in every step waits in every step"

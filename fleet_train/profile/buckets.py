@@ -40,7 +40,7 @@ def buckets_of(profile: Profile) -> Buckets:
     """The numbers of a profile; what has no effect is 0. Raises ProfileError while one is left open."""
     if left := open_knobs(profile):
         raise ProfileError(
-            f"{left[0]}: is auto, and nothing has chosen a number for it; fleet_train.plan.price.choose does"
+            f"{left[0]}: is auto, and no number was chosen for it; fleet_train.plan.price.choose chooses one"
         )
     numbers = [getattr(profile, knob) if profile.heeds(knob) else 0 for knob in BUCKET_KNOBS]
     return Buckets(int(numbers[0]), float(numbers[1]), float(numbers[2]))

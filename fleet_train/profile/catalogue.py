@@ -41,7 +41,7 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
         named = catalogue_folder() / f"{name_or_path}.yaml"
         if named.is_file():
             return named
-        raise ProfileError(f"{name_or_path!r} is no profile of the catalogue{_what_there_is(name_or_path)}")
+        raise ProfileError(f"{name_or_path!r} is not a profile of the catalogue{_what_there_is(name_or_path)}")
     try:
         path = (folder or Path()) / Path(name_or_path).expanduser()
         is_file, is_folder, is_there = path.is_file(), path.is_dir(), path.exists()
@@ -50,10 +50,10 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
             f"{name_or_path[:100]}: cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
     if is_file and path.suffix.lower() not in SUFFIXES:
-        raise ProfileError(f"{shown_path(path)}: is no profile by its name, which must end in .yaml or .yml; rename it")
+        raise ProfileError(f"{shown_path(path)}: is not a profile: its name must end in .yaml or .yml; rename it")
     if is_file:
         return path
-    what = "is a folder, not a file" if is_folder else "is no regular file" if is_there else "no such file"
+    what = "is a folder, not a file" if is_folder else "is not a regular file" if is_there else "no such file"
     raise ProfileError(f"{shown_path(path)}: {what}{_what_there_is(path.stem)}")
 
 
@@ -64,7 +64,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 def _what_there_is(name: str) -> str:
     names = profile_names()
-    example = f"a file is given by its path, such as ./{name or 'my'}.yaml"
+    example = f"give a file by its path, such as ./{name or 'my'}.yaml"
     there_are = f"there are {', '.join(names)}; {example}"
     hint = suggestion(name, names)
     return f"{hint} {there_are[0].upper()}{there_are[1:]}" if hint else f"; {there_are}"

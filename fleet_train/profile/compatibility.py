@@ -60,7 +60,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),
     Strategy("outer", "outer_optimizer", "outer momentum", lambda kind: kind != "none"),
     Strategy("bf16", "compression", "bfloat16 on the wire", lambda kind: kind in ("bf16", "fp16")),
-    Strategy("quantised", "compression", "few bits on the wire", lambda kind: kind in ("int8", "int4")),
+    Strategy("quantised", "compression", "quantised wire format", lambda kind: kind in ("int8", "int4")),
     Strategy("powersgd", "compression", "PowerSGD", lambda kind: kind == "powersgd"),
     Strategy("dgc", "compression", "DGC", lambda kind: kind == "dgc"),
     Strategy("merge", "accumulate_steps", "gradient merge", lambda number: number > 1),
@@ -78,7 +78,7 @@ PAIRS: dict[tuple[str, str], Verdict] = {
     ("fused", "local_sgd"): _goes("buckets carry the gradients of the warm-up; parameters are averaged in one piece"),
     ("fused", "outer"): _goes("the outer step sees averaged parameters, whatever the buckets of the warm-up were"),
     ("communicators", "hierarchical"): _goes("each communicator has local groups and leaders' group of its own"),
-    ("communicators", "waiting"): _goes("only one bucket is under way at a time, so that one communicator would do"),
+    ("communicators", "waiting"): _goes("only one bucket is in flight at a time, so one communicator is enough"),
     ("communicators", "local_sgd"): _goes("the warm-up uses all of them, an averaging the first one"),
     ("communicators", "outer"): _goes("the averaged difference travels on the first communicator"),
     ("hierarchical", "waiting"): _goes("a bucket's three steps end before the next operator starts"),
@@ -98,7 +98,7 @@ def _with(strategy: str, others: str, verdict: Verdict) -> dict[tuple[str, str],
 
 _ONE_COMPRESSION = _refused("a gradient is compressed in one way", "choose one")
 _WARM_UP_ONLY = _refused(
-    "LocalSGD sends gradients in its warm-up only, and what a compression has kept back would be lost at its end",
+    "LocalSGD sends gradients in its warm-up only, and a compression's error feedback would be lost at its end",
     "use local_sgd_dtype: bfloat16",
 )
 PAIRS |= {
@@ -106,12 +106,12 @@ PAIRS |= {
     **_with("bf16", "hierarchical", _goes("inside a local group float32, between the leaders half the bytes")),
     **_with("bf16", "local_sgd outer", _goes("concerns the warm-up; local_sgd_dtype is for the averaging")),
     **_with("quantised", "fused communicators waiting", _goes("each bucket is rounded, with scales per block")),
-    **_with("quantised", "hierarchical", _goes("inside a local group float32, between the leaders few bits")),
+    **_with("quantised", "hierarchical", _goes("inside a local group float32, between the leaders quantised values")),
     **_with(
         "quantised",
         "local_sgd outer",
         _goes(
-            "concerns the warm-up, at whose end what rounding kept back (half a level of one step) is dropped; "
+            "concerns the warm-up, at whose end the rounding errors kept (half a level of one step) are dropped; "
             "local_sgd_dtype is for the averaging"
         ),
     ),

@@ -28,8 +28,8 @@ Made from the code by `python -m fleet_train.profile.export`; do not edit. `pyth
 the same with the values of one profile. How to write a profile: [profiles.md](profiles.md).
 
 Each knob has one of three fates. **carried out**: it does what it says. **mapped**: what it asked for is done
-differently today, which is said once on rank 0. **refused**: setting it to anything but its default is an error that
-says what to use instead. Nothing is ignored silently.
+differently today, and rank 0 says so once. **refused**: setting it to anything but its default is an error that says
+what to use instead. Nothing is ignored silently.
 """
 COMPATIBILITY_HEAD = """
 ## Which strategies go together
@@ -43,14 +43,14 @@ is refused with the reason.
 STOCK_HEAD = """
 ## Fields of Fleet's own strategies
 
-What `fleet_train.DistributedStrategy`, and `DistributedStrategy.from_stock` of a stock
-`paddle.distributed.fleet.DistributedStrategy`, make of names that are not knobs of the same name. A field that is not
-listed is refused by its name. Two defaults of Fleet 2.x differ from ours, and a stock object that nobody touched does
-not ask for them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
+How `fleet_train.DistributedStrategy`, and `DistributedStrategy.from_stock` of a stock
+`paddle.distributed.fleet.DistributedStrategy`, read names that are not knobs of the same name. A field that is not
+listed is refused by its name. Two defaults of Fleet 2.x differ from ours, and an unmodified stock object does not
+set them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
 (Fleet true, here false; the results are the same). A LocalSGD that is switched on in a stock object brings Fleet's own
 defaults with it (`k_steps` 1 and `begin_step` 1, here 2 and 100), and so does an `amp` (float16, here bfloat16).
 
-| field | fate | what becomes of it |
+| field | fate | how it is read |
 | --- | --- | --- |
 """
 
@@ -95,7 +95,7 @@ def knobs_page() -> str:
         lines = [_knob_line(knob) for knob in rows if knob.fate == fate]
         parts.append(f"\n## {fate.capitalize()}\n\n")
         if not lines:
-            parts.append("No knob at present; fields of Fleet's own strategies that are refused stand below.\n")
+            parts.append("No knob at present; refused fields of Fleet's own strategies are listed below.\n")
             continue
         parts.append(
             f"| knob | default | allowed | meaning | {_last_column(fate)} |\n| --- | --- | --- | --- | --- |\n"
@@ -111,7 +111,7 @@ def _pair_line(first: Strategy, second: Strategy, entry: Verdict) -> str:
 
 
 def _last_column(fate: str) -> str:
-    return {"carried out": "how", "mapped": "to what", "refused": "why, and what instead"}[fate]
+    return {"carried out": "how", "mapped": "to what", "refused": "reason, and alternative"}[fate]
 
 
 def _knob_line(knob: Knob) -> str:

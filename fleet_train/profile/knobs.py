@@ -195,6 +195,4 @@ def entry_of(knob: str, value: str, table: Mapping[str, Entry], what: str) -> En
 def refuse_unknown(knob: str, value: str, known: Collection[str], what: str) -> None:
     """Raise ConversionError for a knob's value that is not among those that have ``what``."""
     if value not in known:
-        raise ConversionError(
-            f"{knob}: {value} has no {what}, so that it cannot be carried out; use one of {', '.join(known)}"
-        )
+        raise ConversionError(f"{knob}: {value} has no {what} and cannot be carried out; use one of {', '.join(known)}")

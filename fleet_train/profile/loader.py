@@ -60,7 +60,7 @@ def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -
         raise ProfileError(f"{place}: extends: {error}") from error
     if wanted.resolve() in chain:
         circle = " -> ".join(shown_path(step) for step in (*chain[chain.index(wanted.resolve()) :], wanted))
-        raise ProfileError(f"{place}: extends: goes in a circle: {circle}; remove one of these lines")
+        raise ProfileError(f"{place}: extends: is circular: {circle}; remove one of these lines")
     if len(chain) >= MAX_EXTENDS:
         raise ProfileError(f"{place}: extends: more than {MAX_EXTENDS} files deep")
     return _load_layer(wanted, find, chain)
@@ -112,7 +112,7 @@ def _report(problems: list[Problem], source: Source, layer: _Layer) -> str:
         return source.lines.get(problem.key, 0)
 
     lines = [f"{place(problem)}: {problem}" for problem in sorted(problems, key=line)]
-    more = [f"{source.path}: and {len(lines) - MAX_TOLD} problems more"] if len(lines) > MAX_TOLD else []
+    more = [f"{source.path}: and {len(lines) - MAX_TOLD} more problems"] if len(lines) > MAX_TOLD else []
     return "\n".join(lines[:MAX_TOLD] + more)
 
 

@@ -41,7 +41,7 @@ def _of_barriers(profile: Profile) -> str:
     return (
         f"barrier_every_steps: {every} ({profile.origin('barrier_every_steps')}): between two barriers Gloo waits for "
         "a rank for 30 s, which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for "
-        f"{profile.collective_timeout_seconds} s (collective_timeout_seconds). A stop is known up to "
+        f"{profile.collective_timeout_seconds} s (collective_timeout_seconds). A stop request is known up to "
         f"{every - 1} step{'s' if every > 2 else ''} later."
     )
 

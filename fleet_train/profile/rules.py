@@ -156,7 +156,7 @@ def _block_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     size = settings.get("quantised_block_size", 32)
     if size % 32 == 0:
         return []
-    return [Problem("quantised_block_size", f"{size} is no multiple of 32; use {max(32, round(size / 32) * 32)}")]
+    return [Problem("quantised_block_size", f"{size} is not a multiple of 32; use {max(32, round(size / 32) * 32)}")]
 
 
 def _fragment_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
@@ -189,8 +189,8 @@ def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     beside, found = "does not go with amp_dtype: float16", []
     if settings.get("accumulate_steps", 1) > 1:
         rule = (
-            f"{settings['accumulate_steps']} {beside}: the loss scale's judgement and the merged update have not been "
-            "proven together; use amp_dtype: bfloat16"
+            f"{settings['accumulate_steps']} {beside}: the loss scale's judgement and the merged update are not "
+            "tested together; use amp_dtype: bfloat16"
         )
         found.append(Problem("accumulate_steps", rule))
     if settings.get("use_local_sgd", False):
@@ -207,7 +207,7 @@ def _recompute_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     used = [name for name, off in _WAYS_TO_CUT.items() if settings.get(name, off) > off]
     if len(used) < 2:
         return []
-    return [Problem(used[-1], f"says where recompute cuts, and so does {used[0]}; keep one of the two")]
+    return [Problem(used[-1], f"sets where recompute cuts, as {used[0]} does; keep one of the two")]
 
 
 def _executor_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
@@ -276,7 +276,7 @@ def _variable_problem(name: str, value: str) -> Problem | None:
         )
     if not VARIABLE_NAME.fullmatch(name):
         return Problem(
-            key, "is no name for a variable; allowed: capital letters, digits and _, or FLAGS_ and a flag's name"
+            key, "is not a variable name; allowed: capital letters, digits and _, or FLAGS_ and a flag's name"
         )
     if name == "FLAGS_enable_pir_api" and value.strip().lower() not in TRUE_WORDS:
         return Problem(key, "the old IR has no host operators, which carry the communication; remove it")

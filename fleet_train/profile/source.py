@@ -28,8 +28,8 @@ KEY = re.compile(r"[A-Za-z_][\w.-]{0,79}")
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _WORDS_OF_THE_FILE = re.compile(r"(?<=alias|nchor|andle) .*", re.DOTALL)
 """In PyYAML's messages, where it has more than one character of them."""
-_NO_KEY = "is no key that a profile has; to build on another one, use extends"
-_NO_VARIABLE = "is no name for a variable; write NAME: value"
+_NO_KEY = "is not a key of a profile; to build on another profile, use extends"
+_NO_VARIABLE = "is not a variable name; write NAME: value"
 READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": "nothing", "timestamp": "a date"}
 
 
@@ -236,7 +236,7 @@ def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
     if tag == "int" and INTEGER.fullmatch(text):
         return int(text), ""
     if tag in ("int", "float") and (number := _number_in_yaml(tag, text)) is None:
-        return None, f"{text} is no number; allowed: ALLOWED"
+        return None, f"{text} is not a number; allowed: ALLOWED"
     if tag == "int":
         return None, f"{text} is read as {number} by YAML; write a plain decimal number"
     if tag == "float":

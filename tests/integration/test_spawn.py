@@ -420,7 +420,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(nprocs: Any) -> None:
 
 
 def test_a_wrong_strategy_is_refused_before_a_rank_starts() -> None:
-    with pytest.raises(FleetTrainError, match="'nonsense' is no profile of the catalogue"):
+    with pytest.raises(FleetTrainError, match="'nonsense' is not a profile of the catalogue"):
         spawn(printing, strategy="nonsense")
     with pytest.raises(ClusterError, match="a value of type int: it takes a profile's name"):
         spawn(printing, strategy=3)

@@ -59,7 +59,7 @@ BUCKETS = [
 
 _CHOSEN = (
     "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
-    "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile are obeyed instead"
+    "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile override this"
 )
 LINK = [
     Case(
@@ -168,7 +168,7 @@ RUNNING = [
             see.said: rank_0_says(
                 "barrier_every_steps: 8 (set by the caller): between two barriers Gloo waits for a rank for 30 s, "
                 "which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
-                "(collective_timeout_seconds). A stop is known up to 7 steps later."
+                "(collective_timeout_seconds). A stop request is known up to 7 steps later."
             ),
         },
         {"divergence_check_steps": 12},

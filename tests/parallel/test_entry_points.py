@@ -121,14 +121,14 @@ def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult,
     refused = two.values[0]["refused"]
     assert refused == two.values[1]["refused"] == one["refused"]
     assert refused["no startup program"] == (
-        "ConversionError: the startup program of minimize gives no parameter of the loss its start value (such as "
+        "ConversionError: the startup program of minimize initializes no parameter of the loss (such as "
         "'linear_0.b_0'): call minimize inside `with paddle.static.program_guard(main, startup)`, or pass "
         "startup_program=startup"
     )
     assert refused["amp_init"] == ""
     assert "amp_level is O0; set amp_level: O1 or O2" in refused["amp_init without amp"]
-    assert "it is what distributed_optimizer returns; wrap an optimizer once" in refused["wrapped twice"]
-    assert "parameter_list= and parameters=, which are names of one argument" in refused["two names"]
+    assert "distributed_optimizer returned it; wrap an optimizer once" in refused["wrapped twice"]
+    assert "parameter_list= and parameters=, which name one argument" in refused["two names"]
 
 
 def test_written_updates_of_two_optimizers_have_their_own_gradients(two: RanksResult) -> None:

@@ -53,7 +53,7 @@ def test_all_reduce_keeps_shape_and_dtype(ranks: list[dict[str, Any]]) -> None:
 
 def test_all_reduce_of_different_arrays_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "the ranks brought different arrays" in rank["unequal"]
+        assert "the ranks passed different arrays" in rank["unequal"]
 
 
 def test_all_reduce_names_what_it_takes(ranks: list[dict[str, Any]]) -> None:
@@ -104,7 +104,7 @@ def test_exported_program_gives_the_same_without_fleet_train(ranks: list[dict[st
 
 def test_targets_that_need_other_ranks_are_not_exported(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "which talks to other ranks (synchronised batch norm); build a second program" in rank["talking"]
+        assert "which communicates (synchronised batch norm); build a second program" in rank["talking"]
         assert rank["unknown_input"].endswith("the program has no input 'x'; it has features")
 
 

@@ -42,7 +42,7 @@ def test_every_rank_gets_the_same_bits_and_little_is_owed_in_the_end(ranks: Rank
 @pytest.mark.parametrize("compression", ["int8", "int4"])
 def test_ranks_with_and_without_compiled_loops_get_the_same_bits(tmp_path: Path, compression: str) -> None:
     """Three ranks, so that each rounds for the others, too; rank 0 says that its own codec is the slower one."""
-    script, slower = ROOT / "tests/parallel/few_bits_training.py", "int8 and int4 are coded by numpy"
+    script, slower = ROOT / "tests/parallel/few_bits_training.py", "numpy encodes int8 and int4"
     states = []
     for number, without in enumerate([(), (0,), (0, 1, 2)]):
         folder = tmp_path / str(number)

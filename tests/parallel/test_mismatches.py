@@ -29,4 +29,4 @@ def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
         assert not message or "rank 1 (127.0.0.3:" in message
         assert "secret" not in message
     assert "has 100, rank 1" in told[0]["steps per epoch"]
-    assert "(and so differ ranks 2)" in told[0]["steps per epoch"]
+    assert "(ranks that also differ: 2)" in told[0]["steps per epoch"]

@@ -47,7 +47,7 @@ def test_program_without_an_optimizer_leaves_its_state_aside() -> None:
 def test_what_a_pass_keeps_may_be_on_one_side_only() -> None:
     trained = WEIGHT | VELOCITY
     names = ["w", "w_velocity_0"]
-    missing = "here has no 'gradient_merge_count_0' and 1 more: these keep their start values"
+    missing = "here has no 'gradient_merge_count_0' and 1 more, which keep their start values"
     assert fit(trained, trained | SUMS, "here") == Fit(names, [missing])
     unused = "here has 'gradient_merge_count_0' and 1 more, which this profile does not use"
     assert fit(trained | SUMS, trained, "here") == Fit(names, [unused])

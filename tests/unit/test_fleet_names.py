@@ -101,10 +101,10 @@ def test_a_mistyped_name_is_an_attribute_error_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fleet.save_persistables(1, "out", executor=1), "was given executor= and exe=, which are names of one"),
+        (lambda: fleet.save_persistables(1, "out", executor=1), "was given executor= and exe=, which name one"),
         (lambda: fleet.save_persistables(1), "fleet.save_persistables needs dirname="),
         (lambda: fleet.save_persistables(1, "out", filename="all"), "filename='all': the files' names are fixed"),
-        (lambda: fleet.save_persistables(1, "out", mode=1), "mode=1: modes of parameter servers"),
+        (lambda: fleet.save_persistables(1, "out", mode=1), "mode=1: modes are for parameter servers"),
         (lambda: fleet.load_persistables(1, "out", filename="all"), "filename='all': the files' names are fixed"),
         (lambda: fleet.save_inference_model(1, "out", ["x"]), "needs targets= or target_vars="),
         (

@@ -25,7 +25,7 @@ BOOLEAN_FIELDS: dict[str, str | dict[str, Any]] = {
     "gradient_merge": {"accumulate_steps": 1},
     "lars": "build paddle.incubate.optimizer.LarsMomentumOptimizer yourself",
     "lamb": "build paddle.optimizer.Lamb yourself",
-    "pipeline": "only data parallelism is done here",
+    "pipeline": "only data parallelism is supported",
     "elastic": "changes the number of ranks",
     "auto": "automatic parallelism",
     "a_sync": {},
@@ -42,9 +42,9 @@ BOOLEAN_FIELDS: dict[str, str | dict[str, Any]] = {
         "local_sgd_is_warm_steps": 1,
     },
     "fp16_allreduce": {"compression": "fp16"},
-    "sharding": "only data parallelism is done here",
+    "sharding": "only data parallelism is supported",
     "find_unused_parameters": {},
-    "tensor_parallel": "only data parallelism is done here",
+    "tensor_parallel": "only data parallelism is supported",
     "without_graph_optimization": "leave it at True",
     "calc_comm_same_stream": "keep communication from overlapping",
     "asp": "paddle.incubate.asp",
@@ -187,7 +187,7 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
         (
             "amp_configs",
             {"use_fp16_guard": True},
-            "DistributedStrategy.amp_configs.use_fp16_guard: given true: regions under fp16_guard are not looked for; "
+            "DistributedStrategy.amp_configs.use_fp16_guard: given true: regions under fp16_guard are not supported; "
             "set it to False",
         ),
         (

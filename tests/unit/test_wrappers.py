@@ -149,7 +149,7 @@ def test_what_a_profile_cannot_do_is_refused_with_what_to_use(make: Any, message
     ("make", "message"),
     [
         (lambda: PipelineOptimizer(sgd(), num_microbatches=2), "set accumulate_steps in the profile"),
-        (lambda: paddle.incubate.ModelAverage(0.15), "it averages what another optimizer updates"),
+        (lambda: paddle.incubate.ModelAverage(0.15), "it only averages what another optimizer updates"),
         (lambda: paddle.incubate.LookAhead(paddle.incubate.LookAhead(sgd())), "LookAhead around LookAhead"),
     ],
 )

@@ -50,4 +50,4 @@ def notices_of(on_host: bool) -> list[str]:
     loops = find_loops() if on_host else None
     if not isinstance(loops, str):
         return []
-    return [f"int8 and int4 are coded by numpy, in several times the processor time: {loops}"]
+    return [f"numpy encodes int8 and int4, in several times the processor time: {loops}"]

@@ -62,7 +62,9 @@ class CompiledCodec:
         settings, views = self._settings, [host_view(wire) for wire in wires]
         blocks = views[0].size // settings.block_bytes
         if any(view.size != blocks * settings.block_bytes for view in views):
-            raise ConversionError(f"decode was given wires of {[view.size for view in views]} bytes; all must be alike")
+            raise ConversionError(
+                f"decode was given wires of {[view.size for view in views]} bytes; all must have the same size"
+            )
         result = paddle.empty([blocks * settings.block], "float32") if start is None else start
         total = host_view(result).reshape(blocks, settings.block)
         addresses = np.array([view.ctypes.data for view in views], np.int64)

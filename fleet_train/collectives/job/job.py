@@ -198,7 +198,7 @@ class Job:
         brought = self.compare(name, [list(values.shape), values.dtype.name, op])
         if brought:
             told = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in brought)
-            raise ConversionError(f"{name}: the ranks brought different arrays: {told}")
+            raise ConversionError(f"{name}: the ranks passed different arrays: {told}")
         return self.engine.start(self._reduced(values, op), Place(name, name, self.timeout_seconds)).result()
 
     def _reduced(self, values: Array, op: str) -> Stages[Array]:
@@ -329,4 +329,4 @@ def refuse_unreducible(values: Array, op: str) -> None:
     if op not in REDUCTIONS:
         raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(REDUCTIONS)}")
     if values.dtype.name not in _REDUCIBLE:
-        raise ConversionError(f"all_reduce: dtype {values.dtype} is not reduced; use {', '.join(_REDUCIBLE)}")
+        raise ConversionError(f"all_reduce: dtype {values.dtype} cannot be reduced; use {', '.join(_REDUCIBLE)}")

@@ -70,7 +70,7 @@ def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int
     scheduler lets it see, or that of its local rank. Raises ClusterError where there is none."""
     selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
     if selected and not is_number(selected):
-        raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes numbers of GPUs, as 0,1")
+        raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes GPU numbers, such as 0,1")
     gpu = int(selected) if selected else 0 if visible == 1 else local_rank
     if gpu >= visible:
         why = f"FLAGS_selected_gpus={selected}" if selected else f"local rank {local_rank}"
@@ -136,7 +136,7 @@ def refuse_other_ranks(brought: Variants, cluster: Cluster) -> None:
             theirs = (differing[0][1] or {}).get(name)
             raise ScheduleMismatch(
                 f"{name}: {cluster.describe(0)} has {expected}, {cluster.describe(ranks[0])} has {theirs}"
-                + (f" (and so differ ranks {', '.join(map(str, sorted(ranks[1:])))})" if ranks[1:] else "")
+                + (f" (ranks that also differ: {', '.join(map(str, sorted(ranks[1:])))})" if ranks[1:] else "")
                 + "; all ranks must agree"
             )
 

@@ -75,7 +75,7 @@ def _measure(job: Job, sweep: _Sweep, seconds: float, say: Callable[[str], None]
     for nbytes in MEASURED_BYTES:
         first = _slowest(job, sweep, _timed(job, sweep, nbytes, 2))
         if first > 2 * budget and len(samples) > 1:
-            say(f"{sweep.where}: {nbytes // 1024} KiB would take longer than asked for, left out from here on")
+            say(f"{sweep.where}: {nbytes // 1024} KiB and more would exceed the given time; skipped")
             break
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(budget / first)))
         median = _slowest(job, sweep, _timed(job, sweep, nbytes, repeats))

@@ -52,8 +52,8 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     if brought:
         (first, one), (second, other) = brought[:2]
         raise ScheduleMismatch(
-            f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have other state of their "
-            f"own to save: {one} and {other}"
+            f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
+            f"their own to save: {one} and {other}"
         )
     mine, group = _contiguous(arrays), job.communicators(1)[0]
     parts = [mine, *(_empty(described) for _ in range(1, world_size))] if rank == 0 else [mine]

@@ -51,7 +51,7 @@ def _in_16_bits(parts: _Parts) -> BucketMethod:
 def _in_few_bits(parts: _Parts) -> BucketMethod:
     bucket = parts.bucket
     if parts.quantised is None:
-        raise ConversionError(f"compression: {bucket.compression} was planned without links for whole numbers")
+        raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
     settings = gradient_settings(parts.profile)
     name = bucket.gradients[0].name
     carried = parts.quantised.make(bucket.communicator, name, bucket.elements, settings)

@@ -25,7 +25,7 @@ def require_paddle(environ: Mapping[str, str] = os.environ) -> None:
     switched = environ.get("FLAGS_enable_pir_api", "1").strip().lower()
     if switched in ("0", "false"):
         raise PaddleUnusable(
-            f"FLAGS_enable_pir_api={switched} switches Paddle to its old IR; fleet_train needs PIR (the default): "
+            f"FLAGS_enable_pir_api={switched} selects Paddle's old IR; fleet_train needs PIR (the default): "
             "unset FLAGS_enable_pir_api"
         )
     import paddle

@@ -13,24 +13,24 @@ _DYNAMIC = (
     "belongs to dynamic graphs; fleet_train converts static programs: build the network under paddle.enable_static() "
     "and use fleet.distributed_optimizer"
 )
-_MODEL_PARALLEL = "splits the model; only data parallelism is done here, every rank holds the whole model"
+_MODEL_PARALLEL = "splits the model; only data parallelism is supported, every rank holds the whole model"
 _SLOTS = "reads the slot files of parameter-server jobs; read data with paddle.io.DataLoader, or fleet_train.data"
 _CHECKPOINTS = (
-    "is no part of it any more; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, folder) on "
+    "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, folder) on "
     "all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
 )
-_PERFORMANCE = "is not done here; python -m fleet_train plan --measure times allreduces over this network"
-_LOGGING = "is not done here; fleet_train has no log levels: what it has to say, it says once, on rank 0's stderr"
+_PERFORMANCE = "is not supported; python -m fleet_train plan --measure times allreduces over this network"
+_LOGGING = "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"
 _QUANTIZATION = "quantizes, which is out of scope here; use paddle.quantization on the model"
 _ON_OPTIMIZER = "is a call of the optimizer that fleet.distributed_optimizer returns"
-_STATE = "is inner state of Paddle's Fleet; fleet.profile() and fleet.plan() say what is carried out"
+_STATE = "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
 
 ABSENT: dict[str, str] = {
     "Fleet": "is not needed: fleet itself is the instance; from fleet_train import fleet",
     "Collective": "is not needed: fleet itself is the instance; from fleet_train import fleet",
     "CollectiveOpBasedOptimizer": "is not needed; call fleet.distributed_optimizer(optimizer, strategy)",
     "TrainStatus": _CHECKPOINTS,
-    "LambConfig": "is the optimizer's business: build paddle.optimizer.Lamb yourself and wrap that",
+    "LambConfig": "belongs to the optimizer: build paddle.optimizer.Lamb yourself and wrap that",
     "DistFCConfig": _MODEL_PARALLEL,
     "CommunicateTopology": _MODEL_PARALLEL,
     "HybridCommunicateGroup": _MODEL_PARALLEL,
@@ -46,7 +46,7 @@ ABSENT: dict[str, str] = {
     "distributed_scaler": _DYNAMIC,
     "recompute": "is a knob here: recompute_segments, recompute_every_blocks or recompute_checkpoints of the profile",
     "auto": "belongs to automatic parallelism, which is out of scope here; choose a profile instead",
-    "base": "is Paddle's own package; role makers are in: from fleet_train import role_maker",
+    "base": "is Paddle's own package; use: from fleet_train import role_maker",
     "utils": "is Paddle's own package: for recompute set recompute_segments, for file systems use pathlib",
     "metrics": "is Paddle's own package; reduce counts with fleet.all_reduce(array, 'sum') and divide after it",
     "runtime": "is Paddle's own package, for parameter servers",
@@ -61,11 +61,11 @@ ABSENT: dict[str, str] = {
     "MultiSlotDataGenerator": _SLOTS,
     "MultiSlotStringDataGenerator": _SLOTS,
     "launch": "is a command: python -m fleet_train launch --help",
-    "launch_utils": "is inner state of Paddle's launcher; python -m fleet_train launch --help",
-    "cloud_utils": "is inner state of Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
+    "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
+    "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
     "elastic": "is an option of the launcher: python -m fleet_train launch --max_restarts 3 --min_nodes 2",
-    "local_device_ids": "is not known here; fleet.place() is this rank's device, fleet.local_rank() its index",
-    "world_device_ids": "is not known here; fleet.place() is this rank's device, fleet.node_num() the nodes",
+    "local_device_ids": "is not supported; fleet.place() is this rank's device, fleet.local_rank() its index",
+    "world_device_ids": "is not supported; fleet.place() is this rank's device, fleet.node_num() the nodes",
     "init_server": _SERVERS,
     "run_server": _SERVERS,
     "run_worker": _SERVERS,
@@ -74,7 +74,7 @@ ABSENT: dict[str, str] = {
     "make_fl_strategy": _SERVERS,
     "get_fl_client": _SERVERS,
     "load_model": f"{_SERVERS}; use fleet.load_persistables",
-    "load_inference_model": f"{_SERVERS}; an exported network is read by paddle.static.load_inference_model",
+    "load_inference_model": f"{_SERVERS}; paddle.static.load_inference_model reads an exported network",
     "load_one_table": _SERVERS,
     "save_one_table": _SERVERS,
     "save_cache_model": _SERVERS,
@@ -112,8 +112,8 @@ ABSENT: dict[str, str] = {
     "amp_init": _ON_OPTIMIZER,
     "get_loss_scaling": "is fleet.loss_scale()",
     "qat_init": _QUANTIZATION,
-    "is_xpu": "is not known here; fleet.place() is this rank's device",
-    "stop": "is fleet.shutdown(); it is also done by itself when the script ends",
+    "is_xpu": "is not supported; fleet.place() is this rank's device",
+    "stop": "is fleet.shutdown(), which also runs when the script ends",
     "_final_strategy": _STATE,
     "_get_applied_meta_list": _STATE,
     "_get_applied_graph_list": _STATE,

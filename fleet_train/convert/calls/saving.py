@@ -23,7 +23,7 @@ _FILES = (
     "the files' names are fixed (persistables.safetensors, persistables.json); leave filename out, and give each state "
     "a dirname of its own"
 )
-_TABLES = "modes of parameter servers' tables do not exist here; leave mode out"
+_TABLES = "modes are for parameter servers' tables, which are not supported; leave mode out"
 
 
 def synchronize_parameters(main_program: Any = None) -> None:

@@ -83,5 +83,5 @@ def reduce(call: str, values: Array, op: str) -> Array:
 def _refuse_servers(name: str, comm_world: str) -> None:
     if comm_world not in _COLLECTIONS:
         raise ConversionError(
-            f"fleet.util.{name}: comm_world={comm_world!r}: there are no parameter servers here; leave it out"
+            f"fleet.util.{name}: comm_world={comm_world!r}: parameter servers are not supported; leave it out"
         )

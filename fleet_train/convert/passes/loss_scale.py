@@ -45,7 +45,7 @@ class LossScaling:
         for field in fields(self):
             holds, rule = rules.get(field.name, (True, ""))
             if not holds:
-                raise ConversionError(f"{field.name}={getattr(self, field.name)}: it must be {rule}")
+                raise ConversionError(f"{field.name}={getattr(self, field.name)}: must be {rule}")
 
 
 class LossScaler:

@@ -65,8 +65,8 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if self.level == "O3":
             raise ConversionError(
-                "amp level O3 (Apex: parameters and updates in low precision too) is not offered: updates smaller than "
-                "1/256 of a bfloat16 parameter are lost; use O2, which keeps float32 parameters"
+                "amp level O3 (Apex: parameters and updates in low precision too) is not supported: updates smaller "
+                "than 1/256 of a bfloat16 parameter are lost; use O2, which keeps float32 parameters"
             )
         if self.level not in LEVELS:
             raise ConversionError(f"amp level {self.level!r} is unknown; use {', '.join(LEVELS)}")
@@ -99,7 +99,7 @@ def said_of(settings: MixedPrecision, on_gpu: bool) -> list[str]:
         return []
     return [
         f"amp_level: {settings.level} in bfloat16 is emulated on this processor, which has no AVX-512: values are "
-        "rounded to bfloat16 where they would be and computed in float32; the numbers are bfloat16's, no time is saved"
+        "rounded to bfloat16 and computed in float32; the results are bfloat16's, but no time is saved"
     ]
 
 

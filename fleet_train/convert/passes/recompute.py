@@ -47,11 +47,11 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.segments < 0:
-            raise ConversionError(f"recompute segments={self.segments}: use 0 for none, or 2 and more")
+            raise ConversionError(f"recompute segments={self.segments}: use 0 for none, or 2 or more")
         if self.every_blocks < 0:
-            raise ConversionError(f"recompute every_blocks={self.every_blocks}: use 0 for none, or 1 and more")
+            raise ConversionError(f"recompute every_blocks={self.every_blocks}: use 0 for none, or 1 or more")
         if (self.segments > 1) + bool(self.checkpoints) + (self.every_blocks > 0) > 1:
-            raise ConversionError("recompute: segments, checkpoints and every_blocks all say where to cut; use one")
+            raise ConversionError("recompute: segments, checkpoints and every_blocks are alternatives; use one")
 
 
 def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:

@@ -88,7 +88,7 @@ def _refuse_hidden(operators: Sequence[Any]) -> None:
     for operator in operators:
         if any(_is_training(inner) for inner in nested_operators(operator)):
             raise ConversionError(
-                "sync_batch_norm: a batch norm stands inside a control-flow block, where communication has no order "
+                "sync_batch_norm: a batch norm is inside a control-flow block, where communication has no order "
                 "that is the same on every rank; move it out, or use_global_stats=True for it"
             )
 

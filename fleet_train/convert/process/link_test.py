@@ -33,7 +33,7 @@ def measure_cluster(seconds: float) -> MeasuredCluster:
     cluster = cluster_of(None)
     if cluster.world_size == 1:
         raise ClusterError(
-            "--measure found one rank: it needs two at least. Start it on every node through "
+            "--measure found one rank; it needs at least two. Start it on every node through "
             "`python -m fleet_train launch --cluster_node_ips=A,B ... -m fleet_train plan --measure`"
         )
     job = join(cluster, join_timeout_seconds(os.environ))

@@ -102,7 +102,7 @@ class UserDefinedRoleMaker:
             if one != other:
                 raise ClusterError(
                     f"UserDefinedRoleMaker: {what} is {one}, but {launched.formed_by} says {other}; start the script "
-                    "without a launcher, or use PaddleCloudRoleMaker(is_collective=True), which reads the launcher's"
+                    "without a launcher, or use PaddleCloudRoleMaker(is_collective=True), which reads its values"
                 )
         return launched
 

@@ -36,7 +36,7 @@ def _explain(job: Job, brought: Variants) -> str:
     differing = job.world_size - sum(last - first + 1 for first, last in zero)
     where = first_differing_knob(ours["profile"], theirs["profile"]) or first_difference(ours["plan"], theirs["plan"])
     return (
-        f"{job.cluster.describe(0)} and {job.cluster.describe(other)} would not communicate the same: {where} "
+        f"{job.cluster.describe(0)} and {job.cluster.describe(other)} would communicate differently: {where} "
         f"(here = rank 0, there = rank {other}); {differing} of {job.world_size} ranks differ from rank 0. "
         "Start every rank with the same script, arguments and profile"
     )

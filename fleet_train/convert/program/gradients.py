@@ -92,7 +92,8 @@ def _locate(parameter: Any, value: Any, positions: dict[int, int]) -> ReadyGradi
     position = positions.get(value.get_defining_op().id())
     if position is None:
         raise ConversionError(
-            f"the gradient of '{parameter.name}' is made inside a control-flow block; make the loss in the main block"
+            f"the gradient of '{parameter.name}' is computed inside a control-flow block; compute the loss in the "
+            "main block"
         )
     return ReadyGradient(parameter, value, position)
 

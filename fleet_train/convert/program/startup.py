@@ -25,6 +25,6 @@ def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
     if any(begun_tensor(scope, name) is not None for name in names):
         return
     raise ConversionError(
-        f"the startup program of minimize gives no parameter of the loss its start value (such as '{min(names)}'): "
+        f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "
         "call minimize inside `with paddle.static.program_guard(main, startup)`, or pass startup_program=startup"
     )

@@ -31,12 +31,12 @@ class AmpCalls:
             )
         text = "amp_init is mapped: parameters stay float32, so nothing is cast"
         if test_program is not None or use_fp16_test:
-            text += "; the program for evaluation stays float32, too"
+            text += "; the evaluation program stays float32, too"
         say([text], self._rank)
 
     def get_loss_scaling(self) -> Any:
         """Refused: the scale is a number, ``fleet.loss_scale()``, and no value of the program."""
-        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the number that the loss is multiplied by now")
+        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current factor of the loss")
 
     def get_scaled_loss(self) -> Any:
         """Refused: fetch the loss itself."""

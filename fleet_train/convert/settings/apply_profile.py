@@ -40,11 +40,11 @@ def apply_environment(profile: Profile) -> list[str]:
         paddle.set_flags(flags)
     notices = []
     if kept:
-        notices.append(f"the environment's own {', '.join(kept)} wins over profile '{profile.name}'")
+        notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
     if late:
         notices.append(
-            f"profile '{profile.name}' sets {', '.join(late)} after this process has started; what is read at start "
-            "does not see it: start with python -m fleet_train launch --strategy"
+            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for what is read "
+            "at start: start with python -m fleet_train launch --strategy"
         )
     return notices
 
@@ -55,6 +55,4 @@ def _typed(name: str, text: str) -> Any:
     try:
         return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
     except ValueError:
-        raise ProfileError(
-            f"environment.{name}: its value is not of the type {kind.__name__} that Paddle keeps it in"
-        ) from None
+        raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None

@@ -19,7 +19,7 @@ def one_of(function: str, **given: Any) -> Any:
     used = [name for name, value in given.items() if value is not None]
     if len(used) > 1:
         raise ArgumentError(
-            f"fleet.{function} was given {' and '.join(f'{name}=' for name in used)}, which are names of one argument; "
+            f"fleet.{function} was given {' and '.join(f'{name}=' for name in used)}, which name one argument; "
             "keep one of them"
         )
     return given[used[0]] if used else None

@@ -60,8 +60,8 @@ def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
         return profile, []
     said = (
         f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
-        "kernels of several communicators over the same ranks may run in another order on every device, which can "
-        "stand still for ever; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
+        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
     )
     return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
 
@@ -105,7 +105,7 @@ def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tup
         return optimizer, None
     kind = type(optimizer).__name__
     if kind not in ("SGD", "Momentum"):
-        raise ProfileError(f"compression: dgc carries momentum itself and works with SGD and Momentum, not with {kind}")
+        raise ProfileError(f"compression: dgc applies momentum itself and works with SGD and Momentum, not with {kind}")
     if optimizer._grad_clip is not None:
         raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
     if world_size == 1:

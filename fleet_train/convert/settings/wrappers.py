@@ -71,8 +71,8 @@ def unwrap(optimizer: Any) -> Unwrapped:
     inner = [name for name in _INNER_NAMES if name in vars(result.optimizer)] if kind else []
     if inner:
         raise ConversionError(
-            f"distributed_optimizer was given {kind}, which wraps another optimizer ({inner[0]}) in a way that is not "
-            "known here; give it the optimizer inside, and set what the wrapper does in the profile"
+            f"distributed_optimizer was given {kind}, which wraps another optimizer ({inner[0]}) in an unknown way; "
+            "give it the optimizer inside, and set what the wrapper does in the profile"
         )
     return result
 
@@ -152,7 +152,7 @@ def _take_off_gradient_merge(result: Unwrapped) -> None:
     wrapper, name = result.optimizer, "GradientMergeOptimizer"
     if not wrapper.avg and wrapper.k_steps > 1:
         raise ProfileError(
-            f"{name}: avg=False asks for the sum of the micro-batches' gradients, they are averaged here; leave it at "
+            f"{name}: avg=False asks for the sum of the micro-batches' gradients, which are averaged here; leave it at "
             "True and scale the learning rate"
         )
     result.ask(name, accumulate_steps=int(wrapper.k_steps))
@@ -164,10 +164,10 @@ def _take_off_recompute(result: Unwrapped) -> None:
     wrapper, name = result.optimizer, "RecomputeOptimizer"
     checkpoints = list(wrapper._checkpoints or [])
     if wrapper.enable_offload:
-        raise ProfileError(f"{name}: offload is not done here; remove _enable_offload()")
+        raise ProfileError(f"{name}: offload is not supported; remove _enable_offload()")
     if not checkpoints or not all(isinstance(one, str) for one in checkpoints):
         raise ProfileError(
-            f"{name}: values have no names in today's programs, so it cannot be cut at them; _set_checkpoints takes "
+            f"{name}: values have no names in today's programs, so it cannot cut at them; _set_checkpoints takes "
             "names of parameters here, or set recompute_segments or recompute_every_blocks in the profile and wrap "
             "the inner optimizer alone"
         )
@@ -200,10 +200,10 @@ _TAKE_OFF: dict[str, Callable[[Unwrapped], None]] = {
 }
 
 _REFUSED = {
-    "DistributedOptimizer": "it is what distributed_optimizer returns; wrap an optimizer once",
-    "PipelineOptimizer": "it splits the model, only data parallelism is done here; wrap the inner optimizer, and set "
-    "accumulate_steps in the profile for its micro-batches",
-    "ModelAverage": "it updates nothing, it averages what another optimizer updates; wrap that one, and for a moving "
+    "DistributedOptimizer": "distributed_optimizer returned it; wrap an optimizer once",
+    "PipelineOptimizer": "it splits the model, and only data parallelism is supported; wrap the inner optimizer, "
+    "and set accumulate_steps in the profile for its micro-batches",
+    "ModelAverage": "it only averages what another optimizer updates; wrap that one, and for a moving "
     "average of the weights use fleet_train.train.Trainer(average=...)",
     "DistributedFusedLamb": "it communicates by itself, on GPUs only; wrap paddle.optimizer.Lamb",
     "LBFGS": "it evaluates the loss several times per step, which a static program cannot; wrap another optimizer",

@@ -35,7 +35,9 @@ def fit(saved: Described, ours: Described, source: str) -> Fit:
                 f"{source}: '{name}' is {saved[name][1]} {saved[name][2]}, this program needs {shape} {dtype}"
             )
         if name not in saved and kind != PASS:
-            raise CheckpointError(f"{source} has no tensor '{name}', which this program needs: is it of another model?")
+            raise CheckpointError(
+                f"{source} has no tensor '{name}', which this program needs: is it from another model?"
+            )
     trains = any(kind == OPTIMIZER for kind, _, _ in ours.values())
     aside = {PASS} if trains else {PASS, OPTIMIZER}
     left_over = sorted(name for name in saved if name not in ours)
@@ -44,7 +46,7 @@ def fit(saved: Described, ours: Described, source: str) -> Fit:
             raise CheckpointError(f"{source} has a tensor '{name}' that this program does not have")
     notes = []
     if started := sorted(name for name in ours if name not in saved):
-        notes.append(f"{source} has no {_several(started)}: these keep their start values")
+        notes.append(f"{source} has no {_several(started)}, which keep their start values")
     if trains and left_over:
         notes.append(f"{source} has {_several(left_over)}, which this profile does not use")
     return Fit([name for name in ours if name in saved], notes)

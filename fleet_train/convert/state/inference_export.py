@@ -61,7 +61,7 @@ def _refuse_host_operators(targets: Sequence[Any]) -> None:
         seen.add(operator.id())
         if "fleet_train_" in operator.name():
             raise ConversionError(
-                f"the targets depend on '{operator.name()}', which talks to other ranks (synchronised batch norm); "
+                f"the targets depend on '{operator.name()}', which communicates (synchronised batch norm); "
                 "build a second program with layer.eval() under paddle.utils.unique_name.guard() and export that one"
             )
         ahead += [source.get_defining_op() for source in operator.operands_source()]

@@ -80,10 +80,10 @@ def refuse_damaged_position(arrays: Arrays, source: str) -> None:
     for name, array in arrays.items():
         is_step = name == _STEP or (name.startswith(PREFIX) and name.endswith("/step"))
         if is_step and not (array.size == 1 and array.dtype.kind in "iuf" and 0 <= float(array.reshape(-1)[0]) < 2**53):
-            raise CheckpointError(f"{source}: '{name}' is not one number of steps; load another saved state")
+            raise CheckpointError(f"{source}: '{name}' is not a single number of steps; load another saved state")
     numbers = arrays.get(_NUMBERS)
     if numbers is not None and not _are_of_a_schedule(numbers):
-        raise CheckpointError(f"{source}: '{_NUMBERS}' is not a period's state; load another saved state")
+        raise CheckpointError(f"{source}: '{_NUMBERS}' is not the state of a period; load another saved state")
 
 
 def _are_of_a_schedule(numbers: Array) -> bool:

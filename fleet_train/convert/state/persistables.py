@@ -116,7 +116,7 @@ def _description(content: bytes) -> tuple[dict[str, dict[str, Content]], dict[st
     if not isinstance(kinds, dict) or not all(kind in (PARAMETER, OPTIMIZER, PASS) for kind in kinds.values()):
         raise ValueError("its kinds are not those of tensors")
     if strange := sorted(kinds.keys() - files[TENSORS].keys() - {name for _, name in own}):
-        raise ValueError(f"it has the kind of '{strange[0]}', and no such tensor")
+        raise ValueError(f"it has the kind of '{strange[0]}', but no such tensor")
     return files, kinds, _number_of_ranks(number, files[RANKS])
 
 
@@ -148,8 +148,8 @@ def _number_of_ranks(told: Any, contents: dict[str, Content]) -> int:
         by_rank.setdefault(rank, {})[own] = (content.dtype, content.shape)
     number = len(by_rank)
     if type(told) is not int or told != number or by_rank.keys() != set(range(number)):
-        raise ValueError(f"it has tensors of {len(by_rank)} ranks, not of as many as it says")
+        raise ValueError(f"it has tensors of {len(by_rank)} ranks, not of the number that it gives")
     for rank, tensors in by_rank.items():
         if tensors != by_rank[0]:
-            raise ValueError(f"rank {rank} has other tensors than rank 0")
+            raise ValueError(f"rank {rank} has different tensors from rank 0")
     return number

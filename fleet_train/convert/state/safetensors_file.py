@@ -51,16 +51,16 @@ class Content:
     def from_json(cls, entry: Any) -> Content:
         """What ``as_json`` gave. Raises ValueError that says what is wrong, also of sizes that no file has."""
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "sha256"}:
-            raise ValueError("it is no entry of dtype, shape and sha256")
+            raise ValueError("it is not an entry of dtype, shape and sha256")
         dtype, shape, sha256 = entry["dtype"], entry["shape"], entry["sha256"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError("its dtype is unknown")
         if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
-            raise ValueError("its shape is no list of sizes")
+            raise ValueError("its shape is not a list of sizes")
         if math.prod(size for size in shape if size) * np.dtype(dtype).itemsize >= 1 << 62:
-            raise ValueError("its shape has more elements than any memory")
+            raise ValueError("its shape has more elements than fit in any memory")
         if not isinstance(sha256, str):
-            raise ValueError("its sha256 is no text")
+            raise ValueError("its sha256 is not text")
         return cls(dtype, shape, sha256)
 
     @property
@@ -165,7 +165,7 @@ def _read_header(path: Path, file: Any, size: int, written: Mapping[str, Content
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} was altered {first}: its header is no JSON of tensors; {_WAY_OUT}")
+        raise CheckpointError(f"{path} was altered {first}: its header is not JSON of tensors; {_WAY_OUT}")
     return _LENGTH_BYTES + length, header
 
 
@@ -187,5 +187,7 @@ def _refuse_overlaps(path: Path, places: Mapping[str, tuple[int, int]]) -> None:
     last = 0
     for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
         if begin < last:
-            raise CheckpointError(f"{path}: tensor '{name}' was altered: its bytes are another one's, too; {_WAY_OUT}")
+            raise CheckpointError(
+                f"{path}: tensor '{name}' was altered: its bytes overlap those of another tensor; {_WAY_OUT}"
+            )
         last = end

@@ -97,7 +97,7 @@ def unwritable(program: Any) -> str:
 
 def _needs_peers(name: str) -> str:
     return (
-        f"the program cannot be written without '{name.rpartition('_')[0]}', which talks to other ranks in its forward "
+        f"the program cannot be written without '{name.rpartition('_')[0]}', which communicates in its forward "
         "pass (synchronised batch norm); use fleet.save_persistables to resume, and fleet.save_inference_model with a "
         "program built with layer.eval()"
     )

@@ -27,7 +27,7 @@ class Prefetcher(Generic[Item]):
 
     def __init__(self, source: Iterable[Item], depth: int = 2, closing: threading.Event | None = None) -> None:
         if depth < 1:
-            raise ValueError(f"depth={depth}; at least 1 item must be prepared in advance")
+            raise ValueError(f"depth={depth}; at least 1 item must be prefetched")
         self._queue: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
         self._closing = closing or threading.Event()
         self._finished = False

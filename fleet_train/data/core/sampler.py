@@ -148,7 +148,7 @@ class EvaluationSampler:
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Every epoch is the same and read from its start."""
         if consumed_samples:
-            raise DataError(f"consumed_samples={consumed_samples}: an evaluation is always done in one go")
+            raise DataError(f"consumed_samples={consumed_samples}: an evaluation always starts at its first sample")
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ def evaluation_batches(num_samples: int, batch_size: int, rank: int = 0, world_s
 def check_sizes(num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
     """DataError where the numbers leave nothing to read or nobody to read it."""
     if num_samples < 1:
-        raise DataError(f"num_samples={num_samples}; there is nothing to read, at least 1 sample is needed")
+        raise DataError(f"num_samples={num_samples}; at least 1 sample is needed")
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size}; samples per rank and step must be at least 1")
     if not 0 <= rank < world_size:

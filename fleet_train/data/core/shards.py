@@ -31,7 +31,7 @@ def agree_steps(counts: Sequence[int], policy: str = "truncate") -> int:
     if empty or not counts:
         raise DataError(
             f"steps per epoch by rank: {_listed(counts)}; rank(s) {_listed(empty)} have too few samples for one step: "
-            "use a smaller --batch_size or give them more data"
+            "use a smaller --batch_size or more data"
         )
     if policy == "error" and len(set(counts)) > 1:
         raise DataError(

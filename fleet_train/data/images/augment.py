@@ -73,5 +73,5 @@ def image_augmentation_name(name: str) -> str:
     if name == "auto":
         return "crop_flip"
     if name not in IMAGE_AUGMENTATIONS:
-        raise DataError(f"--augment {name} is for data in memory; images know {', '.join(IMAGE_AUGMENTATIONS)}")
+        raise DataError(f"--augment {name} is for data in memory; images take {', '.join(IMAGE_AUGMENTATIONS)}")
     return name

@@ -42,7 +42,7 @@ class CorruptImages:
         """Count the file and answer which sample stands in for it: the next one of the dataset, on every rank alike."""
         self._reasons[index] = (name, reason)
         if len(self._reasons) <= _NAMES_SHOWN:
-            _log.warning("cannot read %s (%s); another image takes its place", name, reason)
+            _log.warning("cannot read %s (%s); another image replaces it", name, reason)
         if len(self._reasons) > self.allowed:
             raise DataError(self._message())
         return self.skip((index + 1) % self._num_samples)
@@ -58,5 +58,6 @@ class CorruptImages:
         more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
         return (
             f"{len(shown)} image(s) of {self._where} cannot be read, --max_corrupt allows {self.allowed} of "
-            f"{self._num_samples}: {', '.join(shown[:_NAMES_SHOWN])}{more}. Repair or delete them, or allow more"
+            f"{self._num_samples}: {', '.join(shown[:_NAMES_SHOWN])}{more}. "
+            "Repair or delete them, or raise --max_corrupt"
         )

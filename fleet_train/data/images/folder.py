@@ -92,7 +92,7 @@ def image_splits(root: Path, settings: ImageSettings | None = None, max_corrupt:
     """
     settings = settings or ImageSettings()
     if not root.is_dir():
-        raise DataError(f"image folder {root}: there is no such folder on this machine")
+        raise DataError(f"image folder {root}: this folder does not exist on this machine")
     read = _read_lists if (root / "train.txt").is_file() else _read_folders
     class_names, parts = read(root)
     train, test = (
@@ -123,8 +123,8 @@ def _read_folders(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
         for folder in sorted(_folders(root / part), key=lambda entry: entry.name):
             if folder.name not in numbers:
                 raise DataError(
-                    f"{root}/{part}/{folder.name}: there is no such class among the {len(names)} of "
-                    f"{'classes.txt' if (root / 'classes.txt').is_file() else 'train/'}; remove it or name it there"
+                    f"{root}/{part}/{folder.name}: this class is not among the {len(names)} of "
+                    f"{'classes.txt' if (root / 'classes.txt').is_file() else 'train/'}; remove it or list it there"
                 )
             files = sorted(_images(folder.path))
             paths += [f"{part}/{folder.name}/{file}" for file in files]
@@ -179,7 +179,7 @@ def _declared_classes(root: Path) -> tuple[str, ...]:
         return ()
     names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(set(names)) != len(names):
-        raise DataError(f"{file}: {next(name for name in names if names.count(name) > 1)!r} is named twice")
+        raise DataError(f"{file}: {next(name for name in names if names.count(name) > 1)!r} is listed twice")
     return tuple(names)
 
 

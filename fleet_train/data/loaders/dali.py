@@ -155,5 +155,5 @@ class DaliLoader(Loader):
                     self._corrupt.replacement(index, self.images.paths[index], str(reason))
         if len(self._corrupt) == known:
             raise DataError(
-                f"DALI failed on images that Pillow can read; try --loader workers. It said: {error}"
+                f"DALI failed on images that Pillow can read; try --loader workers. DALI reports: {error}"
             ) from error

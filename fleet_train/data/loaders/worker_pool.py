@@ -166,8 +166,8 @@ class WorkerPool:
             silent = time.monotonic() - worker.last_answer
             if worker.tasks and silent > self._task_seconds:
                 raise DataError(
-                    f"data worker {worker.number} (process {worker.process.pid}) has not answered for {silent:.0f} s "
-                    f"while reading {worker.reading()}; is the disk or network file system gone?"
+                    f"data worker {worker.number} (process {worker.process.pid}) has not responded for {silent:.0f} s "
+                    f"while reading {worker.reading()}; is the disk or network file system unavailable?"
                 )
 
     def _died(self, worker: _Worker) -> DataError:
@@ -176,9 +176,9 @@ class WorkerPool:
         code = worker.process.returncode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-            hint = "out of memory is the usual reason (fewer --workers, smaller --batch_size), or a file that crashes"
+            hint = "the usual cause is out of memory (fewer --workers, smaller --batch_size), or a file that crashes"
         else:
-            how, hint = f"ended with exit code {code}", "its own message stands above"
+            how, hint = f"ended with exit code {code}", "its own message is above"
         return DataError(
             f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {how} while reading "
             f"{worker.reading() or 'nothing'}; {hint}"

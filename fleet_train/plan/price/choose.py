@@ -67,7 +67,7 @@ def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, 
     if not open_knobs(profile):
         return Choice(profile)
     if not is_worth_cutting(gradients, cluster):
-        return Choice(_settled(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too little to cut"))
+        return Choice(_settled(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
     plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
@@ -190,5 +190,5 @@ def _sentence(settled: Profile, plan: CommPlan, link: str) -> str:
     number, megabytes = len(plan.buckets), plan.gradient_bytes / MEGABYTE
     return (
         f"{chosen_in_words(settled)}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
-        f"bucket{'s' if number > 1 else ''}; numbers in the profile are obeyed instead"
+        f"bucket{'s' if number > 1 else ''}; numbers in the profile override this"
     )

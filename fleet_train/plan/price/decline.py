@@ -65,6 +65,6 @@ def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[C
 
 def _sentence(asked: str, best: str, link: str, share: float) -> str:
     return (
-        f"compression: {asked} is declined: over {link} the price of coding is more than the bytes that it saves; "
+        f"compression: {asked} is declined: over {link} encoding costs more than the saved bytes gain; "
         f"{_IN_WORDS[best]} is sent instead, for {share:.0%} of the predicted steps"
     )

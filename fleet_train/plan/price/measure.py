@@ -48,7 +48,7 @@ def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
     if len({sample.nbytes for sample in ordered}) < 2:
         raise ClusterError(
             f"{len(samples)} buffer size{'' if len(samples) == 1 else 's'} measured: latency and bandwidth need two at "
-            "least; give --measure_seconds more"
+            "least; raise --measure_seconds"
         )
     steps = rounds("allreduce", group_size)
     rows = [(_sent_bytes(sample.nbytes, group_size), sample.seconds) for sample in ordered]

@@ -234,7 +234,7 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
     if plan.team_size and cluster.world_size % plan.team_size:
         raise ConversionError(
             f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of {plan.team_size} "
-            "do not divide: choose other --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+            "do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
         )
     return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
 

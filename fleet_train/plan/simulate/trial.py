@@ -196,8 +196,8 @@ def _purpose(profile: Profile) -> str:
     if profile.outer_optimizer != "none":
         return f"{profile.outer_optimizer} adds momentum of its own, on purpose"
     reasons = {
-        "powersgd": "random matrices have no low rank: the worst there is for powersgd; what it leaves out comes later",
-        "dgc": "what dgc has not sent yet comes later; random gradients have no large elements, the worst there is",
+        "powersgd": "random matrices have no low rank: the worst case for powersgd; what it leaves out is sent later",
+        "dgc": "what dgc has not sent yet is sent later; random gradients have no large elements: the worst case",
     }
     return reasons.get(profile.compression, "")
 
@@ -210,7 +210,7 @@ def describe(trial: Trial) -> str:
     ]
     if trial.shortened:
         cut = ", ".join(f"{knob} to {steps}" for knob, steps in trial.shortened.items())
-        lines.append(f"  cut short, to see what follows: {cut} (--simulate_steps runs it as it is)")
+        lines.append(f"  shortened, to show later steps: {cut} (--simulate_steps runs it unshortened)")
     lines.append(f"  replicas: {_replicas(trial)}")
     if trial.gradient_deviation is not None:
         lines.append(

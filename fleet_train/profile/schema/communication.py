@@ -17,13 +17,13 @@ class CommunicationKnobs(BaseModel):
     name: str = knob(
         "default",
         fate="carried out",
-        meaning="What messages and records call this profile; a file that sets none is called after its file name.",
+        meaning="What messages and records call this profile; a file that sets none is named after its file.",
         reason="Printed with the plan and kept in the run's records; it changes nothing in training.",
     )
     description: str = knob(
         "",
         fate="carried out",
-        meaning="The reason for this profile in one line: for which network and cluster it is.",
+        meaning="The reason for this profile in one line: the network and cluster that it is for.",
         reason="Shown by `fleet_train profiles`; it changes nothing in training.",
     )
     measured: list[str] = knob(
@@ -38,10 +38,10 @@ class CommunicationKnobs(BaseModel):
         unit="communicators",
         ge=1,
         le=16,
-        meaning="How many communicators send buckets side by side. auto: chosen together with the size of buckets. "
+        meaning="How many communicators send buckets in parallel. auto: chosen together with the size of buckets. "
         "Fleet's advice: 1 on one node, 2 on several.",
-        reason="That many process groups of Gloo, each with a thread of its own, take the buckets in turn. On NCCL "
-        "more than 1 is mapped to 1, and said: kernels of two communicators could wait for each other for ever.",
+        reason="That many process groups of Gloo, each with its own thread, take the buckets in turn. On NCCL more "
+        "than 1 is mapped to 1, with a message: kernels of two communicators could deadlock.",
     )
     num_threads: int = knob(
         1,
@@ -61,7 +61,7 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=1_000_000,
         meaning="After how many steps Fleet's executor dropped its local scopes.",
-        reason="Today's executor frees an intermediate variable once its last reader has run: nothing is left to drop.",
+        reason="Today's executor frees an intermediate variable after its last reader: no scope is left to drop.",
     )
     fetch_frequency: int = knob(
         1,
@@ -69,9 +69,9 @@ class CommunicationKnobs(BaseModel):
         unit="steps",
         ge=1,
         le=1_000_000,
-        meaning="Fetch the loss every so many steps. 1 = every step. Fetching waits for the step, so it costs. The "
-        "loop decides: one of your own that names the loss in every `fetch_list` gets it in every step.",
-        reason="By the reference trainer, and by a loop of your own that asks `fleet.should_fetch(step)`.",
+        meaning="Steps between two fetches of the loss. 1 = every step. Fetching waits for the step, which costs time. "
+        "The loop decides: your own loop with the loss in every `fetch_list` gets it in every step.",
+        reason="Applied by the reference trainer, and by your own loop if it asks `fleet.should_fetch(step)`.",
     )
     fuse_all_reduce_ops: bool = knob(
         True,
@@ -86,10 +86,10 @@ class CommunicationKnobs(BaseModel):
         gt=0,
         le=4096,
         needs="fuse_all_reduce_ops",
-        meaning="Largest size of a bucket. A larger gradient gets a bucket of its own. auto: what the plan's price "
-        "says is best for these gradients on this link. Fleet's rule of thumb: a tenth of all gradients.",
-        reason="The plan closes a bucket before it would grow past this. auto: the link is measured for a moment "
-        "before the first step (link_gigabits, link_latency_ms), all ranks choose the same, and rank 0 says what.",
+        meaning="Largest size of a bucket. A larger gradient gets a bucket of its own. auto: the best size by "
+        "predicted step time for these gradients on this link. Fleet's rule of thumb: a tenth of all gradients.",
+        reason="The plan closes a bucket before it would grow past this. auto: the link is measured briefly "
+        "before the first step (link_gigabits, link_latency_ms), all ranks choose the same, and rank 0 prints it.",
     )
     fuse_parameter_groups_size: int = knob(
         50,
@@ -108,7 +108,7 @@ class CommunicationKnobs(BaseModel):
         gt=0,
         le=4096,
         needs="fuse_all_reduce_ops",
-        meaning="Largest size of the last bucket (its transfer has no computation to hide behind) and of the first one "
+        meaning="Largest size of the last bucket (its transfer overlaps no computation) and of the first one "
         "(so that communication starts early in the backward pass); never more than fuse_grad_size_in_MB. auto: chosen "
         "together with that.",
         reason="The plan closes the first bucket before it would grow past this, and cuts what becomes ready last into "
@@ -121,9 +121,9 @@ class CommunicationKnobs(BaseModel):
         ge=0,
         le=10_000,
         meaning="What a node can send to others per second and direction; on one node, what one rank can send to "
-        "another one. What is auto is chosen by it. 0 = measure.",
+        "another one. It decides the auto values. 0 = measure.",
         reason="All ranks time a few allreduces before the first step, for a fraction of a second, and take the "
-        "slowest rank's numbers. A plan on paper, where nobody can measure, takes 1 between nodes and 10 inside one.",
+        "slowest rank's numbers. A plan on paper, which cannot measure, takes 1 between nodes and 10 inside one.",
     )
     link_latency_ms: float = knob(
         0.0,
@@ -139,7 +139,7 @@ class CommunicationKnobs(BaseModel):
         False,
         fate="carried out",
         meaning="Reduce inside each node, allreduce between the nodes' leaders, broadcast inside each node.",
-        reason="Every bucket takes three steps, and only the leaders' bytes cross between nodes. It needs "
+        reason="Every bucket takes three phases, and only the leaders' bytes cross between nodes. It needs "
         "several nodes with several ranks each to differ from the flat allreduce.",
     )
     hierarchical_allreduce_inter_nranks: int = knob(
@@ -155,8 +155,8 @@ class CommunicationKnobs(BaseModel):
     sync_nccl_allreduce: bool = knob(
         False,
         fate="carried out",
-        meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For finding faults.",
-        reason="The operator that starts a bucket waits for it. Results are the same bits, the step is slower.",
+        meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",
+        reason="The operator that starts a bucket waits for it. Results are bit-equal, the step is slower.",
     )
     barrier_every_steps: int = knob(
         1,
@@ -164,14 +164,14 @@ class CommunicationKnobs(BaseModel):
         unit="synchronous steps",
         ge=1,
         le=1_000_000,
-        meaning="How often the ranks meet in the job's store before they send: 1 = at every synchronous step. More "
-        "spares very short steps the meeting. Stop requests and the ranks' times travel with it, so a stop is known "
-        "up to that many steps later, less one. Between two meetings a missing rank is named all the same, but how "
-        "long it is waited for is not ours on Gloo: a rank that pauses for more than 30 s between two of them fails "
-        "the job. On NCCL it is waited for as long as `collective_timeout_seconds` says.",
-        reason="With more than 1 a barrier stands before the first two steps of a program, every so many steps, the "
-        "first one after a call that all ranks make together (saves, evaluations that gather, fleet.barrier_worker, "
-        "the comparisons of `divergence_check_steps`) or after another program's steps, and each one for as long as "
+        meaning="Synchronous steps between two barriers in the job's store: 1 = a barrier at every synchronous step. "
+        "More saves time where steps are very short. The barrier carries stop requests and the ranks' times, so a stop "
+        "is known up to that many steps later, less one. Between two barriers a missing rank is still named, but Gloo "
+        "sets the timeout: a rank that pauses for more than 30 s between two barriers fails the job. On NCCL the "
+        "timeout is `collective_timeout_seconds`.",
+        reason="With more than 1, these steps have a barrier: the first two of a program, every so many, the first "
+        "one after a call that all ranks make together (saves, evaluations that gather, fleet.barrier_worker, "
+        "the comparisons of `divergence_check_steps`) or after another program's steps, and every step while "
         "the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the forward passes of "
         "synchronised batch norm.",
     )

@@ -21,17 +21,17 @@ class CompressionKnobs(LocalSgdKnobs):
         reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's "
         "alone: Gloo's float16 sums are inf, so it is refused on CPU. int8 and int4: whole numbers with a scale per "
         "block, summed in float32 (with a hierarchical allreduce between the leaders only). They, powersgd and dgc "
-        "keep what they left out and add it later; that memory is in checkpoints. Sources: Seide et al. 2014 (error "
+        "keep what they leave out and add it later; checkpoints hold that memory. Sources: Seide et al. 2014 (error "
         "feedback), Dettmers et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
     )
     compression_declines: bool = knob(
         True,
         fate="carried out",
         only_with=OnlyWith("compression", ("int8", "int4")),
-        meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan's price says that this makes shorter "
-        "steps on this link. false = send what was asked for, whatever it costs.",
-        reason="Coding takes processor time, which a fast link does not give back. The link is that of link_gigabits "
-        "and link_latency_ms, measured where they are not given; rank 0 says what was declined.",
+        meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
+        "link. false = always send the requested compression.",
+        reason="Encoding takes processor time, which a fast link does not repay. The link is that of link_gigabits "
+        "and link_latency_ms, measured if they are not given; rank 0 prints what was declined.",
     )
     quantised_block_size: int = knob(
         512,
@@ -40,7 +40,7 @@ class CompressionKnobs(LocalSgdKnobs):
         ge=32,
         le=65536,
         only_with=_QUANTISED,
-        meaning="Elements that share a scale when int8 or int4 travels; a multiple of 32. Smaller = closer to the "
+        meaning="Elements that share a scale in int8 or int4; a multiple of 32. Smaller = closer to the "
         "values, more bytes: a scale takes 4.",
         reason="A block's scale is its largest absolute value over 127 (int8) or 7 (int4).",
     )
@@ -48,8 +48,8 @@ class CompressionKnobs(LocalSgdKnobs):
         True,
         fate="carried out",
         only_with=_QUANTISED,
-        meaning="Add to what int8 or int4 sends what its rounding has left out before. false = forget it.",
-        reason="Costs one copy of what is sent per rank, kept in checkpoints; without it int4 may not converge.",
+        meaning="Add earlier rounding errors to what int8 or int4 sends. false = forget them.",
+        reason="Costs one copy of the sent values per rank, kept in checkpoints; without it int4 may not converge.",
     )
     quantised_rounding: Literal["nearest", "stochastic"] = knob(
         "nearest",
@@ -57,7 +57,7 @@ class CompressionKnobs(LocalSgdKnobs):
         only_with=_QUANTISED,
         meaning="How int8 and int4 round: to the nearest level, or up with the probability of the part cut off.",
         reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers follow "
-        "from parameter, rank and step, so that a resumed run draws the same ones. Nearest errs less each time.",
+        "from parameter, rank and step, so that a resumed run draws the same ones. nearest has the smaller error.",
     )
     powersgd_rank: int = knob(
         1,
@@ -87,20 +87,20 @@ class CompressionKnobs(LocalSgdKnobs):
         le=1_000_000,
         only_with=OnlyWith("compression", ("powersgd",)),
         meaning="A gradient is compressed when its factors are at least this many times smaller than itself.",
-        reason="What does not gain is sent whole, together with the first factors.",
+        reason="Other gradients are sent whole, together with the first factors.",
     )
     powersgd_warm_start: bool = knob(
         True,
         fate="carried out",
         only_with=OnlyWith("compression", ("powersgd",)),
         meaning="Start each step's power iteration from the last step's factor. false = from new random numbers.",
-        reason="One iteration per step then follows the gradients; without it their large directions are found anew.",
+        reason="One iteration per step then follows the gradients; without it each step starts anew.",
     )
     powersgd_error_feedback: bool = knob(
         True,
         fate="carried out",
         only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="Add to each gradient what PowerSGD has left out of the earlier ones. false = forget it.",
+        meaning="Add to each gradient what PowerSGD left out of earlier ones. false = forget it.",
         reason="Costs one copy of the compressed gradients per rank; without it training may not converge.",
     )
     dgc_sparsity: float = knob(
@@ -120,7 +120,7 @@ class CompressionKnobs(LocalSgdKnobs):
         le=1_000_000_000,
         only_with=OnlyWith("compression", ("dgc",)),
         meaning="Steps with whole gradients before DGC starts.",
-        reason="The momentum of these steps is kept, so that the change loses nothing.",
+        reason="The momentum of these steps is kept, so that the switch loses nothing.",
     )
     dgc_rampup_steps: int = knob(
         1,

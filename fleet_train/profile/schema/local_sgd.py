@@ -14,7 +14,7 @@ class LocalSgdKnobs(CommunicationKnobs):
     use_local_sgd: bool = knob(
         False,
         fate="carried out",
-        meaning="Train locally and average parameters from time to time instead of gradients in every step.",
+        meaning="Train locally and average parameters periodically, instead of gradients in every step.",
         reason="After the warm-up no gradient is sent; the parameters (and batch-norm statistics) are averaged at the "
         "end of a period, before every save, and by fleet.synchronize_parameters(). Source: Stich 2018, Lin 2018.",
     )
@@ -57,15 +57,15 @@ class LocalSgdKnobs(CommunicationKnobs):
         needs="use_local_sgd",
         only_with=OnlyWith("local_sgd_schedule", ("adaptive",)),
         meaning="Longest period of an adaptive schedule.",
-        reason="Clamps AdaComm's rule, which grows without bound as the learning rate falls.",
+        reason="Limits AdaComm's rule, which grows without bound as the learning rate falls.",
     )
     local_sgd_momentum: Literal["keep", "average", "reset"] = knob(
         "keep",
         fate="carried out",
         needs="use_local_sgd",
         meaning="What happens to the optimizer's own state when parameters are averaged.",
-        reason="keep: each rank goes on with its own. average: averaged like the parameters (more bytes). reset: "
-        "back to zero. Adam's bias correction goes on in all three.",
+        reason="keep: each rank keeps its own. average: averaged like the parameters (more bytes). reset: "
+        "back to zero. Adam's bias correction continues in all three.",
     )
     local_sgd_dtype: Literal["float32", "bfloat16", "int8", "int4"] = knob(
         "float32",
@@ -74,7 +74,7 @@ class LocalSgdKnobs(CommunicationKnobs):
         meaning="What is sent when parameters are averaged: float32 values, or differences from the last averaging in "
         "bfloat16 (half the bytes), int8 (a quarter) or int4 (an eighth).",
         reason="Every rank adds the same averaged difference to the same kept copy, so that all ranks hold equal bits. "
-        "int8 and int4 round as `quantised_rounding` says and keep what they left out for the next averaging.",
+        "int8 and int4 round as `quantised_rounding` says and keep what they leave out for the next averaging.",
     )
     local_sgd_overlap_steps: int = knob(
         0,
@@ -83,8 +83,8 @@ class LocalSgdKnobs(CommunicationKnobs):
         ge=0,
         le=1_000_000,
         needs="use_local_sgd",
-        meaning="Local steps of the next period beside which an averaging travels; what it changes is added behind "
-        "them. 0 = the ranks wait for it.",
+        meaning="Local steps of the next period that overlap an averaging; its change is added after them. "
+        "0 = the ranks wait for it.",
         reason="Each rank adds the average minus what it sent, after the same step on every rank: its progress since "
         "then is kept. Sources: Wang, Liang and Joshi 2020 (Overlap-Local-SGD), Douillard et al. 2025 (Streaming "
         "DiLoCo).",
@@ -98,8 +98,8 @@ class LocalSgdKnobs(CommunicationKnobs):
         needs="use_local_sgd",
         meaning="Parts of the parameters that are averaged in turn, each once in local_sgd_steps. 1 = all at a time. "
         "More need a constant schedule, and local_sgd_momentum: keep.",
-        reason="Whole layers, spread evenly over a period, so that a link is used all the time and never long for one "
-        "averaging. Each has its own outer momentum. Running statistics travel with the last one. Source: Douillard "
+        reason="Whole layers, spread evenly over a period, so that the link is used evenly and no averaging takes "
+        "long. Each has its own outer momentum. Running statistics travel with the last one. Source: Douillard "
         "et al. 2025 (Streaming DiLoCo).",
     )
     local_sgd_fragment_pattern: Literal["strided", "sequential"] = knob(
@@ -135,5 +135,5 @@ class LocalSgdKnobs(CommunicationKnobs):
         needs="use_local_sgd",
         only_with=OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True),
         meaning="Momentum of the outer optimizer. DiLoCo's advice: 0.9; SlowMo's: 0.4 to 0.8.",
-        reason="The momentum is kept on every rank, equal everywhere, and saved.",
+        reason="Every rank keeps the momentum, equal on all; it is saved.",
     )

@@ -18,7 +18,7 @@ class ProgramKnobs(CompressionKnobs):
         ge=1,
         le=100_000,
         meaning="Gradient merge: micro-batches per update, their gradients averaged.",
-        reason="Gradients are summed in the program and sent once per update, beside the last backward pass. A run of "
+        reason="Gradients are summed in the program and sent once per update, during the last backward pass. A run of "
         "the script's program is one micro-batch; step the learning rate once per update.",
     )
     amp_level: Literal["O0", "O1", "O2"] = knob(
@@ -27,7 +27,7 @@ class ProgramKnobs(CompressionKnobs):
         meaning="Mixed precision: O0 = float32, O1 = matrix products and convolutions in amp_dtype, O2 = also what "
         "follows them.",
         refused={
-            "O3": "Apex's pure half precision keeps parameters in 16 bits, too, where an update smaller than "
+            "O3": "Apex's pure half precision keeps parameters in 16 bits, too, so that an update smaller than "
             "1/256 of a bfloat16 parameter is lost; use O2, which keeps float32 parameters"
         },
         reason="A pass over the forward program. Parameters, gradients and communication stay float32. Apex's O3 (pure "
@@ -55,14 +55,14 @@ class ProgramKnobs(CompressionKnobs):
         le=2.0**32,
         only_with=OnlyWith("amp_dtype", ("float16",)),
         meaning="First loss scale of float16.",
-        reason="An overflow is judged after the gradients were averaged, so that all ranks skip the same updates. The "
-        "scale is saved.",
+        reason="Overflow is detected after gradients are averaged, so that all ranks skip the same updates. The scale "
+        "is saved.",
     )
     amp_dynamic_loss_scaling: bool = knob(
         True,
         fate="carried out",
         only_with=OnlyWith("amp_dtype", ("float16",)),
-        meaning="Raise and lower the loss scale by itself. false = it stays amp_init_loss_scaling.",
+        meaning="Adjust the loss scale automatically. false = it stays amp_init_loss_scaling.",
         reason="An update with an overflow is skipped on every rank in either case.",
     )
     amp_incr_every_n_steps: int = knob(
@@ -94,7 +94,7 @@ class ProgramKnobs(CompressionKnobs):
         le=1024,
         needs="amp_dynamic_loss_scaling",
         only_with=OnlyWith("amp_dtype", ("float16",)),
-        meaning="Raise the loss scale to so many times what it was.",
+        meaning="Factor by which the loss scale is raised.",
         reason="Fleet's default; powers of two change no digit of a gradient.",
     )
     amp_decr_ratio: float = knob(
@@ -104,7 +104,7 @@ class ProgramKnobs(CompressionKnobs):
         le=0.99,
         needs="amp_dynamic_loss_scaling",
         only_with=OnlyWith("amp_dtype", ("float16",)),
-        meaning="Lower the loss scale to this share of what it was, but not below 1.",
+        meaning="Factor by which the loss scale is lowered, but not below 1.",
         reason="Fleet's default.",
     )
     sync_batch_norm: bool = knob(
@@ -112,7 +112,7 @@ class ProgramKnobs(CompressionKnobs):
         fate="carried out",
         meaning="Batch norm over the batches of all ranks, forward and backward.",
         reason="Paddle's kernels on CPUs, single operators on GPUs, around two small exchanges per layer and step, "
-        "which nothing hides; layers that do not wait for one another share theirs.",
+        "not overlapped; independent layers share theirs.",
     )
     recompute_segments: int = knob(
         0,
@@ -140,6 +140,6 @@ class ProgramKnobs(CompressionKnobs):
         factory=list,
         fate="carried out",
         meaning="Recompute: cut in front of the first operator that reads the parameter of each name instead.",
-        reason="Values have no names in today's programs, parameters do. A name that the loss does not depend on is an "
-        "error.",
+        reason="Values have no names in today's programs, parameters do. A parameter that the loss does not depend on "
+        "is an error.",
     )

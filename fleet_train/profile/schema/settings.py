@@ -22,8 +22,8 @@ class Settings(ProgramKnobs):
         unit="steps",
         ge=0,
         le=1_000_000_000,
-        meaning="Compare a digest of all parameters over the ranks at the first step and every so many steps. 0 "
-        "= never.",
+        meaning="Steps between two comparisons of a digest of all parameters over the ranks, from the first step on. "
+        "0 = never.",
         reason="A drift stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
         "averagings: they are compared before the first local step, and at the first averaging after so many steps.",
     )
@@ -41,7 +41,7 @@ class Settings(ProgramKnobs):
         fate="carried out",
         meaning="Variables for the workers, such as NCCL_IB_DISABLE or FLAGS_fraction_of_gpu_memory_to_use.",
         reason="The launcher sets them for every worker before Paddle starts; in a script that was started in another "
-        "way, flags are set where the optimizer is wrapped, and rank 0 says what came too late. A FLAGS_* name that "
+        "way, flags are set where the optimizer is wrapped, and rank 0 says which were too late. A FLAGS_* name that "
         "the installed Paddle does not know is refused; names that choose ranks, devices or endpoints belong to the "
         "launcher.",
     )

@@ -15,9 +15,9 @@ from fleet_train.profile.stock.field import StockField, Switch
 
 _OFF: tuple[Any, ...] = (False, None)
 _PARAMETER_SERVER = "belongs to parameter servers, which are out of scope here: every rank holds the whole model"
-_DATA_PARALLEL = "splits the model; only data parallelism is done here, every rank holds the whole model"
+_DATA_PARALLEL = "splits the model; only data parallelism is supported, every rank holds the whole model"
 _OLD_PASS = "has no such field here; remove it, and choose the profile's knobs instead"
-_SAME_RESULTS = "passes over the old IR do not run on PIR programs; results stay the same"
+_SAME_RESULTS = "passes over the old IR do not run on PIR programs; results are the same"
 _AUTO = "belongs to automatic parallelism, which is out of scope here; choose a profile instead"
 
 _ON_OR_OFF = "allowed: true or false"
@@ -114,7 +114,7 @@ _REFUSED = {
     "known",
     "amp_configs.use_pure_fp16": _ON_OR_OFF,
     "amp_configs.use_pure_bf16": _ON_OR_OFF,
-    "amp_configs.use_fp16_guard": "regions under fp16_guard are not looked for; set it to False",
+    "amp_configs.use_fp16_guard": "regions under fp16_guard are not supported; set it to False",
     "amp_configs.use_optimizer_fp16": "the optimizer and its state stay float32; leave it off",
     "amp_configs.custom_white_list": _FIXED_LISTS,
     "amp_configs.custom_black_list": _FIXED_LISTS,
@@ -125,7 +125,7 @@ _REFUSED = {
     "forward_recompute": _ON_OR_OFF,
     "gradient_merge": _ON_OR_OFF,
     "gradient_merge_configs": "has no such field here; k_steps and avg are known",
-    "gradient_merge_configs.avg": "asks for the sum of the micro-batches' gradients, they are averaged here; leave it "
+    "gradient_merge_configs.avg": "asks for the sum of the micro-batches' gradients, which are averaged here; leave it "
     "at True and scale the learning rate",
     "fuse_grad_merge": "merged gradients are not fused; leave it off, results are the same",
     "dgc": _ON_OR_OFF,
@@ -134,11 +134,11 @@ _REFUSED = {
     "adaptive_localsgd": "allowed: true or false",
     "adaptive_localsgd_configs": "has no such field here; init_k_steps and begin_step are known",
     "localsgd_configs": "has no such field here; k_steps and begin_step are known",
-    "lars": "is the optimizer's business: build paddle.incubate.optimizer.LarsMomentumOptimizer yourself and wrap that",
-    "lars_configs": "is the optimizer's business: give these values to LarsMomentumOptimizer",
-    "lamb": "is the optimizer's business: build paddle.optimizer.Lamb yourself and wrap that",
-    "lamb_configs": "is the optimizer's business: give these values to paddle.optimizer.Lamb",
-    "adam_d2sum": "is the optimizer's business: wrap the optimizer that you want",
+    "lars": "belongs to the optimizer: build paddle.incubate.optimizer.LarsMomentumOptimizer yourself and wrap that",
+    "lars_configs": "belongs to the optimizer: give these values to LarsMomentumOptimizer",
+    "lamb": "belongs to the optimizer: build paddle.optimizer.Lamb yourself and wrap that",
+    "lamb_configs": "belongs to the optimizer: give these values to paddle.optimizer.Lamb",
+    "adam_d2sum": "belongs to the optimizer: wrap the optimizer that you want",
     "asp": "prunes weights, which is out of scope here; use paddle.incubate.asp on the model",
     "qat": "quantizes, which is out of scope here; use paddle.quantization on the model",
     "qat_configs": "quantizes, which is out of scope here; use paddle.quantization on the model",
@@ -158,7 +158,7 @@ _REFUSED = {
     "semi_auto": _AUTO,
     "auto_search": _AUTO,
     "split_data": _AUTO,
-    "elastic": "changes the number of ranks during training, which is not done here; leave it off",
+    "elastic": "changes the number of ranks during training, which is not supported; leave it off",
     "a_sync": f"{_PARAMETER_SERVER}; set it to False",
     "a_sync_configs": _PARAMETER_SERVER,
     "is_fl_ps_mode": _PARAMETER_SERVER,
@@ -169,8 +169,8 @@ _REFUSED = {
     "sparse_table_configs": _PARAMETER_SERVER,
     "fleet_desc_configs": _PARAMETER_SERVER,
     "fs_client_param": _PARAMETER_SERVER,
-    "heter_ccl_mode": "joins different kinds of devices in one job, which is not done here; leave it off",
-    "mode": "only the collective mode is done here; leave it out",
+    "heter_ccl_mode": "joins different kinds of devices in one job, which is not supported; leave it off",
+    "mode": "only the collective mode is supported; leave it out",
     "collective_mode": "allowed: grad_allreduce or local_sgd",
     "fuse_grad_size_in_TFLOPS": "nothing in Paddle's static path reads it; use fuse_grad_size_in_MB",
     "_fuse_grad_size_in_TFLOPS": "nothing in Paddle's static path reads it; use fuse_grad_size_in_MB",
@@ -191,7 +191,7 @@ _REFUSED = {
     **{f"build_strategy.{name}": _ON_OR_OFF for name in (*_OLD_PASSES, *_OLD_EXECUTOR)},
     "build_strategy.mkldnn_enabled_op_types": "Paddle chooses its kernels itself; leave it out, results stay the same",
     "build_strategy.onednn_enabled_op_types": "Paddle chooses its kernels itself; leave it out, results stay the same",
-    "build_strategy.bkcl_comm_num": "is for Kunlun devices, which are not known here; use nccl_comm_num",
+    "build_strategy.bkcl_comm_num": "is for Kunlun devices, which are not supported; use nccl_comm_num",
     "exec_strategy.num_iteration_per_run": "one run of the executor is one step; loop in Python and leave it at 1",
     "exec_strategy.allow_op_delay": _ON_OR_OFF,
     "exec_strategy.use_thread_barrier": _ON_OR_OFF,
@@ -257,7 +257,7 @@ def _last(value: Any) -> Any:
 
 
 _READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "dgc_configs.sparsity": (_last, "; the last one counts, the stages before it are those of the paper"),
+    "dgc_configs.sparsity": (_last, "; the last one counts; the stages before it are those of the paper"),
     "amp_configs.decr_ratio": (_last, ""),
     "amp_configs.incr_ratio": (_last, ""),
     "recompute_configs.checkpoints": (list, "; names of parameters, because values have none in today's programs"),

@@ -85,7 +85,7 @@ def test_count_that_changes_between_two_steps_is_told_a_run_after_one_was_taken_
     # Wrong is the first run that only one of the two counts ends an update with.
     wrong = next(run for run in range(1, 4) if ((known + run) % 3 == 0) != ((counted + run) % 3 == 0))
     program.runs(wrong)
-    with pytest.raises(ConversionError, match="count of micro-batches has changed between two steps"):
+    with pytest.raises(ConversionError, match="count of micro-batches changed between two steps"):
         program.run()
 
 

@@ -44,8 +44,8 @@ def test_launchers_choice_comes_before_what_is_visible_and_that_before_the_local
         (None, 0, 0, "local rank 0 asks for GPU 0, and this process sees 0 .*PADDLE_DISTRI_BACKEND=gloo"),
         ("3", 0, 1, "FLAGS_selected_gpus=3 asks for GPU 3, and this process sees 1 .*CUDA_VISIBLE_DEVICES"),
         ("8,0", 0, 8, "FLAGS_selected_gpus=8 asks for GPU 8, and this process sees 8"),
-        ("gpu:1", 0, 8, "FLAGS_selected_gpus='gpu:1': it takes numbers of GPUs, as 0,1"),
-        ("-1", 0, 8, "FLAGS_selected_gpus='-1': it takes numbers of GPUs"),
+        ("gpu:1", 0, 8, "FLAGS_selected_gpus='gpu:1': it takes GPU numbers, such as 0,1"),
+        ("-1", 0, 8, "FLAGS_selected_gpus='-1': it takes GPU numbers"),
     ],
 )
 def test_gpu_that_is_not_there_is_refused_with_what_asks_for_it(

@@ -106,7 +106,7 @@ def test_random_bytes_are_those_that_are_drawn_one_by_one() -> None:
 def test_wires_of_unequal_sizes_are_refused(loops: Any) -> None:
     codec = CompiledCodec(QuantisedSettings(8, 32), loops)
     short, long = (codec.encode(paddle.ones([blocks * 32]))[0] for blocks in (1, 2))
-    with pytest.raises(ConversionError, match=r"wires of \[36, 72\] bytes; all must be alike"):
+    with pytest.raises(ConversionError, match=r"wires of \[36, 72\] bytes; all must have the same size"):
         codec.decode([short, long], 1.0)
 
 
@@ -150,7 +150,7 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_numba_numpy_codes_and_that_is_said() -> None:
     assert type(make_codec(QuantisedSettings(8), on_host=True)) is HostCodec
     (notice,) = notices_of(on_host=True)
-    assert notice.startswith("int8 and int4 are coded by numpy, in several times the processor time: numba does not ")
+    assert notice.startswith("numpy encodes int8 and int4, in several times the processor time: numba does not ")
     assert notice.endswith("pip install numba")
     assert notices_of(on_host=False) == []
 

@@ -50,7 +50,7 @@ def test_the_first_parameter_that_differs_and_the_ranks_in_the_minority_are_name
     told = replica_check.explain_drift(job_of({}), "step 7", NAMES, dict(enumerate(details)))
     ranks = ", ".join(CLUSTER.describe(rank) for rank in odd)
     assert told.startswith(
-        f"replicas have drifted apart at step 7: parameter '{name}' of {ranks} is not what the other"
+        f"replicas have drifted apart at step 7: parameter '{name}' of {ranks} differs from the other"
     )
     assert told.endswith("(divergence_check_steps)")
 

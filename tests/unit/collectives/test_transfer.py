@@ -63,7 +63,7 @@ def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypa
         transfer.gather_arrays(job, {"w": np.zeros((3, 1), "float32")})
     assert told == [("collect 0", [["w", [3, 1], "<f4"]])]
     assert str(caught.value) == (
-        f"{job.cluster.describe(0)} and {job.cluster.describe(1)} have other state of their own to save: "
+        f"{job.cluster.describe(0)} and {job.cluster.describe(1)} have different state of their own to save: "
         "[['w', [3, 1], '<f4']] and [['w', [2], '<f4']]"
     )
 

@@ -44,7 +44,7 @@ def test_too_slow_data_exits_with_one_and_says_what_to_change(tmp_path: Path) ->
     code, output = check(*small(write_image_folder(tmp_path)), "--samples_per_second", "10000000")
     assert code == 1
     assert "feeds    1e+07 samples/s: no, 0%; training would wait 100% of its time\n" in output
-    assert "  - the files alone come at " in output
+    assert "  - reading the files alone reaches " in output
     assert "  - --loader dali decodes on the GPU" in output
 
 
@@ -112,14 +112,14 @@ def test_advice_names_the_workers_that_are_needed() -> None:
     assert advice(SLOW)[0] == "--workers 10: 2 did 200 images/s and this machine has 16 cores"
     more = advice(replace(SLOW, cores=8))[0]
     assert more == (
-        "--workers 8: 2 did 200 images/s and this machine has 8 cores, which would make about 800: not enough alone"
+        "--workers 8: 2 did 200 images/s and this machine has 8 cores, which would make about 800: not enough by itself"
     )
     assert "--workers" not in " ".join(advice(replace(SLOW, cores=2)))
 
 
 def test_advice_tells_a_slow_disk_and_large_files() -> None:
     tips = advice(replace(SLOW, disk=400, shorter_side=1200))
-    assert tips[0].startswith("the files alone come at 400 images/s, so the disk or network is too slow in any case")
+    assert tips[0].startswith("reading the files alone reaches 400 images/s, so the disk or network is too slow")
     assert tips[2].startswith("resize the files once to a shorter side of 256 pixels (now 1200)")
     assert not any("disk" in tip or "resize" in tip for tip in advice(SLOW))
 

@@ -56,14 +56,14 @@ def test_classes_file_numbers_the_classes_also_those_without_images(tmp_path: Pa
         ({}, "no folder train and no folder val in it; needed are train/<class>"),
         ({"train/a/1.jpg": None}, "no folder val in it"),
         ({"train/a/x.txt": "", "val/a/1.jpg": None}, "train has no images; known are .jpg"),
-        ({"train/a/1.jpg": None, "val/b/1.jpg": None}, "val/b: there is no such class among the 1 of train/"),
+        ({"train/a/1.jpg": None, "val/b/1.jpg": None}, "val/b: this class is not among the 1 of train/"),
         ({"train.txt": "a.jpg 0\n"}, "val.txt cannot be read"),
         ({"train.txt": "a.jpg zero\n", "val.txt": "a.jpg 0\n"}, "train.txt:1: 'a.jpg zero' is not"),
         (
             {"train.txt": "a.jpg 2\n", "val.txt": "a.jpg 0\n", "classes.txt": "x\ny\n"},
             "a label is 2, classes.txt names 2",
         ),
-        ({"train/a/1.jpg": None, "val/a/1.jpg": None, "classes.txt": "a\na\n"}, "'a' is named twice"),
+        ({"train/a/1.jpg": None, "val/a/1.jpg": None, "classes.txt": "a\na\n"}, "'a' is listed twice"),
     ],
 )
 def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[str, str | None], message: str) -> None:
@@ -78,7 +78,7 @@ def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[s
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"image folder .*/nowhere: there is no such folder on this machine"):
+    with pytest.raises(DataError, match=r"image folder .*/nowhere: this folder does not exist on this machine"):
         image_splits(tmp_path / "nowhere")
 
 

@@ -77,7 +77,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
 
 def test_augment_shift_is_refused_for_images(tmp_path: Path) -> None:
     images = open_splits(data_dir=write_image_folder(tmp_path), images=SMALL).train
-    with pytest.raises(DataError, match="--augment shift is for data in memory; images know none, crop_flip"):
+    with pytest.raises(DataError, match="--augment shift is for data in memory; images take none, crop_flip"):
         make_loader(images, LoaderSettings(augment="shift"))
 
 
@@ -123,7 +123,7 @@ def test_machines_with_different_files_are_told_apart(tmp_path: Path) -> None:
     assert told[0] == told[1]
     assert str(told[0]) == (
         "the training data differs between ranks in its number of samples: 10 on rank 0, 6 on rank 1; copy the data "
-        "again, or say --shard_by folder if every machine is meant to have its own"
+        "again, or say --shard_by folder if each machine has its own data"
     )
 
 

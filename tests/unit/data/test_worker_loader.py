@@ -170,7 +170,7 @@ def test_a_stuck_worker_is_named_with_its_files(folder: Path, loaders: list[Work
         next(feeds)
         loaders[0]._pool._task_seconds = 1.0  # type: ignore[union-attr]  # starting may take longer on a busy machine
         os.kill(pids(loaders[0])[0], signal.SIGSTOP)
-        with pytest.raises(DataError, match=r"data worker 0 .* has not answered for \d+ s while reading .*jpg"):
+        with pytest.raises(DataError, match=r"data worker 0 .* has not responded for \d+ s while reading .*jpg"):
             list(feeds)
 
 

@@ -257,7 +257,7 @@ def test_float16_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"level": "O3"}, "O3 .* is not offered: .* use O2"),
+        ({"level": "O3"}, "O3 .* is not supported: .* use O2"),
         ({"level": "O4"}, "'O4' is unknown; use O0, O1, O2"),
         ({"level": "O1", "dtype": "int8"}, "'int8' is unknown; use bfloat16 or float16"),
         ({"level": "O1", "dtype": "float16"}, "needs a GPU: .* use bfloat16"),

@@ -92,7 +92,7 @@ def test_zero_segments_change_nothing() -> None:
     ("settings", "message"),
     [
         ((-1,), "segments=-1: use 0 for none"),
-        ((2, ("linear_0.w_0",)), "segments, checkpoints and every_blocks all say where to cut"),
+        ((2, ("linear_0.w_0",)), "segments, checkpoints and every_blocks are alternatives"),
         ((0, (), -1), "every_blocks=-1: use 0 for none"),
         ((0, ("no_such.w_0",)), "'no_such.w_0': the loss does not depend"),
     ],

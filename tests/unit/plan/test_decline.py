@@ -38,7 +38,7 @@ def test_what_does_not_pay_is_declined_and_said() -> None:
     assert choice.profile.compression == "none"
     assert choice.profile.origin("compression").startswith("declined for 100 Gb/s")
     (sentence,) = choice.sentences
-    assert sentence.startswith("compression: bf16 is declined: over 100 Gb/s, 0.1 ms (measured) the price of coding")
+    assert sentence.startswith("compression: bf16 is declined: over 100 Gb/s, 0.1 ms (measured) encoding costs more")
     assert "float32 is sent instead" in sentence
 
 

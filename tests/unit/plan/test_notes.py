@@ -31,14 +31,14 @@ def test_who_fetches_the_loss_is_said_as_it_is() -> None:
         "one that fetches in every step waits in every step"
     )
     assert note_of("fetch_frequency", Profile()) == (
-        "the reference trainer fetches the loss in every step, and fleet.should_fetch says so to other loops"
+        "the reference trainer fetches the loss in every step, and fleet.should_fetch is true in every step"
     )
 
 
 def test_fewer_barriers_are_explained() -> None:
     assert note_of("barrier_every_steps", Profile(barrier_every_steps=50)) == (
-        "the ranks meet every 50 synchronous steps, and where a barrier is needed; in between Gloo waits for a rank "
-        "for 30 s, which cannot be set, and a stop is not heard of"
+        "a barrier every 50 synchronous steps, and where one is needed; in between Gloo waits for a rank for 30 s, "
+        "which cannot be set, and a stop request is not seen"
     )
     plan = build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(2, 1), Profile())
     assert "barrier_every_steps" not in {note.knob for note in plan.notes}

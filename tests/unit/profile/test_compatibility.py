@@ -113,7 +113,7 @@ def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() 
         (
             {"use_local_sgd": True, "compression": "powersgd"},
             "compression: does not go with LocalSGD (use_local_sgd: true): LocalSGD sends gradients in its warm-up "
-            "only, and what a compression has kept back would be lost at its end; use local_sgd_dtype: bfloat16",
+            "only, and a compression's error feedback would be lost at its end; use local_sgd_dtype: bfloat16",
         ),
         (
             {"use_hierarchical_allreduce": True, "compression": "dgc"},

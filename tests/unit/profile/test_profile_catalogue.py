@@ -166,7 +166,7 @@ def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
     with pytest.raises(ProfileError) as caught:
         load_profile("multinode")
     assert str(caught.value) == (
-        "'multinode' is no profile of the catalogue; did you mean 'multi_node'? There are "
+        "'multinode' is not a profile of the catalogue; did you mean 'multi_node'? There are "
         f"{', '.join(CATALOGUE)}; "
         "a file is given by its path, such as ./multinode.yaml"
     )

@@ -133,7 +133,7 @@ def test_mapped_settings_are_said_only_when_they_were_set() -> None:
     assert applied_mappings(Profile(nccl_comm_num=2)) == []
     assert applied_mappings(Profile(num_iteration_per_drop_scope=30)) == [
         "num_iteration_per_drop_scope: 30 (set by the caller) is mapped: Today's executor frees an intermediate "
-        "variable once its last reader has run: nothing is left to drop."
+        "variable after its last reader: no scope is left to drop."
     ]
 
 
@@ -170,7 +170,7 @@ def test_what_fewer_barriers_cost_is_said() -> None:
     assert applied_mappings(Profile(barrier_every_steps=50)) == [
         "barrier_every_steps: 50 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
         "cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
-        "(collective_timeout_seconds). A stop is known up to 49 steps later."
+        "(collective_timeout_seconds). A stop request is known up to 49 steps later."
     ]
     assert applied_mappings(Profile(barrier_every_steps=1)) == []
 

@@ -52,15 +52,15 @@ def test_nothing_is_quoted_of_a_file_that_is_no_profile(folder: Path, name: str,
 def test_a_file_that_has_no_name_of_a_profile_is_not_read(folder: Path) -> None:
     (folder / "mine.yaml").write_text("extends: /etc/passwd\n")
     assert refusal("./mine.yaml") == (
-        "mine.yaml:1: extends: /etc/passwd: is no profile by its name, which must end in .yaml or .yml; rename it"
+        "mine.yaml:1: extends: /etc/passwd: is not a profile: its name must end in .yaml or .yml; rename it"
     )
 
 
 def test_keys_that_are_no_names_are_not_quoted(folder: Path) -> None:
     (folder / "a.yaml").write_text("environment:\n  TOKEN=canary:\n'pass phrase canary': 1\n")
     assert refusal("./a.yaml").split("\n") == [
-        "a.yaml:2: environment.?: is no name for a variable; write NAME: value",
-        "a.yaml:3: ?: is no key that a profile has; to build on another one, use extends",
+        "a.yaml:2: environment.?: is not a variable name; write NAME: value",
+        "a.yaml:3: ?: is not a key of a profile; to build on another profile, use extends",
     ]
 
 
@@ -154,8 +154,8 @@ def test_pipes_devices_and_huge_files_are_not_read(folder: Path) -> None:
     (folder / "loop.yaml").symlink_to("loop.yaml")
     with (folder / "huge.yaml").open("wb") as huge:
         huge.truncate(3 << 30)
-    assert refusal("./pipe.yaml").startswith("pipe.yaml: is no regular file;")
-    assert refusal("./zero.yaml").startswith("zero.yaml: is no regular file;")
+    assert refusal("./pipe.yaml").startswith("pipe.yaml: is not a regular file;")
+    assert refusal("./zero.yaml").startswith("zero.yaml: is not a regular file;")
     assert refusal("./loop.yaml").startswith("loop.yaml: no such file;")
     assert refusal("./huge.yaml") == (
         "huge.yaml: has 3221225472 bytes, at most 65536 are read. Is this the right file?"
@@ -179,7 +179,7 @@ def test_the_command_ends_with_4_and_one_line(
         main()
     assert ended.value.code == 4
     assert capsys.readouterr().err.splitlines() == [
-        "fleet_train: ProfileError: a.yaml:1: ?: is no key that a profile has; to build on another one, use extends"
+        "fleet_train: ProfileError: a.yaml:1: ?: is not a key of a profile; to build on another profile, use extends"
     ]
 
 

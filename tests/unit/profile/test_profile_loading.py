@@ -127,8 +127,8 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
         ("outer_optimizer: [slowmo]", "outer_optimizer: given a list; allowed: one of none, slowmo, diloco"),
         ("environment: 3", "environment: given text; allowed: a section of NAME: value lines"),
         ("environment: [A]", "environment: given a list; allowed: a section of NAME: value lines"),
-        ("<<: {nccl_comm_num: 2}", "<<: is no key that a profile has; to build on another one, use extends"),
-        ("? [a, b]\n: 1", "?: is no key that a profile has; to build on another one, use extends"),
+        ("<<: {nccl_comm_num: 2}", "<<: is not a key of a profile; to build on another profile, use extends"),
+        ("? [a, b]\n: 1", "?: is not a key of a profile; to build on another profile, use extends"),
     ],
 )
 def test_a_mistake_is_told_with_its_line(load: Load, line: str, message: str) -> None:
@@ -354,7 +354,7 @@ def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
         ),
         (
             "http-proxy: x",
-            "environment.http-proxy: is no name for a variable; allowed: capital letters, digits and _, "
+            "environment.http-proxy: is not a variable name; allowed: capital letters, digits and _, "
             "or FLAGS_ and a flag's name",
         ),
         (
@@ -435,10 +435,10 @@ def test_another_outer_optimizer_than_the_parents_keeps_its_tuning(load: Load) -
 def test_extending_in_a_circle_is_told_with_the_circle(folder: Path, load: Load) -> None:
     (folder / "b.yaml").write_text("extends: ./a.yaml\n")
     assert problems(load, "extends: ./b.yaml\n") == [
-        "b.yaml:1: extends: goes in a circle: a.yaml -> b.yaml -> a.yaml; remove one of these lines"
+        "b.yaml:1: extends: is circular: a.yaml -> b.yaml -> a.yaml; remove one of these lines"
     ]
     assert problems(load, "extends: a.yaml\n") == [
-        "a.yaml:1: extends: goes in a circle: a.yaml -> a.yaml; remove one of these lines"
+        "a.yaml:1: extends: is circular: a.yaml -> a.yaml; remove one of these lines"
     ]
 
 
@@ -457,7 +457,9 @@ def test_a_mistake_in_the_parent_is_told_with_the_parents_line(folder: Path, loa
 
 def test_a_parent_that_is_missing_is_told_with_the_line_of_extends(load: Load) -> None:
     (line,) = problems(load, "name: x\nextends: mult_node\n")
-    assert line.startswith("a.yaml:2: extends: 'mult_node' is no profile of the catalogue; did you mean 'multi_node'? ")
+    assert line.startswith(
+        "a.yaml:2: extends: 'mult_node' is not a profile of the catalogue; did you mean 'multi_node'? "
+    )
 
 
 def test_a_list_of_names_is_read_as_it_is_written(load: Load) -> None:

@@ -157,7 +157,7 @@ def test_a_value_of_other_systems_is_refused_with_the_reason() -> None:
 )
 def test_one_way_to_say_where_recompute_cuts(settings: dict[str, Any]) -> None:
     first, second = settings
-    with pytest.raises(ProfileError, match=f"{second}: says where recompute cuts, and so does {first}"):
+    with pytest.raises(ProfileError, match=f"{second}: sets where recompute cuts, as {first}"):
         Profile(**settings)
 
 
@@ -166,7 +166,7 @@ def test_merged_gradients_and_a_loss_scale_are_refused_with_the_way_out() -> Non
         Profile(accumulate_steps=2, amp_level="O1", amp_dtype="float16")
     assert str(caught.value) == (
         "accumulate_steps: 2 does not go with amp_dtype: float16: the loss scale's judgement and the merged update "
-        "have not been proven together; use amp_dtype: bfloat16"
+        "are not tested together; use amp_dtype: bfloat16"
     )
 
 

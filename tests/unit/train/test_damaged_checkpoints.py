@@ -183,7 +183,7 @@ def test_many_tensors_in_the_same_bytes_are_refused(folder: Path) -> None:
     told["files"][TENSORS]["again"] = told["files"][TENSORS]["w"]
     (folder / DESCRIPTION).write_text(json.dumps(told))
     with_header(folder / TENSORS, lambda header: header.update(again=header["w"]))
-    assert "its bytes are another one's, too" in refusal(lambda: persistables.read_folder(folder))
+    assert "its bytes overlap those of another tensor" in refusal(lambda: persistables.read_folder(folder))
 
 
 @pytest.mark.parametrize("name", [DESCRIPTION, TENSORS, RANKS])
