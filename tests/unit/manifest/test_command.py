@@ -100,9 +100,9 @@ def test_the_same_arguments_make_the_same_text(kind: str) -> None:
     [
         (["--launch_flags=--min_node=2"], "--min_nodes"),
         (["--launch_flags=--min_nodes=two"], "is not a whole number"),
-        (["--launch_flags=--ips=a,b"], "--cluster_node_ips has no place here"),
-        (["--launch_flags=--dry-run"], "--dry_run has no place here"),
-        (["--launch_flags=other.py"], "the script and its arguments stand at the end"),
+        (["--launch_flags=--ips=a,b"], "--cluster_node_ips is not allowed"),
+        (["--launch_flags=--dry-run"], "--dry_run is not allowed"),
+        (["--launch_flags=other.py"], "the script and its arguments go at the end"),
         (["--launch_flags='a"], "No closing quotation"),
         (["--nodes=0"], "0 is not in the range"),
         (["--nodes=two"], "is not a whole number"),
