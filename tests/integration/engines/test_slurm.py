@@ -99,7 +99,7 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
     output = (tmp_path / "out").read_text()
     assert slurm.state_of(number) == "COMPLETED", output
     assert places(output) == [(0, 1, 1, 0)]
-    assert "trains alone: Slurm has allocated 2 nodes to the job, but srun has not started" in output
+    assert "trains alone: Slurm allocated 2 nodes to the job, but srun did not start" in output
 
 
 def test_a_job_that_is_queued_again_resumes_the_reference_trainer(tmp_path: Path) -> None:
