@@ -11,7 +11,7 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
-├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to go on
+├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
 └── NotFinite                   13  the loss or the weights have become NaN or infinite
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.

@@ -165,7 +165,7 @@ def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> N
         assert bench.log(f"node{node}/log/workerlog.0") == "began\nsaved\n"
         assert one.output.splitlines()[-1] == (
             "fleet_train: node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state and stopped: "
-            "start it again to go on"
+            "start it again to continue"
         )
     bench.no_orphans_within(1.0)
 
