@@ -45,7 +45,7 @@ def absent(examined: Examination) -> Iterator[Finding]:
         )  # fmt: skip
     if not missing:
         hosts = tuple(examined.host(index) for index in examined.reports)
-        yield Finding(GROUP, ABSENT, PASS, (f"all {len(hosts)} nodes",), "nobody is missing")
+        yield Finding(GROUP, ABSENT, PASS, (f"all {len(hosts)} nodes",), "all connected")
 
 
 def name(examined: Examination, index: int, found: Network) -> Finding:
