@@ -26,7 +26,7 @@ def test_two_launchers_on_one_host_are_two_nodes() -> None:
 
 
 def test_endpoint_twice_is_refused() -> None:
-    with pytest.raises(ClusterError, match="endpoint a:1 stands for two ranks"):
+    with pytest.raises(ClusterError, match="endpoint a:1 is given for two ranks"):
         from_endpoints(["a:1", "a:1"])
 
 

@@ -116,7 +116,7 @@ def test_a_shell_of_an_allocation_is_told_of_its_nodes() -> None:
         ({"SLURM_PROCID": "4"}, r"SLURM_PROCID=4 is not in 0 \.\. 3"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "makes 3 tasks on 2 nodes, but SLURM_STEP_NUM_TASKS=4"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
-        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, as .* would set it, is no whole number"),
+        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
         ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4"),
     ],
@@ -154,7 +154,7 @@ def test_what_is_no_list_of_hosts(text: str) -> None:
 
 
 def test_too_many_hosts_are_no_list() -> None:
-    with pytest.raises(ClusterError, match="stands for 1000000 hosts"):
+    with pytest.raises(ClusterError, match="expands to 1000000 hosts"):
         expand_hostlist("a[0-999]b[0-999]")
 
 
@@ -242,10 +242,10 @@ def test_an_engine_can_be_named_or_left_out() -> None:
     [
         ({**PADDLE_JOB, "HOSTNAME": "worker7"}, "no rank; it is read from the pod's name, digits-worker-<number>"),
         ({**PADDLE_JOB, "HOSTNAME": "digits-worker-2"}, r"is not in 0 \.\. 1"),
-        ({**ELASTIC, "POD_IP": "10.0.0.3"}, "keeps its nodes in an etcd"),
-        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4, as TrainJob would set it"),
+        ({**ELASTIC, "POD_IP": "10.0.0.3"}, "keeps its nodes in etcd"),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4, a variable of TrainJob"),
         ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "digits-0.digits:port"}, "FLEET_TRAIN_MASTER=.* is not of the form"),
-        ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK=2 is not in 0 \.\. 1"),
     ],
 )

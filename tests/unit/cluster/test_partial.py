@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, free_ports: Callable
 
 def test_rank_0_on_another_machine_than_said_is_told_so(tmp_path: Path) -> None:
     (one,) = meet(tmp_path, [variables(0, 2, 6170, MASTER_ADDR="198.51.100.7")])
-    assert "says that it is on 198.51.100.7, which is none of this machine's addresses" in one.output
+    assert "says that it is on 198.51.100.7, which is not one of this machine's addresses" in one.output
     (one,) = meet(tmp_path, [variables(0, 2, 6170, FLEET_TRAIN_MASTER="198.51.100.8:6170")])
     assert "but FLEET_TRAIN_MASTER says that it is on 198.51.100.8" in one.output
     assert "FLEET_TRAIN_MASTER=host:port" in one.output
