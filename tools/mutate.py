@@ -35,6 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("fleet_train", "tests", "tools", "strategies", "docs", "pyproject.toml", "README.md", "README_cn.md")
+COPIED += ("CONTRIBUTING.md", "Makefile")
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -33,14 +33,11 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Example:
-    """``name`` stands for NAME. ``written``: by a command of the recipe. ``selected``: what of the recipe's tests on
-    several ranks shows the example, as pytest's ``-k`` has it; the rest of them is the same with it and without it.
-    """
+    """``name`` stands for NAME. ``written``: by a command of the recipe."""
 
     name: str
     files: dict[str, tuple[Insertion, ...]]
     written: dict[str, str] = field(default_factory=dict)
-    selected: str = ""
 
 
 _EXPORT = "python -m fleet_train.profile.export"
@@ -86,7 +83,6 @@ KNOB = Example(
         ),
     },
     {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},
-    selected="last_gradient_alone or every_knob",
 )
 
 PROFILE = Example(
@@ -128,7 +124,6 @@ measured:
             Insertion("| `int8_hierarchical` | several ranks each | no |\n", before="| `ethernet_1g` | several"),
         ),
     },
-    selected="int8_hierarchical or every_profile",
 )
 
 COMPRESSION = Example(
@@ -258,7 +253,6 @@ class GatheredMethod:
         ),
     },
     {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},
-    selected="bf16_gather or every_choice",
 )
 
 ENGINE = Example(
