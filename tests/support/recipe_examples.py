@@ -178,8 +178,8 @@ COMPRESSION = Example(
         ),
         "fleet_train/collectives/methods/registry.py": (
             Insertion(
-                "from fleet_train.collectives.methods.gathered import GatheredMethod\n",
-                before="from fleet_train.collectives.methods.host_casts",
+                "from fleet_train.collectives.methods.bf16_gather import GatheredMethod\n",
+                before="from fleet_train.collectives.methods.dgc",
             ),
             Insertion(
                 """def _gathered(parts: _Parts) -> BucketMethod:
@@ -195,7 +195,7 @@ COMPRESSION = Example(
             ),
             Insertion('    "bf16_gather": _gathered,\n', before='    "fp16": _in_16_bits,'),
         ),
-        "fleet_train/collectives/methods/gathered.py": (
+        "fleet_train/collectives/methods/bf16_gather.py": (
             Insertion(
                 '''"""Every rank's gradients in bfloat16 to every rank, which sums them in float32."""
 

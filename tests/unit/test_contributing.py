@@ -48,7 +48,7 @@ class Recipe:
         """With the example's name for NAME."""
         named = lambda text: text.replace("NAME", example.name)  # noqa: E731
         rows = tuple(Row(tuple(map(named, row.paths)), row.noticed_by) for row in self.rows)
-        return Recipe(rows, self.elsewhere, tuple(map(named, self.commands)))
+        return Recipe(rows, Row(tuple(map(named, self.elsewhere.paths)), ""), tuple(map(named, self.commands)))
 
 
 def recipes(text: str) -> dict[str, Recipe]:
@@ -187,7 +187,7 @@ def test_every_path_exists() -> None:
 
 def test_every_target_of_make_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`]+`|^make .*$", TEXT, re.MULTILINE))))
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`\n]+`|^make .*$", TEXT, re.MULTILINE))))
     assert named - targets == set()
     assert named >= {"check", "test", "test-long", "docs", "wheel", "coverage", "format"}
     assert re.findall(r"\bmake ([a-z-]+)", (ROOT / ".ci" / "run").read_text())
