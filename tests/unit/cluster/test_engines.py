@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import detect
+from fleet_train.cluster.engines import CHOICES, detect
+from fleet_train.cluster.engines.detect import _READERS
 from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
 from fleet_train.cluster.engines.slurm import allocated_nodes, port_of
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.errors import ClusterError
+from tests.support.processes import ROOT
 
+PAGE = ROOT / "docs" / "engines.md"
 SLURM = {
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "2",
@@ -65,6 +70,20 @@ TRAIN_JOB = {
     "PET_MASTER_PORT": "29400",
 }
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "FLEET_TRAIN_NNODES": "3", "FLEET_TRAIN_MASTER": "digits-0.digits:7000"}
+RECOGNISED: list[tuple[dict[str, str], tuple[object, ...]]] = [
+    (SLURM, ("Slurm (job 17, step 2)", 3, 4, 1, 2)),
+    (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
+    (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
+    ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
+    (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
+    (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
+    (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
+    (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
+    (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
+    (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
+    (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
+]
+"""(variables of one process, engine, index, count, local index, local count), for each reader at least one."""
 
 
 def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
@@ -173,25 +192,22 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
-        (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
-        ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
-        (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
-        (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
-        (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
-        (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
-        (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
-        (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
-        (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), RECOGNISED)
 def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     found = detect(environ)
     assert found is not None
     assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
+
+
+def test_each_reader_has_a_case() -> None:
+    assert [name for name, read in _READERS if not any(read(environ) for environ, _ in RECOGNISED)] == []
+
+
+def test_the_page_names_every_engine() -> None:
+    """Where it says what --engine takes."""
+    sentence = re.search(r"`--engine none`.*?insists on\s+one", PAGE.read_text(), re.DOTALL)
+    assert sentence is not None
+    assert set(CHOICES) - set(re.findall(r"\w+", sentence[0])) == {"auto"}
 
 
 @pytest.mark.parametrize(
