@@ -199,15 +199,18 @@ class DistributedOptimizer(AmpCalls):
         return UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale)
 
     def gradient_norm(self) -> Any:
-        """The L2 norm over all gradients of an update, to be fetched: a value of the program, float32, shape [1].
+        """The L2 norm over all gradients of an update: a value of the program to fetch, float32, shape [1].
 
-        Of the gradients as the optimizer gets them: averaged over ranks and micro-batches, without the loss scale,
-        before clipping; in a micro-batch without an update 0. The first call, behind ``minimize``, puts the operators
-        into the program, which run in every step from then on. Raises ConversionError before ``minimize`` and for
-        sparse gradients, ProfileError with LocalSGD on several ranks, whose local steps average no gradient.
+        Of gradients that are averaged over ranks and micro-batches, without the loss scale, before clipping, weight
+        decay and ``around_update``; NaN or infinity where a gradient has it, 0 in a micro-batch without an update.
+        The first call, behind ``minimize``, puts the operators into the program; from then on they run in every step.
+        Raises ConversionError before ``minimize`` and for sparse gradients, ProfileError with LocalSGD on several
+        ranks, whose local steps average no gradient.
         """
         if self._updated is None:
-            raise ConversionError("gradient_norm() was called before minimize(), which makes the gradients; swap the two")
+            raise ConversionError(
+                "gradient_norm() was called before minimize(), which makes the gradients; swap the two"
+            )
         if self._profile.use_local_sgd and self._job.world_size > 1:
             raise ProfileError(
                 "the norm of the gradient was asked for (gradient_norm(), --gradient_norm) with use_local_sgd: its "

@@ -32,8 +32,9 @@ class UpdatedGradients:
 def insert_gradient_norm(updated: UpdatedGradients) -> Any:
     """Insert what computes the L2 norm over all gradients; returns its value, float32, one element.
 
-    Each gradient's squares are summed right behind the operator that makes it: nothing is waited for earlier. Where the
-    update sums them in every step for itself (``ClipGradByGlobalNorm``), its sum is taken. 0 in a run without an update.
+    Each gradient's squares are summed right behind the operator that makes it: nothing is waited for earlier. Where
+    the update sums them in every step for itself (``ClipGradByGlobalNorm``), its sum is taken. In a run without an
+    update the value is 0.
     """
     gradients = [_dense(parameter, value) for parameter, value in updated.pairs if value is not None]
     with paddle.static.program_guard(updated.program, paddle.static.Program()):
