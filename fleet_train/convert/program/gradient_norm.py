@@ -78,8 +78,9 @@ def _squares(gradient: Any) -> Any:
 
 
 def _norm(squares: Sequence[Any], scale: Any) -> Any:
-    parts = [each.astype("float32").reshape([1]) for each in squares]
-    norm = paddle.sqrt(paddle.concat(parts).sum().reshape([1]))
+    """Each of ``squares`` has one element; few operators, as there may be hundreds of small gradients."""
+    parts = [each if each.dtype == paddle.float32 else each.astype("float32") for each in squares]
+    norm = paddle.sqrt(paddle.stack(parts).sum()).reshape([1])
     return norm if scale is None else norm / scale.reshape([1])
 
 

@@ -87,7 +87,7 @@ def test_an_embeddings_rows_count_as_often_as_they_are_used(one_process: None) -
 def test_selected_rows_are_refused_by_their_name() -> None:
     rows = SimpleNamespace(is_dense_tensor_type=lambda: False)
     updated = UpdatedGradients(None, [(SimpleNamespace(name="words_table"), rows)])
-    with pytest.raises(ConversionError, match="gradient of 'words_table' is sparse .* sparse=False"):
+    with pytest.raises(ConversionError, match=r"gradient of 'words_table' is sparse .* sparse=False"):
         insert_gradient_norm(updated)
 
 
