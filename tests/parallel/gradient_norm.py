@@ -28,7 +28,7 @@ from tests.support.worker import digest, report
 from tests.unit.passes.training import Trained, batches
 
 UPDATES, SAMPLES_PER_RANK, SEEDS, BROKEN = 6, 5, (1, 2), 2
-CLIP = 0.05
+CLIP, RATE = 0.05, 0.5
 BUCKETS: dict[str, Any] = {"fuse_parameter_groups_size": 1}
 LOCAL_SGD = Profile(use_local_sgd=True, local_sgd_steps=2)
 
@@ -38,7 +38,8 @@ class Case:
     profile: Profile
     optimizer: Callable[[], Any]
     wraps: Sequence[Callable[[], Any]] = ()
-    alone: Callable[[Any, Any], Any] = lambda inner, loss: inner.minimize(loss)
+    alone: Callable[[Any, Any], Any] | None = lambda inner, loss: inner.minimize(loss)
+    """None: nothing of it is one process; expected is how far SGD has gone, over the learning rate."""
     is_scaled: bool = False
     """float16's loss scale, over a program that stays in float32, as CPUs have no product in float16."""
     overflows: bool = False
@@ -51,6 +52,10 @@ def momentum() -> Any:
 
 def clipped() -> Any:
     return paddle.optimizer.Momentum(0.2, 0.9, grad_clip=paddle.nn.ClipGradByGlobalNorm(CLIP))
+
+
+def sgd() -> Any:
+    return paddle.optimizer.SGD(RATE)
 
 
 def in_bfloat16(inner: Any, loss: Any) -> Any:
@@ -67,6 +72,13 @@ CASES = {
     "skipping": Case(Profile(**BUCKETS), clipped, [lambda: SkipNotFinite().guard], overflows=True),
     "scaled": Case(Profile(amp_level="O1", amp_dtype="float16"), clipped, is_scaled=True, overflows=True),
     "bfloat16": Case(Profile(amp_level="O1", amp_dtype="bfloat16"), clipped, alone=in_bfloat16),
+    "PowerSGD": Case(Profile(compression="powersgd", powersgd_rank=1, powersgd_min_compression=1.0), sgd, alone=None),
+    "DGC": Case(
+        Profile(compression="dgc", dgc_sparsity=0.75, dgc_min_elements=0),
+        lambda: paddle.optimizer.Momentum(RATE, 0.9),
+        alone=None,
+    ),
+    "int8": Case(Profile(compression="int8", **BUCKETS), sgd, alone=None),
 }
 
 
@@ -95,16 +107,20 @@ def mine(batch: tuple[np.ndarray, np.ndarray], is_broken: bool) -> tuple[np.ndar
 
 def norm_alone(one: Trained, batch: tuple[np.ndarray, np.ndarray]) -> float:
     gradients = one.step(batch, fetch=[gradient for _, gradient in one.result[1]])
-    return float(np.sqrt(sum((each.astype("float64") ** 2).sum() for each in gradients)))
+    return norm_of(gradients)
+
+
+def norm_of(arrays: Sequence[np.ndarray]) -> float:
+    return float(np.sqrt(sum((each.astype("float64") ** 2).sum() for each in arrays)))
 
 
 def run(case: Case, seed: int) -> dict[str, Any]:
     paddle.seed(seed)
     many, plain = Trained(case.optimizer, distributed(case, True)), Trained(case.optimizer, distributed(case, False))
-    one = Trained(case.optimizer, case.alone)
+    one = None if case.alone is None else Trained(case.optimizer, case.alone)
     start = many.state()
-    plain.start_from(start)
-    one.start_from(start)
+    for other in filter(None, (plain, one)):
+        other.start_from(start)
     merged = case.profile.accumulate_steps
     found: list[float] = []
     expected: list[float] = []
@@ -112,11 +128,16 @@ def run(case: Case, seed: int) -> dict[str, Any]:
         micro = batches(merged, SAMPLES_PER_RANK * fleet.worker_num(), 100 * seed + update)
         is_broken = case.overflows and update == BROKEN
         norms = [many.step(mine(each, is_broken), fetch=[many.loss, many.result])[1].item() for each in micro]
+        before = plain.parameters()
         for each in micro:
             plain.step(mine(each, is_broken))
         found += norms
-        joint = (np.concatenate([x for x, _ in micro]), np.concatenate([y for _, y in micro]))
-        expected += [0.0] * (merged - 1) + [float("nan") if is_broken else norm_alone(one, joint)]
+        expected += [0.0] * (merged - 1)
+        if one is None:
+            expected.append(norm_of([(now - before[name]) / RATE for name, now in plain.parameters().items()]))
+        else:
+            joint = (np.concatenate([x for x, _ in micro]), np.concatenate([y for _, y in micro]))
+            expected.append(float("nan") if is_broken else norm_alone(one, joint))
     return {
         "found": found,
         "expected": expected,

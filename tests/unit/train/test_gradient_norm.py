@@ -56,6 +56,12 @@ def test_parameters_that_are_not_clipped_are_in_it(one_process: None) -> None:
     assert found.item() == pytest.approx(2.0)
 
 
+def test_one_process_has_it_with_local_sgd_too(small_loss: Any) -> None:
+    optimizer = wrapped(profile=Profile(use_local_sgd=True))
+    optimizer.minimize(small_loss)
+    assert list(optimizer.gradient_norm().shape) == [1]
+
+
 def test_a_program_whose_norm_nobody_asks_for_is_paddles_own(small_loss: Any) -> None:
     wrapped().minimize(small_loss)
     names = [operator.name() for operator in small_loss.block.program.global_block().ops]
