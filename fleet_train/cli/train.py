@@ -73,6 +73,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=Number())
 @_option("--no_decay_norm_bias", "No weight decay for biases and scales of norms.", is_flag=True)
 @_option("--clip_norm", "Largest global norm of the averaged gradients; 0 = no clipping.", type=Number())
+@_option("--gradient_norm", "Record the global norm of the averaged gradients; --clip_norm does, too.", is_flag=True)
 @_option("--label_smoothing", "Share of the target that is spread over all classes.", type=Number())
 @_option("--ema_decay", "Decay of the weights' moving average, used in evaluation; 0 = none.", type=Number())
 @_option("--lr_schedule", "How the learning rate decays from the peak.", type=click.Choice(SCHEDULES))
