@@ -264,3 +264,59 @@ def test_what_is_missing_or_of_another_size_starts_as_zero() -> None:
     assert one.state()["w3.error"].tolist() == [1.0] * 88
     one.load_state({"w0.sums": paddle.to_tensor([6])})
     assert one.state()["w0.sums"].tolist() == [6]
+
+
+def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> None:
+    """Where gradients are dense and averagings alone are in few bits, the first communicator has links."""
+    pairs = 3 if backend == "gloo" else 0
+    for compression, linked in (("int8", 2), ("none", 1)):
+        ranks = ranks_of(3)
+        profile = Profile(compression=compression, nccl_comm_num=2, fuse_all_reduce_ops=False)
+        plan = build_plan(GRADIENTS, Cluster.imagined(3, 1), profile)
+        every = [QuantisedSums(rank, plan, make_reducers(rank, 2, 0)) for rank in ranks]  # type: ignore[arg-type]
+        assert all(len(rank.formed) == 2 + linked * pairs for rank in ranks)
+        for communicator in range(linked):
+            made = [sums.make(communicator, "w0", ELEMENTS, settings()).rounded for sums in every]
+            _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])]) for one in made])
+            assert sent[-1].ranks == (0, 1, 2)
+            gathers = [stage.collectives[0].group.id for stage in made[0]._links.gather(paddle.ones([4], "uint8"))]
+            assert gathers == [communicator]
+
+
+def test_buckets_that_stay_whole_leave_the_others_their_links(backend: str) -> None:
+    gradients = [*GRADIENTS, Gradient("count", (3,), "float64")]
+    plan = build_plan(gradients, Cluster.imagined(3, 1), Profile(compression="int8", nccl_comm_num=2))
+    assert sorted(bucket.is_quantised for bucket in plan.buckets) == [False, True]
+    (rank, *_) = ranks_of(3)
+    QuantisedSums(rank, plan, make_reducers(rank, 2, 0))  # type: ignore[arg-type]
+    assert len(rank.formed) == 2 + (6 if backend == "gloo" else 0)
+
+
+@WORLDS
+def test_no_random_numbers_are_drawn_twice(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Any, ...]] = []
+    real = QuantisedSettings.dither
+
+    def dither(self: QuantisedSettings, *key: Any) -> Any:
+        drawn.append(key)
+        return real(self, *key)
+
+    monkeypatch.setattr(QuantisedSettings, "dither", dither)
+    for name in ("w0", "w1"):
+        made = reducers(world_size, settings(stochastic=True), name)
+        for step in range(3):
+            summed(made, values(world_size, step))
+    assert len(drawn) == len(set(drawn)) == 2 * 3 * world_size * (1 if world_size == 2 else 2)
+
+
+def test_averages_are_cut_as_asked() -> None:
+    bucket, ranks = Bucket(0, tuple(GRADIENTS), 0), ranks_of(2)
+    asked: list[Any] = []
+
+    def cut(total: Any, shapes: Any) -> list[Any]:
+        asked.append((total.shape, [tuple(shape) for shape in shapes]))
+        return [total]
+
+    every = [QuantisedMethod(bucket, sums_of(rank).make(0, "w0", ELEMENTS, settings()), 2, cut) for rank in ranks]
+    in_turn([one.average([paddle.ones(shape) for shape in SHAPES]) for one in every])
+    assert asked == [([ELEMENTS], SHAPES)] * 2

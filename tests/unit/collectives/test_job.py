@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_meeting_waits_for_all_ranks_and_says_in_which_call(
     MEETINGS[meeting](made.job)
     assert made.store.asked == [(*asked, 3, 60.0, call) for call in ("", "fleet.save", "fleet.save", "")]
     assert (made.job.meetings, made.gates.asked) == (4, [])
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_two_ranks_meet_already(meeting: str) -> None:
+    store: Any = Store()
+    job = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=store)
+    MEETINGS[meeting](job)
+    assert (store.names, job.meetings) == ([meeting], 1)
+    job.leave()
 
 
 def test_bound_of_the_call_comes_before_the_jobs(make: Callable[..., Made]) -> None:
@@ -395,6 +405,14 @@ def test_goodbye_is_said_once_and_all_connections_are_dropped(make: Callable[...
     assert made.gates.names == ["close"]
     assert made.watch.names == ["gone", "close"]
     assert made.host.released == 1
+
+
+def test_engines_threads_end_with_the_job(make: Callable[..., Made]) -> None:
+    made = make()
+    thread = made.job.engine.beside(threading.current_thread).result(60)
+    assert thread.is_alive()
+    made.job.leave()
+    assert not thread.is_alive()
 
 
 def test_rank_that_has_failed_goes_without_a_goodbye(make: Callable[..., Made]) -> None:

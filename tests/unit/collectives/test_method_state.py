@@ -8,6 +8,8 @@ import numpy as np
 import paddle
 
 from fleet_train.collectives.methods import state
+from fleet_train.collectives.methods.allreduce import FlatReducer
+from fleet_train.collectives.methods.base import DenseMethod
 from fleet_train.plan import Bucket, Gradient
 
 
@@ -79,3 +81,9 @@ def test_method_that_finds_nothing_of_its_kind_is_given_nothing() -> None:
     method.taken = {"step": [9.0]}
     assert state.write([(bucket("a"), method)], {}, paddle.CPUPlace()) == []
     assert method.taken == {}
+
+
+def test_dense_gradients_remember_nothing() -> None:
+    method = DenseMethod(bucket("a"), FlatReducer(None), 2)
+    assert state.read([(bucket("a"), method)]) == ({}, {})
+    assert state.write([(bucket("a"), method)], {"dense/step": np.ones(1)}, paddle.CPUPlace()) == []
