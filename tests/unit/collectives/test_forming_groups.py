@@ -159,6 +159,14 @@ def test_first_sum_of_a_group_on_streams_is_met_by_all_and_bounded() -> None:
     assert threads.did == []
 
 
+def test_group_on_streams_is_used_once_before_it_is_given_out(paddles: SimpleNamespace) -> None:
+    paddles.backend = "nccl"
+    peer = Peer(1, side_by_side=False)
+    group = new_group(peer, [1, 2])
+    (kind, of, *_), met = peer.did
+    assert (kind, of, met) == ("all_reduce", group, "barrier group 5 formed")
+
+
 def test_first_sum_is_one_collective() -> None:
     """Nothing is left behind it that a rank would still wait for."""
     stages = process_groups._one_sum(Peer(0), SimpleNamespace(id=0, ranks=[0]))
