@@ -10,6 +10,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives.local_sgd import flats as flats_module
 from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
 from fleet_train.collectives.methods import allreduce, parts
 from fleet_train.collectives.methods.allreduce import make_reducers
@@ -116,6 +117,25 @@ def test_16_bits_carry_the_difference_to_what_was_last_agreed() -> None:
         (anchor,) = one.anchor or []
         assert anchor.tolist() == [1003.0] * 6 + [2003.0] * 3 + [3003.0] * 4 + [4003.0] * 4 + [5003.0] * 2
     assert [(one.dtype, one.elements) for one in sent] == [("bfloat16", 19), ("float32", 2)]
+
+
+def test_mean_of_differences_in_16_bits_is_taken_in_32() -> None:
+    """256 / 3 has more bits than bfloat16, and a third in bfloat16 is 0.2 % too large."""
+    every = averagers(local_sgd_dtype="bfloat16")
+    brought = [Held([one + little for one in full(0.0)], [], []) for little in (128.0, 64.0, 64.0)]
+    for one in every:
+        one.before_update(full(0.0))
+    average(every, brought)
+    for mine in brought:
+        np.testing.assert_allclose(flat(mine.parameters), 256 / 3, rtol=1e-6)
+
+
+def test_values_are_added_in_the_dtype_of_their_means_and_keep_their_own() -> None:
+    tensors = [paddle.full([2], 1.0, "float16"), paddle.full([3], 2.0, "float64"), paddle.full([1], 3.0, "bfloat16")]
+    more = [paddle.full([2], 0.5), paddle.full([3], 2.0**-40, "float64"), paddle.full([1], 4.0)]
+    flats_module.add(tensors, flats_module.flats(more))
+    assert values_of(tensors) == [1.5, 2.0 + 2.0**-40, 7.0]
+    assert [str(one.dtype) for one in tensors] == ["paddle.float16", "paddle.float64", "paddle.bfloat16"]
 
 
 def test_nothing_is_remembered_where_values_themselves_are_sent() -> None:
@@ -262,6 +282,14 @@ def test_few_bits_carry_whole_numbers_exactly_and_belong_to_their_parameters(mor
         assert [gradient.name for gradient in bucket.gradients] == list(SHAPES)
         assert (memory.kind, bucket.index) == ("local_sgd", 0)
         assert memory.state()["one.w.sums"].tolist() == [1]
+
+
+def test_few_bits_go_on_where_only_the_optimizers_state_follows() -> None:
+    every = averagers(local_sgd_dtype="int8", quantised_block_size=32, local_sgd_momentum="average")
+    for one in every:
+        one.before_update(full(1.0))
+    sent = average(every, [Held(full(2.0), [], [paddle.ones([5])]) for _ in every])
+    assert [(one.dtype, one.more) for one in sent[-2:]] == [("uint8", True), ("float32", False)]
 
 
 def test_few_bits_end_where_neither_statistics_nor_state_follow() -> None:
