@@ -5,6 +5,7 @@ The peer always brings three times what this rank does, so that an average is tw
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import paddle
 import pytest
 
 from fleet_train.collectives.engines.stages import Collective
+from fleet_train.collectives.engines.stream import StreamEngine
+from fleet_train.collectives.engines.thread import ThreadEngine
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.local_sgd.averager import Held
 from tests.unit.collectives import one_of_two as module
@@ -294,3 +297,55 @@ def test_bound_of_a_gate_is_the_profiles_and_the_engines_margin(job: OneOfTwo, m
     monkeypatch.setattr(job, "step_barrier", step_barrier)
     step(exchange_of(job, SHAPES, collective_timeout_seconds=40))
     assert bounds == [40 + job.engine.gate_margin_seconds]
+
+
+def test_a_host_that_may_look_compares_replicas_in_the_same_step(
+    job: OneOfTwo, met: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamEngine, "reads_values", True)
+    exchange = exchange_of(job, SHAPES, divergence_check_steps=2)
+    seen = []
+    for _ in range(3):
+        step(exchange)
+        finish(exchange, Held(full(1.0), [], []))
+        seen.append(digests(met))
+    assert seen == [["step 1"], ["step 1"], ["step 1", "step 3"]]
+
+
+def test_second_and_later_buckets_of_local_steps_move_nothing_on(
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in flight then is an averaging: it is moved on once in a step."""
+    exchange = exchange_of(job, SHAPES, fuse_all_reduce_ops=False, **LOCAL)
+    moves: list[int] = []
+    real = job.engine.step_on
+    monkeypatch.setattr(job.engine, "step_on", lambda: moves.append(exchange.step) or real())
+    for _ in range(2):
+        exchange.arrive()
+        for index in range(2):
+            exchange.launch(index, full(1.0)[index : index + 1])
+        for index in range(2):
+            exchange.wait(index)
+    assert moves == [1, 1, 2]
+
+
+def test_computing_goes_on_while_a_communicators_thread_stands_at_the_gate(
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, real = threading.Event(), job.step_barrier
+
+    def step_barrier(name: str, timeout_seconds: float, note: Any = None) -> Any:
+        assert opened.wait(60)
+        return real(name, timeout_seconds, note)
+
+    monkeypatch.setattr(job, "step_barrier", step_barrier)
+    engine = ThreadEngine(paddle.CPUPlace(), job.blame)
+    monkeypatch.setattr(job, "engine", engine)
+    exchange = exchange_of(job, SHAPES)
+    exchange.arrive()
+    exchange.launch(0, full(1.0))
+    assert job.barriers == []
+    opened.set()
+    assert values_of(exchange.wait(0)) == [2.0]
+    assert job.barriers == ["step 1"]
+    engine.stop()
