@@ -339,8 +339,8 @@ def test_computing_goes_on_while_a_communicators_thread_stands_at_the_gate(
         return real(name, timeout_seconds, note)
 
     monkeypatch.setattr(job, "step_barrier", step_barrier)
-    engine = ThreadEngine(paddle.CPUPlace(), job.blame)
-    monkeypatch.setattr(job, "engine", engine)
+    job.engine.stop()
+    job.engine = ThreadEngine(paddle.CPUPlace(), job.blame)  # type: ignore[assignment]
     exchange = exchange_of(job, SHAPES)
     exchange.arrive()
     exchange.launch(0, full(1.0))
@@ -348,4 +348,3 @@ def test_computing_goes_on_while_a_communicators_thread_stands_at_the_gate(
     opened.set()
     assert values_of(exchange.wait(0)) == [2.0]
     assert job.barriers == ["step 1"]
-    engine.stop()
