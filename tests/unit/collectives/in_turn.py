@@ -116,4 +116,6 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _put(tensor: Any, values: np.ndarray) -> None:
+    """A backend takes a buffer as it is."""
+    assert tuple(tensor.shape) == values.shape
     paddle.assign(paddle.to_tensor(values).cast(tensor.dtype), output=tensor)
