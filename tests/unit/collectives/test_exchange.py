@@ -263,6 +263,25 @@ def test_local_steps_from_the_first_on_compare_the_start_once(job: OneOfTwo, met
     assert digests(met) == ["the start"]
 
 
+def test_start_is_compared_once_whatever_is_run_before_the_first_update(job: OneOfTwo, met: list[str]) -> None:
+    settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 100}
+    exchange = exchange_of(job, SHAPES, **settings)
+    for _ in range(3):
+        exchange.begin(full(0.0))
+    step(exchange)
+    step(exchange)
+    assert digests(met) == ["the start"]
+
+
+def test_start_is_not_compared_unasked(job: OneOfTwo, met: list[str]) -> None:
+    settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 0}
+    exchange = exchange_of(job, SHAPES, **settings)
+    assert not exchange.looks_at_parameters
+    for _ in range(3):
+        step(exchange)
+    assert digests(met) == []
+
+
 def test_after_a_period_what_was_agreed_is_compared(job: OneOfTwo, met: list[str]) -> None:
     exchange = exchange_of(job, SHAPES, **LOCAL, divergence_check_steps=1)
     assert not exchange.looks_at_parameters

@@ -133,6 +133,7 @@ class Job:
         self.did.append((name, timeout_seconds))
 
     def communicators(self, number: int) -> list[Group]:
+        assert number == 1, "no other group is needed"
         return [Group(index) for index in range(number)]
 
     def _start(self, stages: Any, place: Any) -> Any:
@@ -242,6 +243,9 @@ def test_statistics_and_sums_are_those_of_ranks_that_bring_the_same(
     second = Local(data("y", 4, 3, dtype=dtype), data("n", 3, dtype=dtype), data("w", 3, dtype=dtype))
     found, chain = ranks.combine("batch norm 'bn'", [first, second], ranks.start())
     sums = [(first.mean, first.variance), (second.mean, second.variance)]
+    for each, channels in zip(found, (2, 3), strict=True):
+        assert [one.shape for one in (each.count, each.mean, each.variance)] == [[1], [channels], [channels]]
+        assert {one.dtype for one in (each.count, each.mean, each.variance)} == {first.mean.dtype}
     means, chain = ranks.average("gradients of 'bn'", sums, [each.count for each in found], chain)
     feed = {
         "x": np.ones([2, 2, 3], dtype),
@@ -263,6 +267,19 @@ def test_statistics_and_sums_are_those_of_ranks_that_bring_the_same(
     size = {"float32": 4, "float64": 8}[dtype]
     planned = "allgather" if gathers else "allreduce"
     assert ranks.exchanges == [Sent("allgather", 12 * size, size, flat=True), Sent(planned, 10 * size, size, flat=True)]
+
+
+def test_layer_that_shares_its_exchange_with_no_other(main: Any, new_groups: list[Any]) -> None:
+    job: Any = Job()
+    ranks = RankStatistics(job)
+    ranks.connect()
+    layer = Local(data("x", 4, 3), data("m", 3), data("v", 3))
+    ((found,), chain) = ranks.combine("batch norm", [layer], ranks.start())
+    feed = {"x": np.ones([4, 3], "float32"), "m": np.full(3, 2.0, "float32"), "v": np.full(3, 5.0, "float32")}
+    _, count, mean, variance = run(main, [chain, found.count, found.mean, found.variance], **feed)
+    assert (count.tolist(), mean.tolist(), variance.tolist()) == ([8.0], [2.0] * 3, [5.0] * 3)
+    assert ranks.exchanges == [Sent("allgather", 7 * 4, 4, flat=True)]
+    assert new_groups == [[0, 1]]
 
 
 def test_statistics_on_streams_share_the_first_communicator(new_groups: list[Any]) -> None:

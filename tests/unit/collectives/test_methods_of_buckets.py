@@ -32,13 +32,13 @@ def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "new_group", form)
 
 
-def methods(compression: str, **settings: Any) -> list[BucketMethod]:
-    """Of the one bucket on each of two ranks; on the second of two communicators."""
+def methods(compression: str, world_size: int = 2, **settings: Any) -> list[BucketMethod]:
+    """Of the one bucket on each rank; on the second of two communicators."""
     profile = Profile(compression=compression, nccl_comm_num=2, **settings)
-    plan = build_plan(GRADIENTS, Cluster.imagined(2, 1), profile)
+    plan = build_plan(GRADIENTS, Cluster.imagined(world_size, 1), profile)
     bucket = replace(plan.buckets[0], communicator=1)
     found = []
-    for rank in ranks_of(2):
+    for rank in ranks_of(world_size):
         job: Any = rank
         job.engine.device = type("Device", (), {"to_device": staticmethod(paddle.to_tensor)})()
         reducers = make_reducers(job, 2, plan.team_size, dtype_between_teams(compression))
@@ -49,7 +49,7 @@ def methods(compression: str, **settings: Any) -> list[BucketMethod]:
 
 
 def sent_by(every: list[BucketMethod]) -> list[tuple[str, str, int]]:
-    local = [[paddle.full([20, 30], value)] for value in (1.0, 3.0)]
+    local = [[paddle.full([20, 30], value + 1.0)] for value in range(len(every))]
     found, sent = in_turn([one.average(mine) for one, mine in zip(every, local, strict=True)])
     for (average,) in found:
         assert (average.shape, str(average.dtype)) == ([20, 30], "paddle.float32")
@@ -80,6 +80,16 @@ def test_each_compression_sends_what_it_is_called_for(
 def test_leaders_of_teams_send_in_16_bits_and_nobody_else(compression: str, dtype: str) -> None:
     every = methods(compression, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=1)
     assert sent_by(every) == [("all_reduce", dtype, 600)]
+
+
+@pytest.mark.parametrize(("compression", "dtype"), [("none", "float32"), ("bf16", "bfloat16")])
+def test_teams_themselves_send_gradients_as_they_are(compression: str, dtype: str) -> None:
+    every = methods(compression, world_size=4, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
+    assert sent_by(every) == [
+        *[("reduce", "float32", 600)] * 2,
+        ("all_reduce", dtype, 600),
+        *[("broadcast", "float32", 600)] * 2,
+    ]
 
 
 @pytest.mark.parametrize("compression", ["int8", "powersgd", "dgc"])
