@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,3 +42,16 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return loop.run_until_complete(asyncio.wait_for(coroutine, 10_000))
     finally:
         loop.close()
+
+
+def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """An asynchronous test as a plain one."""
+
+    @functools.wraps(test)
+    def plain(*args: Any, **options: Any) -> None:
+        async def body() -> None:
+            await test(*args, **options)
+
+        run(body())
+
+    return plain

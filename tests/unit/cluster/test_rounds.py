@@ -3,57 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.wire import Decoder, Fields, ProtocolError, encode, parse
+from fleet_train.cluster.store.protocol.wire import Fields, ProtocolError, encode
 from fleet_train.cluster.store.servers import relay as relay_module
 from fleet_train.cluster.store.servers import rounds
 from fleet_train.cluster.store.servers.barriers import Arrival, Key
 from fleet_train.cluster.store.servers.pace import Pace
 from fleet_train.cluster.store.servers.relay import Parent, Relay
 from fleet_train.cluster.store.servers.rounds import Root, Round
-from tests.support import virtual_time
+from tests.support.connections import Heard, Transport
+from tests.support.virtual_time import in_virtual_time
 
 BARRIER = ["rank", "barrier", "step 1"]
-
-
-def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        async def body() -> None:
-            await test(*args, **options)
-
-        virtual_time.run(body())
-
-    return run
-
-
-class Heard:
-    """Whoever waits at a barrier, and a relay's link: the frames that it was sent."""
-
-    def __init__(self) -> None:
-        self.frames: list[tuple[dict[str, Any], bytes]] = []
-
-    def send(self, frame: bytes) -> None:
-        self.frames += [(parse(head), bytes(body)) for head, body in Decoder(expects_preamble=False).feed(frame)]
-
-    def take(self) -> list[tuple[dict[str, Any], bytes]]:
-        frames, self.frames = self.frames, []
-        return frames
-
-    @property
-    def headers(self) -> list[dict[str, Any]]:
-        return [header for header, _ in self.frames]
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def root_here() -> Root:
@@ -589,30 +555,6 @@ def test_what_is_more_than_can_be_held_is_told_at_once(monkeypatch: pytest.Monke
 # a relay's link
 
 
-class Transport(asyncio.Transport):
-    """A connection's other end: what it was sent, and whether it was closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = Heard()
-        self.is_closed = False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self if name == "socket" else default
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def write(self, data: Any) -> None:
-        preamble = b"fleet_train store 2\n"
-        self.sent.send(bytes(data).removeprefix(preamble))
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def linked(silence: float = 4.0, *, is_welcome: bool = True) -> tuple[relay_module.Link, Transport, list[str]]:
     """A link that its parent has taken, the connection, and why the parent counts as lost."""
     relay, _ = relay_of(silence=silence)
@@ -660,7 +602,7 @@ async def test_a_parent_that_is_silent_is_lost() -> None:
     assert lost == []
     await asyncio.sleep(1.5)
     assert lost == ["not heard of for 4 s"]
-    assert transport.is_closed
+    assert transport.is_closing()
     link.connection_lost(None)
     assert len(lost) == 1
 
@@ -673,7 +615,7 @@ async def test_a_parent_that_ends_the_connection_is_lost() -> None:
     link.connection_lost(OSError("reset"))
     link, transport, broken = linked()
     link.data_received(encode({"to": 7}))
-    assert transport.is_closed
+    assert transport.is_closing()
     assert (lost, lost_too) == (["the connection was closed"], ["reset"])
     assert broken == ["an answer says not to which barrier"]
 
@@ -688,7 +630,7 @@ async def test_a_parent_that_does_not_take_the_link_is_no_loss() -> None:
     link.data_received(encode({"error": "closed"}))
     with pytest.raises(relay_module.Refused, match="not opened this round yet"):
         await link.ready
-    assert transport.is_closed
+    assert transport.is_closing()
     link.connection_lost(None)
     link, _, ours = linked()
     link.close()
