@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.protocol import members, times
-from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.access import Access, access_of
 from fleet_train.cluster.store.protocol.answers import Words
 from fleet_train.cluster.store.protocol.greeting import Callee, Caller, Refused
 from fleet_train.cluster.store.protocol.payloads import Compared, Gathered, TooLarge, Word, pack, unpack
@@ -310,6 +311,18 @@ def test_the_job_of_a_process_is_its_launchers_or_what_it_is_told() -> None:
     assert Access.of({}, "10.0.0.1", "told") == Access("told", None, "10.0.0.1")
     assert Access.of({}) == Access()
     assert "hush" not in repr(Access("job", b"hush" * 5))
+
+
+def test_a_rank_calls_from_its_hosts_address_for_the_job_that_its_launcher_has_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster.imagined(2, 1)
+    host = cluster.this.host
+    assert access_of(cluster, {"PADDLE_JOB_ID": "stock"}) == Access("stock", None, host)
+    assert access_of(cluster, {"PADDLE_JOB_ID": "stock", "FLEET_TRAIN_JOB_ID": "ours"}) == Access("ours", None, host)
+    monkeypatch.setenv("FLEET_TRAIN_JOB_ID", "of this process")
+    assert access_of(cluster) == Access("of this process", None, host)
+    assert Access.of() == Access("of this process")
 
 
 # answers in words

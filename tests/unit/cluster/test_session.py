@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
 from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.cluster.store.servers.hall import Hall
+from fleet_train.cluster.store.servers.pace import Pace
+from fleet_train.cluster.store.servers.relay import Parent, Relay
 from fleet_train.cluster.store.servers.rounds import Round
 from fleet_train.cluster.store.servers.session import Session
 from tests.support.connections import Transport
@@ -454,3 +457,145 @@ async def test_times_that_are_too_long_or_no_times_close_a_relay() -> None:
         assert caller.is_ended
         caller.lose()
         assert await asked == {}
+
+
+# what connections share
+
+
+class Stranger:
+    """A connection, as far as the hall knows it."""
+
+    stands_for_members = False
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@in_virtual_time
+async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
+    hall = hall_here()
+    known, strangers = Stranger(), [Stranger() for _ in range(258)]
+    hall.admit(known, "10.0.0.9")
+    hall.know(known)
+    for number, stranger in enumerate(strangers):
+        assert hall.admit(stranger, "10.0.0.9")
+        if number == 3:
+            hall.forget(strangers[0])
+    assert [number for number, stranger in enumerate(strangers) if stranger.aborted] == [1]
+    assert not known.aborted
+    hall.close()
+    assert [stranger.aborted for stranger in (known, *strangers[:3])] == [1, 0, 1, 1]
+
+
+@in_virtual_time
+async def test_a_member_may_have_a_few_connections_and_not_any_number() -> None:
+    hall = hall_here(most_members=2)
+    connections = [Stranger() for _ in range(73)]
+    for connection in connections:
+        hall.know(connection)
+    assert [number for number, connection in enumerate(connections) if connection.aborted] == [72]  # 4 * 2 + 64
+    hall.forget(connections[0])
+    hall.forget(connections[72])
+    hall.know(connections[72])
+    assert connections[72].aborted == 1
+
+
+@in_virtual_time
+async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
+    said: list[str] = []
+    hall = hall_here(callers=Callers(["10.0.0.1"]), say=said.append)
+    for last in [*range(2, 12), 2, 3]:
+        assert not hall.admit(Stranger(), f"10.0.0.{last}")
+    assert [line.split()[4] for line in said] == [f"10.0.0.{last}," for last in range(2, 10)]
+    for silent in (
+        hall_here(callers=Callers(["10.0.0.1"])),
+        hall_here(callers=Callers(["localhost"]), say=said.append),
+    ):
+        assert not silent.admit(Stranger(), "10.0.0.2")
+    assert len(said) == 8  # an address that may be heard a moment later is not told
+    assert Hall(Access(secret=b"x" * 20), Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
+
+
+def found_by(hall: Hall, name: str, *, is_relay: bool = False) -> list[Round | None]:
+    """What somebody who asks for that round has been given so far."""
+    answers: list[Round | None] = []
+    hall.find_round(name, is_relay=is_relay, then=answers.append)
+    return answers
+
+
+@in_virtual_time
+async def test_who_may_begin_a_round() -> None:
+    hall = hall_here()
+    assert found_by(hall, "0") == [hall.rounds["0"]]
+    assert found_by(hall, "1", is_relay=True) == [None]
+    assert found_by(hall, "0.selftest", is_relay=True) == [hall.rounds["0.selftest"]]
+    assert found_by(hall, "1") == [hall.rounds["1"]]
+    assert found_by(hall, "1", is_relay=True) == [hall.rounds["1"]]
+    assert len({id(found) for found in hall.rounds.values()}) == 3
+    closed = hall_here(begins_rounds=False)
+    assert found_by(closed, "0") == found_by(closed, "0.selftest") == [None]
+    closed.open_root("0")
+    assert found_by(closed, "0.selftest") == [closed.rounds["0.selftest"]]
+    assert closed.open_root("0") is closed.rounds["0"]
+
+
+@in_virtual_time
+async def test_rounds_are_bounded() -> None:
+    hall = hall_here()
+    for number in range(4097):
+        hall.find_round(str(number), is_relay=False, then=lambda _: None)
+    assert len(hall.rounds) == 4096
+    assert found_by(hall, "0.inner") == found_by(hall, "4096") == [None]
+
+
+@in_virtual_time
+async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() -> None:
+    hall = hall_here(begins_rounds=False)
+    parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access())
+    hall.rounds["0"] = Relay(hall.clock, Pace(), parent)
+    opened: list[tuple[Parent, float]] = []
+
+    async def open_relay(parent: Parent, timeout_seconds: float) -> None:
+        opened.append((parent, timeout_seconds))
+        await asyncio.sleep(1.0)
+        if parent.round_name == "0.closed":
+            raise Refused("not opened", kind="closed")
+        hall.rounds[parent.round_name] = Relay(hall.clock, Pace(), parent)
+
+    hall.open_relay = open_relay  # type: ignore[method-assign]
+    asked = [found_by(hall, "0.selftest") for _ in range(2)]
+    refused = found_by(hall, "0.closed")
+    await asyncio.sleep(0.5)
+    assert [*asked, refused] == [[], [], []]
+    await asyncio.sleep(1.0)
+    assert asked == [[hall.rounds["0.selftest"]]] * 2
+    assert refused == [None]
+    assert [(one.round_name, one.number, seconds) for one, seconds in opened] == [
+        ("0.selftest", 1, 30.0),
+        ("0.closed", 1, 30.0),
+    ]
+    # A round that could not be opened may be tried again.
+    found_by(hall, "0.closed")
+    await asyncio.sleep(2.0)
+    assert len(opened) == 3
+    hall.open_root("1")
+    hall.close_round("0")
+    hall.close_round("1")
+    assert set(hall.rounds) == {"1"}
+
+
+@in_virtual_time
+async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None:
+    hall = hall_here()
+    one, two = member(hall, 0, machine="m"), member(hall, 1, machine="m", round="1")
+    member(hall, 2, machine="other")
+    assert (hall.present("rank", "0"), hall.present("rank", "1")) == ({0, 2}, {1})
+    assert hall.present("supervisor", "0") == hall.present("rank", "2") == set()
+    hall.lose("m at 10.0.0.9", "silent")
+    assert (hall.present("rank", "0"), hall.present("rank", "1")) == ({2}, set())
+    assert gone(hall) == [[[[0, 0]], "silent"]]
+    assert not one.is_ended
+    assert not two.is_ended
