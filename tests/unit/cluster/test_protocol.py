@@ -182,6 +182,16 @@ def test_of_very_many_different_values_the_last_ones_are_told_together() -> None
     assert len(above.variants) == 64
 
 
+def test_of_equal_values_nothing_but_that_is_told() -> None:
+    compared = Compared()
+    for member in range(3):
+        compared.add(Word(1 << member, 3, Fields({}), b"[1]"))
+    assert compared.result() == ({"same": True}, b"")
+    header, body = compared.part()
+    assert [who for _, who in header["variants"]] == [[[0, 2]]]
+    assert unpack(body) == {0: b"[1]"}
+
+
 def test_a_relay_that_says_its_part_again_moves_its_members() -> None:
     compared = Compared()
     for member, value in ((0, b"a"), (1, b"b")):
@@ -210,6 +220,14 @@ def test_reports_are_small_and_of_known_types() -> None:
     for value in ({"a": {}}, {"a": [1]}, {"a": (1 << 53) + 1}, {"a": -(1 << 53) - 1}, {"a": "x" * (1 << 18)}):
         with pytest.raises(ProtocolError):
             checked_report(json.dumps(value).encode())
+
+
+def test_a_report_has_at_most_a_quarter_of_a_megabyte() -> None:
+    envelope = len('{"a":""}')
+    longest = '{"a":"' + "x" * ((1 << 18) - envelope) + '"}'
+    assert checked_report(longest.encode())["a"].startswith("xxx")
+    with pytest.raises(ProtocolError, match="too long"):
+        checked_report(longest.encode() + b" ")
 
 
 @pytest.mark.parametrize(
@@ -380,6 +398,9 @@ def test_members_at_different_places_are_told_what_to_mend() -> None:
     mixed = said({"error": "crossed"}, [[[[1, 8]], "a", "fleet.save"], [[[0, 0]], "b", ""]])
     eight = ", ".join(f"rank {member}" for member in range(1, 9))
     assert f"points: rank 0 at 'b', {eight} in fleet.save; call" in str(mixed)
+    few = said({"error": "crossed"}, [[[[1, 7]], "a", "fleet.save"], [[[0, 0]], "b", ""]])
+    each = ", ".join(f"rank {member} in fleet.save" for member in range(1, 8))
+    assert f"points: rank 0 at 'b', {each}; call" in str(few)
     assert "; call fleet.save on all ranks, without `if rank == 0` around it; if all of them do" in str(mixed)
 
 
