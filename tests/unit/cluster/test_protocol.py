@@ -217,7 +217,14 @@ def test_reports_are_small_and_of_known_types() -> None:
     assert len(checked_report(json.dumps({"message": "m" * 9000}).encode())["message"]) == 8000 + len(
         "... (9000 characters)"
     )
-    for value in ({"a": {}}, {"a": [1]}, {"a": (1 << 53) + 1}, {"a": -(1 << 53) - 1}, {"a": "x" * (1 << 18)}):
+    for value in (
+        {"a": {}},
+        {"a": [1]},
+        {"a": ["x", 1]},
+        {"a": (1 << 53) + 1},
+        {"a": -(1 << 53) - 1},
+        {"a": "x" * (1 << 18)},
+    ):
         with pytest.raises(ProtocolError):
             checked_report(json.dumps(value).encode())
 
