@@ -16,7 +16,7 @@ from fleet_train.cluster.store.protocol.greeting import Callee, Caller, Refused
 from fleet_train.cluster.store.protocol.payloads import Compared, Gathered, TooLarge, Word, pack, unpack
 from fleet_train.cluster.store.protocol.reports import checked_report
 from fleet_train.cluster.store.protocol.tree import below, parent_of, subtree
-from fleet_train.cluster.store.protocol.wire import Fields, ProtocolError, encode, numbers, parse, printable
+from fleet_train.cluster.store.protocol.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, printable
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 
 # sets of members
@@ -135,6 +135,18 @@ def test_headers_are_whole_objects() -> None:
         with pytest.raises(ProtocolError):
             parse(text)
     assert encode({"a": 1}, b"xyz") == b'\x00\x00\x00\x07\x00\x00\x00\x03{"a":1}xyz'
+
+
+@pytest.mark.parametrize("filling", [b"", b"x" * (1 << 16)])
+def test_a_body_that_looks_like_a_frame_is_a_body(filling: bytes) -> None:
+    """Also where it comes in a packet of its own."""
+    inner = encode({"do": "fail"}, filling)
+    outer = encode({"do": "set"}, inner)
+    decoder = Decoder(expects_preamble=False)
+    assert list(decoder.feed(outer[: -len(inner)])) == []
+    (frame,) = decoder.feed(inner)
+    assert (parse(frame[0]), bytes(frame[1])) == ({"do": "set"}, inner)
+    assert [parse(head) for head, _ in decoder.feed(inner + outer)] == [{"do": "fail"}, {"do": "set"}]
 
 
 def test_text_is_fit_for_a_terminal() -> None:
