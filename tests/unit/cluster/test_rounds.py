@@ -333,6 +333,23 @@ async def test_times_of_relays_are_added_and_a_lost_relay_says_nothing() -> None
     assert asked == [("rank", 1)] * 2 + [("rank", 2)] * 2 + [("supervisor", 0)] * 2
 
 
+@in_virtual_time
+async def test_a_member_reads_the_times_of_all_up_to_a_barrier() -> None:
+    root = root_here()
+    for _ in range(3):
+        arrive(root, Heard(), 0, 2, told=[1.0, 10.0, 5.0])
+        arrive(root, Heard(), 1, 2, told=[2.0, 20.0, 6.0])
+    answers: list[Any] = []
+    for number in (2, 3):
+        request = {"do": "times", "group": "rank", "number": number}
+        root.ask(request, b"", lambda header, body: answers.append((header, json.loads(body))))
+        await asyncio.sleep(0.01)
+    assert answers == [
+        ({}, [[0, [2.0, 20.0, 10.0]], [1, [4.0, 40.0, 12.0]]]),
+        ({}, [[0, [3.0, 30.0, 15.0]], [1, [6.0, 60.0, 18.0]]]),
+    ]
+
+
 # a relay
 
 
