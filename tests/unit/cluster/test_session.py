@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,9 @@ from fleet_train.cluster.store.servers.hall import Hall
 from fleet_train.cluster.store.servers.pace import Pace
 from fleet_train.cluster.store.servers.relay import Parent, Relay
 from fleet_train.cluster.store.servers.rounds import Round
+from fleet_train.cluster.store.servers.server import StoreServer, raise_descriptor_limit
 from fleet_train.cluster.store.servers.session import Session
+from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.virtual_time import in_virtual_time
 
@@ -599,3 +602,44 @@ async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None
     assert gone(hall) == [[[[0, 0]], "silent"]]
     assert not one.is_ended
     assert not two.is_ended
+
+
+# the server
+
+
+def test_a_server_that_has_stopped_is_not_there_any_more() -> None:
+    server = StoreServer("127.0.0.1", 0)
+    assert (server.has_members(), server.connected_members()) == (False, set())  # nor before it is started
+    server.start()
+    with socket.create_connection((server.host, server.port), timeout=10):
+        server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port), timeout=10)
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind((server.host, server.port))
+        again.listen()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "made"),
+    [
+        ((1024, 4096), 1024, None),
+        ((1024, 4096), 1025, (1025, 4096)),
+        ((1024, 4096), 4096, (4096, 4096)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 5000, None),
+        ((1024, resource.RLIM_INFINITY), 5000, (5000, resource.RLIM_INFINITY)),
+    ],
+)
+def test_as_many_files_may_be_open_as_members_need(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int, made: tuple[int, int] | None
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, now: found.append(now))
+    raise_descriptor_limit(wanted)
+    assert found == ([] if made is None else [made])
+    if limits[1] == 4096:
+        with pytest.raises(ClusterError, match=r"needs 4097 open files .* may have 4096 at most"):
+            raise_descriptor_limit(4097)
