@@ -6,6 +6,8 @@ import asyncio
 import json
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from fleet_train.cluster.store.servers.server import StoreServer, raise_descript
 from fleet_train.cluster.store.servers.session import Session
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
+from tests.support.processes import ROOT, clean_environ
 from tests.support.virtual_time import in_virtual_time
 
 ENDED = {"closed", "aborted"}
@@ -643,3 +646,12 @@ def test_as_many_files_may_be_open_as_members_need(
     if limits[1] == 4096:
         with pytest.raises(ClusterError, match=r"needs 4097 open files .* may have 4096 at most"):
             raise_descriptor_limit(4097)
+
+
+def test_a_process_ends_although_its_server_was_never_stopped() -> None:
+    code = (
+        "from fleet_train.cluster.store.servers.server import StoreServer\n"
+        "server = StoreServer('127.0.0.1', 0).start()\n"
+        "assert server.has_members() is False\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean_environ(), check=True, timeout=300)
