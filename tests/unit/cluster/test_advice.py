@@ -91,3 +91,11 @@ def test_a_processor_of_amd_is_known_by_its_name(tmp_path: Path) -> None:
     assert not advice.is_amd_processor(info)
     info.write_bytes(b"\xff vendor_id : AuthenticAMD\n")
     assert advice.is_amd_processor(info)
+
+
+def test_a_rank_that_was_bound_to_some_processors_uses_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "usable_processors", lambda: 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    environ = dict(HYDRA)
+    advice.advise_this_process(environ, loaded=())
+    assert environ["OMP_NUM_THREADS"] == "3"
