@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from fleet_train.cluster import partial
 from fleet_train.cluster.engines import Started
-from fleet_train.cluster.engines.peers import locate, resolve_hosts
+from fleet_train.cluster.engines.peers import MeetingPoint, locate, resolve_hosts
 from fleet_train.cluster.partial import ranks_of
 from fleet_train.cluster.store.servers import callers as callers_module
 from fleet_train.cluster.store.servers.callers import Callers
@@ -177,3 +178,22 @@ def test_strangers_make_nobody_look_up_names_more_often_than_every_two_seconds(m
             if thread.name == "fleet_train names":
                 thread.join()
     assert looks == [102.1, 104.2]
+
+
+@pytest.mark.parametrize(("master", "seen"), [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", "")])
+def test_each_rank_tells_its_address_its_node_and_how_it_sees_rank_0(
+    monkeypatch: pytest.MonkeyPatch, master: str, seen: str
+) -> None:
+    """As a loopback address rank 0 is seen on its own machine only, so that is no news for the others."""
+    brought: list[object] = []
+
+    def all_gather(name: str, value: object, count: int, *_: object) -> dict[int, object]:
+        brought.append((name, value, count))
+        return {0: value}
+
+    client = SimpleNamespace(all_gather=all_gather, leave=lambda: None, close=lambda: None)
+    monkeypatch.setattr(partial.StoreClient, "connect", lambda *_, **__: client)
+    monkeypatch.setattr(partial.network, "address_towards", lambda _: "10.0.0.7")
+    started = partial.PartialCluster(Started("an engine", 1, 3, node=2))
+    partial._tell(started, MeetingPoint(master, 6170), 5.0)
+    assert brought == [("addresses", ["10.0.0.7", 2, seen], 3)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.cluster.secret import job_secret
 from fleet_train.cluster.store.protocol import members, times
 from fleet_train.cluster.store.protocol.access import Access, access_of
 from fleet_train.cluster.store.protocol.answers import Words
@@ -446,3 +448,16 @@ def test_other_refusals_in_words(answer: dict[str, Any], kind: type[FleetTrainEr
 def test_a_failure_is_told_by_its_message_or_as_it_is() -> None:
     assert str(said({"error": "failed"}, {"message": "out of memory"})) == "out of memory"
     assert str(said({"error": "failed"}, {"exit_code": 7})) == "{'exit_code': 7}"
+
+
+def test_a_secret_that_is_too_short_is_told_by_the_name_of_its_variable(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("short")
+    file.chmod(0o600)
+    for environ, where in (
+        ({"FLEET_TRAIN_JOB_SECRET": "short"}, "FLEET_TRAIN_JOB_SECRET: "),
+        ({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, f"FLEET_TRAIN_JOB_SECRET_FILE={file}: "),
+    ):
+        with pytest.raises(ClusterError) as error:
+            job_secret(environ)
+        assert str(error.value).startswith(f"{where}the job's secret has 5 bytes; it takes 16 to 4096: ")
