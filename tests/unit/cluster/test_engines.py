@@ -211,6 +211,66 @@ def test_the_page_names_every_engine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "node", "master", "job"),
+    [
+        (SLURM, 1, "n1", "slurm-17.2"),
+        (OPEN_MPI, None, "", "openmpi-2154561537"),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1@1/x y"}, None, "", "openmpi-prterun-n1@1-x-y"),
+        ({name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}, None, "", "openmpi-unnamed"),
+        (HYDRA, None, "", "hydra"),
+        (TORCHRUN, 1, "10.0.0.1", "torchrun-none"),
+        (VOLCANO, None, "job-master-0.job", "torchrun-job-master-0.job"),
+        (PADDLE_JOB, None, "digits-worker-0", "paddlejob-digits"),
+        (PADDLE_OPERATOR, None, "10.0.0.1", "paddle-operator"),
+        ({**PADDLE_OPERATOR, "PADDLE_JOB_ID": "digits"}, None, "10.0.0.1", "digits"),
+        (ELASTIC, None, "digits-worker-0", "ns-digits"),
+        (TRAIN_JOB, None, "digits-node-0-0.digits", "trainjob-digits-node-0-0.digits"),
+        (INDEXED_JOB, None, "digits-0.digits", "job-digits-0.digits"),
+    ],
+)
+def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
+    environ: dict[str, str], node: int | None, master: str, job: str
+) -> None:
+    found = detect(environ)
+    assert found is not None
+    assert (found.node, found.master, found.job, found.restarts) == (node, master, job, 0)
+    assert found.run == ("slurm-cluster-17" if environ is SLURM else "")
+    assert found.processes == (4 if environ is TRAIN_JOB else None)
+    assert found.in_words() == f"started by {found.engine}: process {found.index} of {found.count}"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (SLURM, "SLURM_LOCALID"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (PADDLE_JOB, "PADDLE_NNODES"),
+        (ELASTIC, "PADDLE_ELASTIC_NP"),
+        (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_what_an_engine_must_have_said_is_named_and_blank_is_not_said(environ: dict[str, str], name: str) -> None:
+    with pytest.raises(ClusterError, match=name):
+        detect({**environ, name: " "})
+
+
+def test_open_mpis_jobs_have_ports_of_their_own_below_the_kernels() -> None:
+    found = [detect({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}) for job in range(40)]
+    ports = [one.port for one in found if one is not None and one.port is not None]
+    assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports)
+    assert len(set(ports)) > 30
+    (long,) = {one.job for one in [detect({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100})] if one is not None}
+    assert long == "openmpi-" + "x" * 60
+
+
+def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:
+    again = detect({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "blue", "SLURM_STEP_ID": "5"})
+    assert again is not None
+    assert (again.restarts, again.run, again.job) == (2, "slurm-blue-17", "slurm-17.5")
+
+
+@pytest.mark.parametrize(
     ("environ", "hosts", "port"),
     [
         (PADDLE_JOB, ("digits-worker-0", "digits-worker-1"), 37777),

@@ -153,3 +153,11 @@ def test_the_stock_launchers_numbers_are_read_strictly(flag: str, text: str) -> 
 def test_a_port_of_an_endpoint_is_read_strictly(port: str) -> None:
     with pytest.raises(ClusterError, match="is not of the form host:port"):
         cluster_from_environ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1:{port}"})
+
+
+def test_a_machine_that_is_named_twice_is_refused() -> None:
+    command = (
+        "python -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2,10.0.0.1 --node_ip=10.0.0.1 t.py"
+    )
+    with pytest.raises(ClusterError, match=r"--cluster_node_ips names 10\.0\.0\.1 twice; every machine once"):
+        cluster_from_environ({"PADDLE_TRAINER_ID": "0"}, command.split())

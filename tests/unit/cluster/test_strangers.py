@@ -87,6 +87,17 @@ def test_an_address_outside_the_node_list_is_refused_and_told_once() -> None:
     assert said == ["refused a connection from 127.0.0.1, which is not in the node list"]
 
 
+def test_an_address_of_another_machine_is_no_hindrance() -> None:
+    """Behind a translation of addresses a node's own is none of this machine's: then the kernel chooses."""
+    server = started()
+    try:
+        node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="192.0.2.7"))
+        assert node.get("nothing") is None
+        node.close()
+    finally:
+        server.stop()
+
+
 def test_another_job_is_refused_by_name() -> None:
     server = started(access=Access("train.py-1"))
     try:

@@ -135,6 +135,14 @@ def test_local_groups_send_few_bits_between_their_leaders_only() -> None:
     ]
 
 
+def test_two_leaders_send_one_another_everything_without_a_meeting_of_pairs() -> None:
+    profile = Profile(compression="int8", use_hierarchical_allreduce=True)
+    plan = build_plan([Gradient("w", (1000,), "float32")], Cluster.imagined(2, 2), profile)
+    (between,) = [leg for leg in plan.legs() if leg.groups == ((0, 2),)]
+    # Two blocks of 512 numbers, each a byte, and of a scale of 4 bytes.
+    assert (between.kind, between.nbytes) == ("allgather", 2 * (512 + 4))
+
+
 def test_a_layout_has_whole_blocks_for_each_part() -> None:
     settings = QuantisedSettings(8, block=64)
     two, three = (QuantisedLayout(1000, members, settings) for members in (2, 3))
@@ -176,6 +184,11 @@ def test_neighbours_are_cut_where_sizes_come_out_most_even(sizes: tuple[int, ...
     assert all(parts)
     largest = max(sum(values[i].elements for i in part) for part in parts)
     assert largest <= sum(value.elements for value in values) / number + max(sizes) + 1
+
+
+def test_a_name_without_a_dot_is_a_layer_of_its_own() -> None:
+    values = [Gradient(name, (3,), "float32") for name in ("w", "b", "fc.w", "fc.b")]
+    assert fragments_of(values, 3, "strided") == ((0,), (1,), (2, 3))
 
 
 def test_more_fragments_than_layers_are_refused_with_their_number() -> None:

@@ -170,13 +170,13 @@ class Root(Round):
         reply({} if self.put(fields.text("key", most=MOST_NAME), body) else {"error": "full"}, b"")
 
     def put(self, key: str, body: Body) -> bool:
-        """Whether there was room for it."""
-        self._stored_bytes += len(body) - len(self._values.get(key, b""))
-        self._values[key] = body
-        is_full = self._stored_bytes > _MOST_STORED_BYTES or len(self._values) > _MOST_KEYS
-        if is_full:
-            self._stored_bytes -= len(self._values.pop(key))
-        return not is_full
+        """Whether there was room for it; where not, what was there before stays."""
+        stored = self._stored_bytes + len(body) - len(self._values.get(key, b""))
+        keys = len(self._values) + (key not in self._values)
+        if stored > _MOST_STORED_BYTES or keys > _MOST_KEYS:
+            return False
+        self._stored_bytes, self._values[key] = stored, body
+        return True
 
     def _get(self, fields: Fields, _: Body, reply: Reply) -> None:
         reply({}, self._values.get(fields.text("key", most=MOST_NAME), b""))
