@@ -4,7 +4,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan import Gradient, build_plan, explain, first_difference
+from fleet_train.plan import TensorSpec, build_plan, explain, first_difference
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
 from fleet_train.profile import Profile
 

@@ -17,12 +17,12 @@ from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
 from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.hall import Hall
 from fleet_train.cluster.store.servers.pace import Pace
 from fleet_train.cluster.store.servers.relay import Parent, Relay
 from fleet_train.cluster.store.servers.rounds import Round
 from fleet_train.cluster.store.servers.server import StoreServer, raise_descriptor_limit
 from fleet_train.cluster.store.servers.session import Session
+from fleet_train.cluster.store.servers.state import ServerState
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ
@@ -31,20 +31,20 @@ from tests.support.virtual_time import in_virtual_time
 ENDED = {"closed", "aborted"}
 
 
-def hall_here(**options: Any) -> Hall:
-    hall = Hall(Access(), options.pop("callers", None), **options)
+def hall_here(**options: Any) -> ServerState:
+    state = ServerState(Access(), options.pop("callers", None), **options)
     if options.get("begins_rounds", True):
-        hall.open_root("0")
-    return hall
+        state.open_root("0")
+    return state
 
 
 class Caller:
     """Whoever has connected: it says frames, and keeps what it hears."""
 
-    def __init__(self, hall: Hall, address: str = "10.0.0.9") -> None:
+    def __init__(self, state: ServerState, address: str = "10.0.0.9") -> None:
         self.transport = Transport(address)
-        self.session = Session(hall)
-        self._hall = hall
+        self.session = Session(state)
+        self._state = state
         self.session.connection_made(self.transport)
 
     def write(self, data: bytes) -> None:
@@ -73,17 +73,17 @@ class Caller:
         return self.transport.is_closing()
 
 
-def member(hall: Hall, number: int, **fields: Any) -> Caller:
-    caller = Caller(hall)
+def member(state: ServerState, number: int, **fields: Any) -> Caller:
+    caller = Caller(state)
     assert caller.hello(member=number, **fields) == [{"welcome": True}]
     return caller
 
 
-def relay(hall: Hall, number: int = 1, **fields: Any) -> Caller:
-    return member(hall, number, role="relay", group="relay", machine=f"node {number}", **fields)
+def relay(state: ServerState, number: int = 1, **fields: Any) -> Caller:
+    return member(state, number, role="relay", group="relay", machine=f"node {number}", **fields)
 
 
-def keep_waiting(hall: Hall) -> list[Callable[[Round | None], None]]:
+def keep_waiting(state: ServerState) -> list[Callable[[Round | None], None]]:
     """Who asks for a round gets it when the test says so."""
     waiting: list[Callable[[Round | None], None]] = []
 
@@ -91,13 +91,13 @@ def keep_waiting(hall: Hall) -> list[Callable[[Round | None], None]]:
         assert not is_relay
         waiting.append(then)
 
-    hall.find_round = find_round  # type: ignore[method-assign]
+    state.find_round = find_round  # type: ignore[method-assign]
     return waiting
 
 
-def gone(hall: Hall, group: str = "rank") -> Any:
+def gone(state: ServerState, group: str = "rank") -> Any:
     answers: list[bytes] = []
-    hall.rounds["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
+    state.rounds["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
     return json.loads(answers[0])
 
 
@@ -110,16 +110,16 @@ def barrier(count: int, **fields: Any) -> dict[str, Any]:
 
 @in_virtual_time
 async def test_who_says_nothing_is_closed_after_five_seconds_and_a_member_is_not() -> None:
-    hall = hall_here()
-    silent, known = Caller(hall), member(hall, 0)
+    state = hall_here()
+    silent, known = Caller(state), member(state, 0)
     await asyncio.sleep(4.9)
     assert not silent.is_ended
     await asyncio.sleep(0.2)
     assert silent.is_ended
     await asyncio.sleep(1000.0)
     assert not known.is_ended
-    assert hall.present("rank", "0") == {0}
-    assert hall.has_members
+    assert state.present("rank", "0") == {0}
+    assert state.has_members
 
 
 @in_virtual_time
@@ -155,48 +155,48 @@ async def test_an_address_that_may_be_heard_later_has_a_second_to_read_so() -> N
 
 @in_virtual_time
 async def test_a_round_that_is_not_open_is_refused() -> None:
-    hall = hall_here(begins_rounds=False)
-    caller = Caller(hall)
+    state = hall_here(begins_rounds=False)
+    caller = Caller(state)
     assert caller.hello() == [{"error": "closed"}]
     assert caller.is_ended
-    assert not hall.rounds
+    assert not state.rounds
 
 
 @in_virtual_time
 async def test_another_job_is_told_this_ones_name() -> None:
-    caller = Caller(Hall(Access("ours"), None))
+    caller = Caller(ServerState(Access("ours"), None))
     assert caller.hello(job="theirs") == [{"error": "job", "job": "ours"}]
     assert caller.is_ended
 
 
 @in_virtual_time
 async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
-    hall = hall_here()
-    first, second = member(hall, 3), Caller(hall)
+    state = hall_here()
+    first, second = member(state, 3), Caller(state)
     assert second.hello(member=3) == [{"error": "twice"}]
     assert second.is_ended
     second.lose()
-    assert hall.present("rank", "0") == {3}
-    assert gone(hall) == []
+    assert state.present("rank", "0") == {3}
+    assert gone(state) == []
     assert not first.is_ended
 
 
 @in_virtual_time
 async def test_large_frames_are_for_those_who_are_known() -> None:
-    hall = hall_here()
-    stranger = Caller(hall)
+    state = hall_here()
+    stranger = Caller(state)
     stranger.write(PREAMBLE + encode({"do": "hello"}, bytes(4097)))
     assert stranger.is_ended
-    known = member(hall, 0, watched=False)
+    known = member(state, 0, watched=False)
     assert known.say({"do": "set", "key": "large"}, bytes(5000)) == [{}]
 
 
 @in_virtual_time
 async def test_two_hellos_are_one_too_many() -> None:
     """The second comes while the first waits for its relay's parent, in the same packet."""
-    hall = hall_here()
-    keep_waiting(hall)
-    caller = Caller(hall)
+    state = hall_here()
+    keep_waiting(state)
+    caller = Caller(state)
     assert caller.hello() == []
     assert not caller.is_ended
     caller.hello()
@@ -205,14 +205,14 @@ async def test_two_hellos_are_one_too_many() -> None:
 
 @in_virtual_time
 async def test_who_has_gone_before_it_was_taken_is_gone() -> None:
-    hall = hall_here()
-    waiting = keep_waiting(hall)
-    caller = Caller(hall)
+    state = hall_here()
+    waiting = keep_waiting(state)
+    caller = Caller(state)
     caller.hello(member=2)
     caller.session.close()
-    waiting[0](hall.rounds["0"])
-    assert hall.present("rank", "0") == set()
-    assert gone(hall) == [[[[2, 2]], "its connection broke"]]
+    waiting[0](state.rounds["0"])
+    assert state.present("rank", "0") == set()
+    assert gone(state) == [[[[2, 2]], "its connection broke"]]
 
 
 # who is lost
@@ -220,21 +220,21 @@ async def test_who_has_gone_before_it_was_taken_is_gone() -> None:
 
 @in_virtual_time
 async def test_a_broken_connection_loses_its_member_and_what_leaves_has_left() -> None:
-    hall = hall_here()
-    one, two, unwatched = member(hall, 0), member(hall, 1), member(hall, 2, watched=False)
+    state = hall_here()
+    one, two, unwatched = member(state, 0), member(state, 1), member(state, 2, watched=False)
     assert two.say({"do": "leave"}) == [{}]
     for caller in (one, two, unwatched):
         caller.lose()
-    assert gone(hall) == [[[[0, 0]], "its connection broke"], [[[1, 1]], "left"]]
-    assert not hall.has_members
+    assert gone(state) == [[[[0, 0]], "its connection broke"], [[[1, 1]], "left"]]
+    assert not state.has_members
 
 
 @in_virtual_time
 async def test_a_silent_member_is_lost_with_its_machine_at_that_address() -> None:
-    hall = hall_here()
-    silent = member(hall, 0, machine="m", silence=3.0)
-    beside = member(hall, 1, machine="m")
-    elsewhere = Caller(hall, "10.0.0.8")
+    state = hall_here()
+    silent = member(state, 0, machine="m", silence=3.0)
+    beside = member(state, 1, machine="m")
+    elsewhere = Caller(state, "10.0.0.8")
     elsewhere.hello(member=2, machine="m")
     await asyncio.sleep(2.0)
     assert silent.say({"do": "beat"}) == [{"beat": True}]
@@ -242,56 +242,56 @@ async def test_a_silent_member_is_lost_with_its_machine_at_that_address() -> Non
     assert not silent.is_ended
     await asyncio.sleep(0.2)
     assert silent.transport.ends == ["aborted"]
-    assert gone(hall) == [[[[0, 1]], "not heard of for 3 s"]]
+    assert gone(state) == [[[[0, 1]], "not heard of for 3 s"]]
     assert not beside.is_ended
 
 
 @in_virtual_time
 async def test_only_a_member_that_is_watched_can_be_silent() -> None:
-    hall = hall_here()
-    caller = member(hall, 0, silence=1.0, watched=False)
+    state = hall_here()
+    caller = member(state, 0, silence=1.0, watched=False)
     await asyncio.sleep(100.0)
     assert not caller.is_ended
 
 
 @in_virtual_time
 async def test_a_silent_relay_is_lost_with_all_below_it() -> None:
-    hall = hall_here()
-    caller = relay(hall, silence=3.0)
+    state = hall_here()
+    caller = relay(state, silence=3.0)
     for number in (4, 5):
         join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
         assert caller.say({"do": "ask", "id": number, "ask": join}) == [{"id": number}]
-    assert hall.has_members
+    assert state.has_members
     leave = {"do": "depart", "group": "rank", "members": [[5, 5]], "how": "left"}
     assert caller.say({"do": "ask", "id": 6, "ask": leave}) == [{"id": 6}]
     await asyncio.sleep(3.1)
     assert caller.transport.ends == ["aborted"]
     caller.lose()
-    assert gone(hall) == [[[[4, 4]], "the relay of node 1 was not heard of for 3 s"], [[[5, 5]], "left"]]
-    assert not hall.has_members
+    assert gone(state) == [[[[4, 4]], "the relay of node 1 was not heard of for 3 s"], [[[5, 5]], "left"]]
+    assert not state.has_members
 
 
 @in_virtual_time
 async def test_a_relay_whose_connection_breaks_is_named_with_those_that_had_joined() -> None:
-    hall = hall_here()
-    caller = relay(hall)
-    member(hall, 7)
+    state = hall_here()
+    caller = relay(state)
+    member(state, 7)
     for number in (4, 7):
         join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
         caller.say({"do": "ask", "id": number, "ask": join})
     assert caller.transport.sent.headers == [{"error": "twice", "id": 7}]
     caller.lose()
-    assert gone(hall) == [[[[4, 4]], "the relay of node 1 was lost"]]
-    assert hall.present("rank", "0") == {7}
+    assert gone(state) == [[[[4, 4]], "the relay of node 1 was lost"]]
+    assert state.present("rank", "0") == {7}
 
 
 @in_virtual_time
 async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
-    hall = hall_here()
-    one = member(hall, 0, watched=False)
+    state = hall_here()
+    one = member(state, 0, watched=False)
     assert one.say(barrier(2)) == []
     one.lose()
-    assert not hall.rounds["0"].barriers.pending
+    assert not state.rounds["0"].barriers.pending
 
 
 # what is said
@@ -299,13 +299,13 @@ async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
 
 @in_virtual_time
 async def test_members_meet_and_their_times_are_kept_where_they_are_connected() -> None:
-    hall = hall_here()
-    one, two = member(hall, 0), member(hall, 1)
+    state = hall_here()
+    one, two = member(state, 0), member(state, 1)
     assert one.say(barrier(2, times=[1, 10, 5], call="fleet.save")) == []
     answer = {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
     assert two.say(barrier(2, times=[2, 20, 6])) == [answer]
     assert one.transport.sent.headers == [answer]
-    assert await hall.rounds["0"].collect_times("rank", 1) == {0: [1.0, 10.0, 5.0], 1: [2.0, 20.0, 6.0]}
+    assert await state.rounds["0"].collect_times("rank", 1) == {0: [1.0, 10.0, 5.0], 1: [2.0, 20.0, 6.0]}
 
 
 @pytest.mark.parametrize(
@@ -328,11 +328,11 @@ async def test_members_meet_and_their_times_are_kept_where_they_are_connected() 
 )
 @in_virtual_time
 async def test_a_member_that_breaks_the_rules_is_closed(header: dict[str, Any]) -> None:
-    hall = hall_here()
-    caller = member(hall, 2)
+    state = hall_here()
+    caller = member(state, 2)
     assert caller.say(header) == []
     assert caller.is_ended
-    assert hall.present("rank", "0") == {2}  # until its connection has ended
+    assert state.present("rank", "0") == {2}  # until its connection has ended
 
 
 @in_virtual_time
@@ -344,16 +344,16 @@ async def test_a_member_may_name_as_many_as_it_says_and_stay() -> None:
 
 @in_virtual_time
 async def test_nothing_is_heard_behind_what_breaks_the_rules() -> None:
-    hall = hall_here()
-    caller = member(hall, 0)
+    state = hall_here()
+    caller = member(state, 0)
     caller.say({"do": "dance"})
     caller.say({"do": "set", "key": "a"}, b"1")
-    caller = member(hall, 1)
+    caller = member(state, 1)
     caller.session.close()
     caller.say({"do": "set", "key": "b"}, b"1")
-    assert member(hall, 2).say({"do": "keys", "prefix": ""}) == [{}]
+    assert member(state, 2).say({"do": "keys", "prefix": ""}) == [{}]
     answers: list[bytes] = []
-    hall.rounds["0"].ask({"do": "keys", "prefix": ""}, b"", lambda _, body: answers.append(bytes(body)))
+    state.rounds["0"].ask({"do": "keys", "prefix": ""}, b"", lambda _, body: answers.append(bytes(body)))
     assert answers == [b"[]"]
 
 
@@ -377,20 +377,20 @@ def part(members: object, calls: object = (), count: int = 4, **fields: Any) -> 
 
 @in_virtual_time
 async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> None:
-    hall = hall_here()
-    caller = relay(hall)
+    state = hall_here()
+    caller = relay(state)
     assert caller.say(part([[1, 2]], [["fleet.save", [[1, 1]]], ["", [[2, 2]]]])) == []
-    (waiting,) = hall.rounds["0"].barriers.pending.values()
+    (waiting,) = state.rounds["0"].barriers.pending.values()
     assert (waiting.arrived, waiting.calls) == (0b110, {"fleet.save": 0b010, "": 0b100})
     assert caller.say(part([[1, 3]], again=True)) == []
     assert waiting.arrived == 0b1110
-    member(hall, 0).say(barrier(4))
+    member(state, 0).say(barrier(4))
     assert caller.transport.sent.headers == [
         {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
     ]
     # What it says again has crossed the answer on its way: no new round begins.
     assert caller.say(part([[1, 3]], again=True)) == []
-    assert not hall.rounds["0"].barriers.pending
+    assert not state.rounds["0"].barriers.pending
 
 
 @pytest.mark.parametrize(
@@ -426,9 +426,9 @@ async def test_a_relay_may_tell_of_64_calls() -> None:
 
 @in_virtual_time
 async def test_a_relay_is_asked_for_its_members_times() -> None:
-    hall = hall_here()
-    caller, silent = relay(hall, 1), relay(hall, 2)
-    asked = asyncio.ensure_future(hall.rounds["0"].collect_times("rank", 3))
+    state = hall_here()
+    caller, silent = relay(state, 1), relay(state, 2)
+    asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 3))
     await asyncio.sleep(0.1)
     question, _ = caller.transport.sent.take()[-1]
     assert question == {"do": "times", "id": 1, "group": "rank", "number": 3}
@@ -441,7 +441,7 @@ async def test_a_relay_is_asked_for_its_members_times() -> None:
     assert asked.result() == {4: [1.0, 10.0, 5.0]}
     silent.say({"do": "times", "id": 1}, b"[[5, [1, 10, 5]]]")  # too late
     assert not silent.is_ended
-    again = asyncio.ensure_future(hall.rounds["0"].collect_times("rank", 4))
+    again = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 4))
     await asyncio.sleep(0.1)
     assert caller.transport.sent.headers == [{"do": "times", "id": 2, "group": "rank", "number": 4}]
     caller.say({"do": "times", "id": 2}, b"[[4, [3, 30, 7]]]")
@@ -449,15 +449,15 @@ async def test_a_relay_is_asked_for_its_members_times() -> None:
     await asyncio.sleep(0.1)
     assert again.result() == {4: [3.0, 30.0, 7.0]}
     caller.lose()
-    assert await hall.rounds["0"].collect_times("rank", 4) == {}
+    assert await state.rounds["0"].collect_times("rank", 4) == {}
 
 
 @in_virtual_time
 async def test_times_that_are_too_long_or_no_times_close_a_relay() -> None:
     for body in (b"7", b"[[4, [1, 10]]]", b"[[4, [1, 10, 5]]] " + bytes(8 << 20), b" " * (8 << 20) + b"[]"):
-        hall = hall_here()
-        caller = relay(hall)
-        asked = asyncio.ensure_future(hall.rounds["0"].collect_times("rank", 1))
+        state = hall_here()
+        caller = relay(state)
+        asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 1))
         await asyncio.sleep(0.1)
         caller.say({"do": "times", "id": 1}, body)
         assert caller.is_ended
@@ -482,39 +482,39 @@ class Stranger:
 
 @in_virtual_time
 async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
-    hall = hall_here()
+    state = hall_here()
     known, strangers = Stranger(), [Stranger() for _ in range(258)]
-    hall.admit(known, "10.0.0.9")
-    hall.know(known)
+    state.admit(known, "10.0.0.9")
+    state.know(known)
     for number, stranger in enumerate(strangers):
-        assert hall.admit(stranger, "10.0.0.9")
+        assert state.admit(stranger, "10.0.0.9")
         if number == 3:
-            hall.forget(strangers[0])
+            state.forget(strangers[0])
     assert [number for number, stranger in enumerate(strangers) if stranger.aborted] == [1]
     assert not known.aborted
-    hall.close()
+    state.close()
     assert [stranger.aborted for stranger in (known, *strangers[:3])] == [1, 0, 1, 1]
 
 
 @in_virtual_time
 async def test_a_member_may_have_a_few_connections_and_not_any_number() -> None:
-    hall = hall_here(most_members=2)
+    state = hall_here(most_members=2)
     connections = [Stranger() for _ in range(73)]
     for connection in connections:
-        hall.know(connection)
+        state.know(connection)
     assert [number for number, connection in enumerate(connections) if connection.aborted] == [72]  # 4 * 2 + 64
-    hall.forget(connections[0])
-    hall.forget(connections[72])
-    hall.know(connections[72])
+    state.forget(connections[0])
+    state.forget(connections[72])
+    state.know(connections[72])
     assert connections[72].aborted == 1
 
 
 @in_virtual_time
 async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
     said: list[str] = []
-    hall = hall_here(callers=Callers(["10.0.0.1"]), say=said.append)
+    state = hall_here(callers=Callers(["10.0.0.1"]), say=said.append)
     for last in [*range(2, 12), 2, 3]:
-        assert not hall.admit(Stranger(), f"10.0.0.{last}")
+        assert not state.admit(Stranger(), f"10.0.0.{last}")
     assert [line.split()[4] for line in said] == [f"10.0.0.{last}," for last in range(2, 10)]
     for silent in (
         hall_here(callers=Callers(["10.0.0.1"])),
@@ -522,25 +522,25 @@ async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
     ):
         assert not silent.admit(Stranger(), "10.0.0.2")
     assert len(said) == 8  # an address that may be heard a moment later is not told
-    assert Hall(Access(secret=b"x" * 20), Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
+    assert ServerState(Access(secret=b"x" * 20), Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
 
 
-def found_by(hall: Hall, name: str, *, is_relay: bool = False) -> list[Round | None]:
+def found_by(state: ServerState, name: str, *, is_relay: bool = False) -> list[Round | None]:
     """What somebody who asks for that round has been given so far."""
     answers: list[Round | None] = []
-    hall.find_round(name, is_relay=is_relay, then=answers.append)
+    state.find_round(name, is_relay=is_relay, then=answers.append)
     return answers
 
 
 @in_virtual_time
 async def test_who_may_begin_a_round() -> None:
-    hall = hall_here()
-    assert found_by(hall, "0") == [hall.rounds["0"]]
-    assert found_by(hall, "1", is_relay=True) == [None]
-    assert found_by(hall, "0.selftest", is_relay=True) == [hall.rounds["0.selftest"]]
-    assert found_by(hall, "1") == [hall.rounds["1"]]
-    assert found_by(hall, "1", is_relay=True) == [hall.rounds["1"]]
-    assert len({id(found) for found in hall.rounds.values()}) == 3
+    state = hall_here()
+    assert found_by(state, "0") == [state.rounds["0"]]
+    assert found_by(state, "1", is_relay=True) == [None]
+    assert found_by(state, "0.selftest", is_relay=True) == [state.rounds["0.selftest"]]
+    assert found_by(state, "1") == [state.rounds["1"]]
+    assert found_by(state, "1", is_relay=True) == [state.rounds["1"]]
+    assert len({id(found) for found in state.rounds.values()}) == 3
     closed = hall_here(begins_rounds=False)
     assert found_by(closed, "0") == found_by(closed, "0.selftest") == [None]
     closed.open_root("0")
@@ -550,18 +550,18 @@ async def test_who_may_begin_a_round() -> None:
 
 @in_virtual_time
 async def test_rounds_are_bounded() -> None:
-    hall = hall_here()
+    state = hall_here()
     for number in range(4097):
-        hall.find_round(str(number), is_relay=False, then=lambda _: None)
-    assert len(hall.rounds) == 4096
-    assert found_by(hall, "0.inner") == found_by(hall, "4096") == [None]
+        state.find_round(str(number), is_relay=False, then=lambda _: None)
+    assert len(state.rounds) == 4096
+    assert found_by(state, "0.inner") == found_by(state, "4096") == [None]
 
 
 @in_virtual_time
 async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() -> None:
-    hall = hall_here(begins_rounds=False)
+    state = hall_here(begins_rounds=False)
     parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access())
-    hall.rounds["0"] = Relay(hall.clock, Pace(), parent)
+    state.rounds["0"] = Relay(state.clock, Pace(), parent)
     opened: list[tuple[Parent, float]] = []
 
     async def open_relay(parent: Parent, timeout_seconds: float) -> None:
@@ -569,40 +569,40 @@ async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() ->
         await asyncio.sleep(1.0)
         if parent.round_name == "0.closed":
             raise Refused("not opened", kind="closed")
-        hall.rounds[parent.round_name] = Relay(hall.clock, Pace(), parent)
+        state.rounds[parent.round_name] = Relay(state.clock, Pace(), parent)
 
-    hall.open_relay = open_relay  # type: ignore[method-assign]
-    asked = [found_by(hall, "0.selftest") for _ in range(2)]
-    refused = found_by(hall, "0.closed")
+    state.open_relay = open_relay  # type: ignore[method-assign]
+    asked = [found_by(state, "0.selftest") for _ in range(2)]
+    refused = found_by(state, "0.closed")
     await asyncio.sleep(0.5)
     assert [*asked, refused] == [[], [], []]
     await asyncio.sleep(1.0)
-    assert asked == [[hall.rounds["0.selftest"]]] * 2
+    assert asked == [[state.rounds["0.selftest"]]] * 2
     assert refused == [None]
     assert [(one.round_name, one.number, seconds) for one, seconds in opened] == [
         ("0.selftest", 1, 30.0),
         ("0.closed", 1, 30.0),
     ]
     # A round that could not be opened may be tried again.
-    found_by(hall, "0.closed")
+    found_by(state, "0.closed")
     await asyncio.sleep(2.0)
     assert len(opened) == 3
-    hall.open_root("1")
-    hall.close_round("0")
-    hall.close_round("1")
-    assert set(hall.rounds) == {"1"}
+    state.open_root("1")
+    state.close_round("0")
+    state.close_round("1")
+    assert set(state.rounds) == {"1"}
 
 
 @in_virtual_time
 async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None:
-    hall = hall_here()
-    one, two = member(hall, 0, machine="m"), member(hall, 1, machine="m", round="1")
-    member(hall, 2, machine="other")
-    assert (hall.present("rank", "0"), hall.present("rank", "1")) == ({0, 2}, {1})
-    assert hall.present("supervisor", "0") == hall.present("rank", "2") == set()
-    hall.lose("m at 10.0.0.9", "silent")
-    assert (hall.present("rank", "0"), hall.present("rank", "1")) == ({2}, set())
-    assert gone(hall) == [[[[0, 0]], "silent"]]
+    state = hall_here()
+    one, two = member(state, 0, machine="m"), member(state, 1, machine="m", round="1")
+    member(state, 2, machine="other")
+    assert (state.present("rank", "0"), state.present("rank", "1")) == ({0, 2}, {1})
+    assert state.present("supervisor", "0") == state.present("rank", "2") == set()
+    state.lose("m at 10.0.0.9", "silent")
+    assert (state.present("rank", "0"), state.present("rank", "1")) == ({2}, set())
+    assert gone(state) == [[[[0, 0]], "silent"]]
     assert not one.is_ended
     assert not two.is_ended
 

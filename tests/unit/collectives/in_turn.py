@@ -48,7 +48,7 @@ def ranks_of(world_size: int, on_host: bool = False) -> list[PaperRank]:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveSpec:
     """A collective that was carried out."""
 
     kind: str
@@ -58,9 +58,9 @@ class Sent:
     more: bool
 
 
-def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[Sent]]:
+def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[CollectiveSpec]]:
     """What every rank returns, and what was sent. Fails where ranks yield different stages."""
-    everybody, sent = [Progress(stages) for stages in ranks], list[Sent]()
+    everybody, sent = [Progress(stages) for stages in ranks], list[CollectiveSpec]()
     while any(not one.is_done for one in everybody):
         assert all(not one.is_done for one in everybody), "a rank has yielded fewer stages than another"
         queues: dict[int, dict[int, list[Collective]]] = {}
@@ -74,7 +74,7 @@ def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[Sent]]:
                 first = collectives[0]
                 dtype = str(first.tensor.dtype).rpartition(".")[2]
                 more = everybody[0].stage.more  # type: ignore[union-attr]
-                sent.append(Sent(first.kind, tuple(first.group.ranks), dtype, first.tensor.size, more))
+                sent.append(CollectiveSpec(first.kind, tuple(first.group.ranks), dtype, first.tensor.size, more))
         for one in everybody:
             one.go_on()
     return [one.value for one in everybody], sent  # type: ignore[misc]

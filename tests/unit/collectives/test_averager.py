@@ -13,11 +13,11 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.local_sgd import flats as flats_module
 from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
 from fleet_train.collectives.methods import allreduce, parts
-from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.plan import Gradient, build_plan
+from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
-from tests.unit.collectives.in_turn import PaperRank, Sent, form, in_turn, ranks_of
+from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 
 RANKS = 3
 SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "three.b": (2,)}
@@ -42,12 +42,12 @@ class Later:
 
 def averager(rank: PaperRank, rate: float = 0.5, dtype: str = "float32", **settings: Any) -> ParameterAverager:
     profile = Profile(use_local_sgd=True, **settings)
-    values = [Gradient(name, shape, dtype) for name, shape in SHAPES.items()]
+    values = [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
     plan = build_plan(values, Cluster.imagined(RANKS, 1), profile, values)
-    (reducer,) = make_reducers(rank, 1, 0)  # type: ignore[arg-type]
+    (allreduce,) = make_allreduces(rank, 1, 0)  # type: ignore[arg-type]
     assert plan.averaging is not None
-    sums = QuantisedSums(rank, plan, [reducer]) if plan.averaging.quantised else None  # type: ignore[arg-type]
-    return ParameterAverager(profile, plan, reducer, sums, lambda: rate, Later)
+    sums = QuantisedSums(rank, plan, [allreduce]) if plan.averaging.quantised else None  # type: ignore[arg-type]
+    return ParameterAverager(profile, plan, allreduce, sums, lambda: rate, Later)
 
 
 def averagers(**settings: Any) -> list[ParameterAverager]:
@@ -65,7 +65,7 @@ def held(value: float, dtype: str = "float32") -> Held:
 
 def average(
     every: Sequence[ParameterAverager], brought: Sequence[Held], fragment: int = 0, losses: Sequence[float] = (0, 0, 0)
-) -> list[Sent]:
+) -> list[CollectiveSpec]:
     stages = [
         one.average(one.fragments[fragment], one.held_of(one.fragments[fragment], mine), paddle.full([1], loss))
         for one, mine, loss in zip(every, brought, losses, strict=True)

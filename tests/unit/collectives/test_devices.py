@@ -16,7 +16,7 @@ from fleet_train.collectives.engines.device import GpuDevice, HostDevice
 from fleet_train.collectives.engines.stream import StreamEngine
 from fleet_train.collectives.engines.thread import ThreadEngine
 from fleet_train.collectives.methods.base import cut_for, unflatten, views
-from tests.unit.collectives.recorded import Blamed
+from tests.unit.collectives.recorded import Attributed
 
 
 def test_hosts_moments_are_those_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +110,12 @@ def test_pinned_memory_is_kept_until_its_copy_is_done(gpu: Gpu) -> None:
 
 def test_processors_have_threads_and_gpus_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for place, kind in ((paddle.CPUPlace(), ThreadEngine), ("gpu:0", StreamEngine)):
-        engine = make_engine(place, Blamed(), lambda: False, lambda *_: None)
+        engine = make_engine(place, Attributed(), lambda: False, lambda *_: None)
         assert type(engine) is kind
         engine.stop()
     hopeless, stuck = object(), object()
     monkeypatch.setattr(choose, "Watchdog", lambda *told: SimpleNamespace(told=told, stop=lambda: None))
-    engine = make_engine("gpu:0", Blamed(), hopeless, stuck)  # type: ignore[arg-type]
+    engine = make_engine("gpu:0", Attributed(), hopeless, stuck)  # type: ignore[arg-type]
     assert engine._watchdog.told == (stuck, hopeless)  # type: ignore[attr-defined]
     engine.stop()
 

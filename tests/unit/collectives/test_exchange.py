@@ -114,13 +114,13 @@ def test_runs_between_updates_send_nothing_and_end_nothing(job: OneOfTwo, met: l
     assert [name for name in met if "digest" in name] == ["digest at step 1"]
 
 
-def test_second_program_says_so_at_its_gates(job: OneOfTwo, met: list[str]) -> None:
+def test_second_program_says_so_at_its_barriers(job: OneOfTwo, met: list[str]) -> None:
     first, second = exchange_of(job, SHAPES), exchange_of(job, SHAPES)
     assert (first.number, second.number) == (0, 1)
     step(first)
     step(second)
     step(second)
-    assert [name.removeprefix("gate ") for name in met if name.startswith("gate")] == [
+    assert [name.removeprefix("barrier ") for name in met if name.startswith("barrier")] == [
         "step 1",
         "step 1 of program 1",
         "step 2 of program 1",
@@ -136,8 +136,8 @@ def test_slow_ranks_meet_before_the_first_bucket_and_quick_ones_at_the_start(
     for _ in range(3):
         step(exchange)
     exchange.arrive()
-    gate = exchange._gate
-    assert (gate is not None) is early
+    barrier = exchange._barrier
+    assert (barrier is not None) is early
     exchange.launch(0, full(1.0))
     exchange.wait(0)
     assert job.barriers == [f"step {number}" for number in range(1, 5)]
@@ -162,8 +162,8 @@ def test_period_ends_with_an_averaging_that_all_wait_for(job: OneOfTwo, met: lis
         found.append((values_of(held.parameters), values_of(held.statistics)))
     assert found == [([1.0], [3.0])] * 3 + [([2.0], [6.0])] * 3 + [([4.0], [12.0])]
     assert [name for name in met if "averaging" in name] == [
-        "gate averaging after step 4 0",
-        "gate averaging after step 7 0",
+        "barrier averaging after step 4 0",
+        "barrier averaging after step 7 0",
     ]
 
 
@@ -202,8 +202,8 @@ def test_synchronising_takes_in_what_is_under_way_and_then_averages_all(job: One
         # 1 and its correction make 2, of which the average is 4; that becomes 8.
         assert (values_of(held.parameters), values_of([momentum])) == ([4.0 * 2**number], [10.0 * 2**number])
     assert [name for name in met if "synchronisation" in name] == [
-        "gate synchronisation after step 4 0",
-        "gate synchronisation after step 4 1",
+        "barrier synchronisation after step 4 0",
+        "barrier synchronisation after step 4 1",
     ]
 
 
@@ -305,7 +305,9 @@ def test_cost_of_communication_is_told_for_a_period(
     assert periods == [period]
 
 
-def test_bound_of_a_gate_is_the_profiles_and_the_engines_margin(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_of_a_barrier_is_the_profiles_and_the_engines_margin(
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bounds: list[float] = []
     real = job.step_barrier
 
@@ -315,7 +317,7 @@ def test_bound_of_a_gate_is_the_profiles_and_the_engines_margin(job: OneOfTwo, m
 
     monkeypatch.setattr(job, "step_barrier", step_barrier)
     step(exchange_of(job, SHAPES, collective_timeout_seconds=40))
-    assert bounds == [40 + job.engine.gate_margin_seconds]
+    assert bounds == [40 + job.engine.barrier_margin_seconds]
 
 
 def test_a_host_that_may_look_compares_replicas_in_the_same_step(
@@ -348,7 +350,7 @@ def test_second_and_later_buckets_of_local_steps_move_nothing_on(
     assert moves == [1, 1, 2]
 
 
-def test_computing_goes_on_while_a_communicators_thread_stands_at_the_gate(
+def test_computing_goes_on_while_a_communicators_thread_stands_at_the_barrier(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, real = threading.Event(), job.step_barrier
@@ -359,7 +361,7 @@ def test_computing_goes_on_while_a_communicators_thread_stands_at_the_gate(
 
     monkeypatch.setattr(job, "step_barrier", step_barrier)
     job.engine.stop()
-    job.engine = ThreadEngine(paddle.CPUPlace(), job.blame)  # type: ignore[assignment]
+    job.engine = ThreadEngine(paddle.CPUPlace(), job.attribute_failure)  # type: ignore[assignment]
     exchange = exchange_of(job, SHAPES)
     exchange.arrive()
     exchange.launch(0, full(1.0))

@@ -11,18 +11,18 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import allreduce, parts
-from fleet_train.collectives.methods.allreduce import make_reducers
+from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedReducer, QuantisedSums
-from fleet_train.plan import Bucket, Gradient, build_plan
+from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce, QuantisedSums
+from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.quantised import QuantisedSettings
 from fleet_train.profile import Profile
-from tests.unit.collectives.in_turn import PaperRank, Sent, form, in_turn, ranks_of
+from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 
 ELEMENTS, BLOCK = 150, 32
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SHAPES = [(3, 7), (40,), (1,), (8, 11)]
-GRADIENTS = [Gradient(f"w{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
+GRADIENTS = [TensorSpec(f"w{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
 
 
 @pytest.fixture(autouse=True, params=["nccl", "gloo"])
@@ -40,11 +40,11 @@ def settings(bits: int = 8, **others: Any) -> QuantisedSettings:
 def sums_of(rank: PaperRank, **profile: Any) -> QuantisedSums:
     chosen = Profile(compression="int8", **profile)
     plan = build_plan(GRADIENTS, Cluster.imagined(rank.world_size, 1), chosen)
-    made = make_reducers(rank, plan.communicators, plan.team_size)  # type: ignore[arg-type]
+    made = make_allreduces(rank, plan.communicators, plan.team_size)  # type: ignore[arg-type]
     return QuantisedSums(rank, plan, made)  # type: ignore[arg-type]
 
 
-def reducers(world_size: int, chosen: QuantisedSettings, name: str = "w0") -> list[QuantisedReducer]:
+def allreduces(world_size: int, chosen: QuantisedSettings, name: str = "w0") -> list[QuantisedAllreduce]:
     return [sums_of(rank).make(0, name, ELEMENTS, chosen).rounded for rank in ranks_of(world_size)]
 
 
@@ -100,7 +100,7 @@ class Simulated:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int, bits: int, feedback: bool) -> None:
-    every = reducers(world_size, settings(bits, error_feedback=feedback))
+    every = allreduces(world_size, settings(bits, error_feedback=feedback))
     simulated = Simulated(world_size, bits, feedback)
     for step in range(3):
         brought = values(world_size, step)
@@ -115,7 +115,7 @@ def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int,
 
 @WORLDS
 def test_nothing_is_lost_between_what_is_read_and_what_is_owed(world_size: int) -> None:
-    every, brought = reducers(world_size, settings(4)), values(world_size)
+    every, brought = allreduces(world_size, settings(4)), values(world_size)
     (total, *_) = summed(every, brought)
     owed = sum(one.owed.numpy() for one in every)
     np.testing.assert_allclose(total + owed, brought.sum(axis=0), rtol=0, atol=1e-5)
@@ -123,16 +123,16 @@ def test_nothing_is_lost_between_what_is_read_and_what_is_owed(world_size: int) 
 
 
 def test_nothing_is_owed_before_the_first_sum() -> None:
-    (one, _) = reducers(2, settings())
+    (one, _) = allreduces(2, settings())
     assert (one.step, one.owed.tolist()) == (0, [0.0] * ELEMENTS)
 
 
 @WORLDS
 def test_a_factor_is_taken_of_what_is_read_and_not_of_what_is_owed(world_size: int) -> None:
     brought = values(world_size)
-    whole = reducers(world_size, settings())
+    whole = allreduces(world_size, settings())
     (total, *_) = summed(whole, brought)
-    every = reducers(world_size, settings())
+    every = allreduces(world_size, settings())
     for one, mine in zip(every, brought, strict=True):
         one.add([paddle.to_tensor(mine[:100]), paddle.to_tensor(mine[100:].reshape(5, 10))])
     found, _ = in_turn([one.sum_added(0.25) for one in every])
@@ -144,33 +144,33 @@ def test_a_factor_is_taken_of_what_is_read_and_not_of_what_is_owed(world_size: i
 def test_two_send_everything_once_and_three_their_parts_and_then_the_sums(backend: str) -> None:
     """150 elements: 5 blocks of 36 bytes between two; 2 blocks for each of three owners."""
     for more in (True, False):
-        two, three = (reducers(world_size, settings()) for world_size in (2, 3))
+        two, three = (allreduces(world_size, settings()) for world_size in (2, 3))
         _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])], more) for one in two])
-        assert sent == [Sent("all_gather", (0, 1), "uint8", 180, more)]
+        assert sent == [CollectiveSpec("all_gather", (0, 1), "uint8", 180, more)]
         _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])], more) for one in three])
-        there = [Sent("all_to_all", (0, 1, 2), "uint8", 216, True)]
+        there = [CollectiveSpec("all_to_all", (0, 1, 2), "uint8", 216, True)]
         if backend == "gloo":
-            there = [Sent("all_gather", pair, "uint8", 72, True) for pair in ((0, 1), (0, 2), (1, 2))]
+            there = [CollectiveSpec("all_gather", pair, "uint8", 72, True) for pair in ((0, 1), (0, 2), (1, 2))]
         assert sorted(sent[:-1], key=lambda one: one.ranks) == there
-        assert sent[-1] == Sent("all_gather", (0, 1, 2), "uint8", 72, more)
+        assert sent[-1] == CollectiveSpec("all_gather", (0, 1, 2), "uint8", 72, more)
 
 
 @WORLDS
 def test_random_numbers_of_a_step_come_again_after_its_state_is_taken_back(world_size: int) -> None:
     stochastic, brought = settings(4, stochastic=True), values(world_size)
-    every = reducers(world_size, stochastic)
+    every = allreduces(world_size, stochastic)
     first, second, third = (summed(every, brought)[0] for _ in range(3))
     assert (first != second).any()
-    again = reducers(world_size, stochastic)
+    again = allreduces(world_size, stochastic)
     np.testing.assert_array_equal(summed(again, brought)[0], first)
     owed = [one.owed.clone() for one in again]
-    after = reducers(world_size, stochastic)
+    after = allreduces(world_size, stochastic)
     for one, left in zip(after, owed, strict=True):
         one.take(left, 1)
         np.testing.assert_array_equal(one.owed.numpy(), left.numpy())
     np.testing.assert_array_equal(summed(after, brought)[0], second)
     np.testing.assert_array_equal(summed(after, brought)[0], third)
-    other = reducers(world_size, stochastic, "another name")
+    other = allreduces(world_size, stochastic, "another name")
     assert (summed(other, brought)[0] != first).any()
 
 
@@ -213,14 +213,14 @@ def test_gradients_become_averages_of_their_shapes(world_size: int) -> None:
             np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_teams_sum_exactly_and_their_leaders_in_few_bits() -> None:
-    """Two teams of two: what the leaders bring to the few bits are the sums of their teams."""
+def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
+    """Two local groups of two: what the leaders bring to the few bits are the sums of their local groups."""
     ranks = ranks_of(4)
     every = methods(ranks, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
     brought = gradients(4)
-    teams = np.stack([flat(brought[0]) + flat(brought[1]), flat(brought[2]) + flat(brought[3])])
+    local_groups = np.stack([flat(brought[0]) + flat(brought[1]), flat(brought[2]) + flat(brought[3])])
     simulated = Simulated(2, 8)
-    expected = simulated.sum(teams) / 4
+    expected = simulated.sum(local_groups) / 4
     for averages in averaged(every, brought):
         np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-5)
     for rank, owed in ((0, simulated.owed[0]), (2, simulated.owed[1])):
@@ -273,7 +273,7 @@ def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> Non
         ranks = ranks_of(3)
         profile = Profile(compression=compression, nccl_comm_num=2, fuse_all_reduce_ops=False)
         plan = build_plan(GRADIENTS, Cluster.imagined(3, 1), profile)
-        every = [QuantisedSums(rank, plan, make_reducers(rank, 2, 0)) for rank in ranks]  # type: ignore[arg-type]
+        every = [QuantisedSums(rank, plan, make_allreduces(rank, 2, 0)) for rank in ranks]  # type: ignore[arg-type]
         assert all(len(rank.formed) == 2 + linked * pairs for rank in ranks)
         for communicator in range(linked):
             made = [sums.make(communicator, "w0", ELEMENTS, settings()).rounded for sums in every]
@@ -284,11 +284,11 @@ def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> Non
 
 
 def test_buckets_that_stay_whole_leave_the_others_their_links(backend: str) -> None:
-    gradients = [*GRADIENTS, Gradient("count", (3,), "float64")]
+    gradients = [*GRADIENTS, TensorSpec("count", (3,), "float64")]
     plan = build_plan(gradients, Cluster.imagined(3, 1), Profile(compression="int8", nccl_comm_num=2))
     assert sorted(bucket.is_quantised for bucket in plan.buckets) == [False, True]
     (rank, *_) = ranks_of(3)
-    QuantisedSums(rank, plan, make_reducers(rank, 2, 0))  # type: ignore[arg-type]
+    QuantisedSums(rank, plan, make_allreduces(rank, 2, 0))  # type: ignore[arg-type]
     assert len(rank.formed) == 2 + (6 if backend == "gloo" else 0)
 
 
@@ -303,7 +303,7 @@ def test_no_random_numbers_are_drawn_twice(world_size: int, monkeypatch: pytest.
 
     monkeypatch.setattr(QuantisedSettings, "dither", dither)
     for name in ("w0", "w1"):
-        made = reducers(world_size, settings(stochastic=True), name)
+        made = allreduces(world_size, settings(stochastic=True), name)
         for step in range(3):
             summed(made, values(world_size, step))
     assert len(drawn) == len(set(drawn)) == 2 * 3 * world_size * (1 if world_size == 2 else 2)

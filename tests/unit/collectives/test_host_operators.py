@@ -30,11 +30,11 @@ from fleet_train.collectives.host_ops import (
     token,
 )
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
-from fleet_train.plan import Bucket, Gradient
-from fleet_train.plan.legs import Sent
+from fleet_train.plan import Bucket, TensorSpec
+from fleet_train.plan.phases import CollectiveSpec
 from tests.unit.collectives.recorded import Group
 
-BUCKET = Bucket(2, (Gradient("w", (2, 3), "float32"), Gradient("b", (3,), "float32")), 0)
+BUCKET = Bucket(2, (TensorSpec("w", (2, 3), "float32"), TensorSpec("b", (3,), "float32")), 0)
 
 
 class Exchange:
@@ -198,7 +198,7 @@ def test_error_of_an_operator_is_marked_as_one_of_ours(main: Any, monkeypatch: p
     exchange: Any = Exchange()
 
     def fail() -> None:
-        raise ValueError("no gate")
+        raise ValueError("no barrier")
 
     exchange.arrive = fail
     chain = emit_arrive(exchange, token())
@@ -266,7 +266,10 @@ def test_statistics_and_sums_are_those_of_ranks_that_bring_the_same(
     assert job.did[1:] == ["batch norm 'bn'", "gradients of 'bn'"]
     size = {"float32": 4, "float64": 8}[dtype]
     planned = "allgather" if gathers else "allreduce"
-    assert ranks.exchanges == [Sent("allgather", 12 * size, size, flat=True), Sent(planned, 10 * size, size, flat=True)]
+    assert ranks.exchanges == [
+        CollectiveSpec("allgather", 12 * size, size, flat=True),
+        CollectiveSpec(planned, 10 * size, size, flat=True),
+    ]
 
 
 def test_layer_that_shares_its_exchange_with_no_other(main: Any, new_groups: list[Any]) -> None:
@@ -278,7 +281,7 @@ def test_layer_that_shares_its_exchange_with_no_other(main: Any, new_groups: lis
     feed = {"x": np.ones([4, 3], "float32"), "m": np.full(3, 2.0, "float32"), "v": np.full(3, 5.0, "float32")}
     _, count, mean, variance = run(main, [chain, found.count, found.mean, found.variance], **feed)
     assert (count.tolist(), mean.tolist(), variance.tolist()) == ([8.0], [2.0] * 3, [5.0] * 3)
-    assert ranks.exchanges == [Sent("allgather", 7 * 4, 4, flat=True)]
+    assert ranks.exchanges == [CollectiveSpec("allgather", 7 * 4, 4, flat=True)]
     assert new_groups == [[0, 1]]
 
 

@@ -73,8 +73,8 @@ class Made:
     """A job of three, this one rank 0, and its connections; the watchdog's own is made when it is asked for."""
 
     def __init__(self, **answers: Any) -> None:
-        self.store, self.gates, self.watch, self.host = Store(**answers), Store(**answers), Store(**answers), Host()
-        connections: dict[str, Any] = {"store": self.store, "gates": self.gates, "host": self.host}
+        self.store, self.barriers, self.watch, self.host = Store(**answers), Store(**answers), Store(**answers), Host()
+        connections: dict[str, Any] = {"store": self.store, "barriers": self.barriers, "host": self.host}
         self.job = Job(CLUSTER, paddle.CPUPlace(), timeout_seconds=60.0, **connections)
 
 
@@ -136,7 +136,7 @@ def test_meeting_waits_for_all_ranks_and_says_in_which_call(
         MEETINGS[meeting](made.job)
     MEETINGS[meeting](made.job)
     assert made.store.asked == [(*asked, 3, 60.0, call) for call in ("", "fleet.save", "fleet.save", "")]
-    assert (made.job.meetings, made.gates.asked) == (4, [])
+    assert (made.job.meetings, made.barriers.asked) == (4, [])
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
@@ -195,7 +195,7 @@ def test_step_barrier_goes_over_its_own_connection_and_is_no_meeting(make: Calla
         passed = made.job.step_barrier("step 4", 9.0, note)
     assert passed.answer is answer
     assert 0.0 <= passed.seconds < 60.0
-    assert made.gates.asked == [("barrier", "step 4", note, 3, 9.0, "fleet.barrier")]
+    assert made.barriers.asked == [("barrier", "step 4", note, 3, 9.0, "fleet.barrier")]
     assert (made.job.meetings, made.store.asked) == (0, [])
 
 
@@ -276,7 +276,7 @@ def test_collective_that_failed_is_put_down_to_who_does_not_say_so(
     make: Callable[..., Made], answer: Any, told: str, absent: Any
 ) -> None:
     made = make(barrier=answer)
-    error = made.job.blame(PLACE, LOST)
+    error = made.job.attribute_failure(PLACE, LOST)
     assert (str(error), error.absent, made.job.failure) == (told, absent, error)
     assert made.store.asked == [("barrier", "a collective that failed", None, 3, 5.0)]
 
@@ -285,7 +285,7 @@ def test_collective_that_failed_is_put_down_to_who_does_not_say_so(
 def test_collective_that_failed_on_all_ranks_is_put_down_to_the_network(
     make: Callable[..., Made], error: BaseException, detail: str
 ) -> None:
-    told = str(make().job.blame(PLACE, error))
+    told = str(make().job.attribute_failure(PLACE, error))
     assert told.startswith("step 4, bucket 1: the collective failed on every rank (")
     assert f"{detail}); all ranks are alive, so look at the network" in told
 
@@ -306,7 +306,7 @@ def test_collective_is_hopeless_where_a_rank_is_lost_or_has_given_up(
     made = make(**answers)
     for _ in range(2):
         assert made.job._is_hopeless() is is_hopeless
-    assert made.store.asked == made.gates.asked == []
+    assert made.store.asked == made.barriers.asked == []
 
 
 def test_gone_ranks_are_asked_for_on_a_connection_of_their_own_until_this_one_leaves(make: Callable[..., Made]) -> None:
@@ -346,7 +346,7 @@ def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
     assert made.watch.asked[0] == ("set", "a collective is given up", "step 4")
     report = made.watch.asked[2][1]
     assert (report["rank"], report["reporter"], report["kind"], report["message"]) == (2, 0, "missing", told)
-    assert made.store.asked == made.gates.asked == []
+    assert made.store.asked == made.barriers.asked == []
 
 
 def test_collective_that_never_ends_ends_the_process_without_a_store_too(
@@ -402,7 +402,7 @@ def test_goodbye_is_said_once_and_all_connections_are_dropped(make: Callable[...
     made.job.leave()
     made.job.leave()
     assert made.store.names == ["leave", "close"]
-    assert made.gates.names == ["close"]
+    assert made.barriers.names == ["close"]
     assert made.watch.names == ["gone", "close"]
     assert made.host.released == 1
 

@@ -160,7 +160,7 @@ def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World
     ]
     assert job.timeout_seconds == 30.0
     job.leave()
-    assert world.did[-4:] == ["leave", "close gates", "close store", "release the host"]
+    assert world.did[-4:] == ["leave", "close barriers", "close store", "release the host"]
 
 
 def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> None:
@@ -241,7 +241,7 @@ def test_ranks_that_differ_form_nothing_and_everybody_is_told(world: World) -> N
         join(cluster_of(0), 30.0)
     assert world.did[2] == "compare join"
     assert "could not join: backend: " in world.did[3]
-    assert world.did[4:] == ["close gates", "close store", "release the host"]
+    assert world.did[4:] == ["close barriers", "close store", "release the host"]
 
 
 def test_store_that_cannot_be_reached_is_not_hosted_any_longer(world: World) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import paddle
 
 from fleet_train.collectives.methods import state
-from fleet_train.collectives.methods.allreduce import FlatReducer
+from fleet_train.collectives.methods.allreduce import FlatAllreduce
 from fleet_train.collectives.methods.base import DenseMethod
-from fleet_train.plan import Bucket, Gradient
+from fleet_train.plan import Bucket, TensorSpec
 
 
 class Remembering:
@@ -29,7 +29,7 @@ class Remembering:
 
 
 def bucket(*names: str) -> Bucket:
-    return Bucket(0, tuple(Gradient(name, (1,), "float32") for name in names), 0)
+    return Bucket(0, tuple(TensorSpec(name, (1,), "float32") for name in names), 0)
 
 
 def as_lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
@@ -84,6 +84,6 @@ def test_method_that_finds_nothing_of_its_kind_is_given_nothing() -> None:
 
 
 def test_dense_gradients_remember_nothing() -> None:
-    method = DenseMethod(bucket("a"), FlatReducer(None), 2)
+    method = DenseMethod(bucket("a"), FlatAllreduce(None), 2)
     assert state.read([(bucket("a"), method)]) == ({}, {})
     assert state.write([(bucket("a"), method)], {"dense/step": np.ones(1)}, paddle.CPUPlace()) == []

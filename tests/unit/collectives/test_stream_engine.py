@@ -340,7 +340,7 @@ class Watched:
 
 def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
     watched, recorder = Watched(), Recorder()
-    engine = StreamEngine(HostDevice(), Blamed(), watched, recorder)  # type: ignore[arg-type]
+    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)  # type: ignore[arg-type]
     others = Group(1, (1, 2))
     engine.start(stages(Stage((collective("a", ALL), collective("b", others)))), PLACE).result()
     engine.stop()

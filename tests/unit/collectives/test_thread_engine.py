@@ -202,11 +202,11 @@ def test_a_result_is_awaited_while_collectives_end_before_it(
     assert now == 4 * 69.0
 
 
-def test_time_at_a_gate_is_no_silence_of_the_collective_behind_it(
+def test_time_at_a_barrier_is_no_silence_of_the_collective_behind_it(
     engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gate opens after 65 of 70 seconds; the collective ends another 65 later."""
-    now, gate, released = 0.0, Future[int](), threading.Event()
+    """The barrier opens after 65 of 70 seconds; the collective ends another 65 later."""
+    now, barrier, released = 0.0, Future[int](), threading.Event()
     waits: list[float] = []
 
     def wait(awaited: Future[int], timeout: float) -> None:
@@ -214,7 +214,7 @@ def test_time_at_a_gate_is_no_silence_of_the_collective_behind_it(
         waits.append(timeout)
         now += 65.0
         if len(waits) == 1:
-            gate.set_result(1)
+            barrier.set_result(1)
             while engine._moved_at < now:
                 time.sleep(0.01)
         else:
@@ -224,7 +224,7 @@ def test_time_at_a_gate_is_no_silence_of_the_collective_behind_it(
     monkeypatch.setattr(thread.time, "monotonic", lambda: now)
     monkeypatch.setattr(thread, "_await", wait)
     running = engine.start(
-        stages(calling(lambda: released.wait(SECONDS)), result=1), replace(PLACE, timeout_seconds=10.0), gate=gate
+        stages(calling(lambda: released.wait(SECONDS)), result=1), replace(PLACE, timeout_seconds=10.0), barrier=barrier
     )
     assert running.result() == 1
     assert waits == [70.0, 70.0]

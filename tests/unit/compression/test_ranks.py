@@ -1,4 +1,4 @@
-"""DGC and PowerSGD on three ranks in one process, beside their numpy twins: on a host, and as on a device."""
+"""DGC and PowerSGD on three ranks in one process, beside their numpy references: on a host, and as on a device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.methods.allreduce import FlatReducer
+from fleet_train.collectives.methods.allreduce import FlatAllreduce
 from fleet_train.collectives.methods.base import BucketMethod
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
 from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation
-from tests.unit.collectives.in_turn import Sent, in_turn
+from tests.unit.collectives.in_turn import CollectiveSpec, in_turn
 from tests.unit.collectives.recorded import Group
 from tests.unit.compression.alone import bucket
 
@@ -34,15 +34,15 @@ def gradients(seed: int) -> Local:
 
 
 def dgc(settings: DgcSettings, reads_values: bool) -> list[DgcMethod]:
-    reducer = FlatReducer(GROUP)
-    return [DgcMethod(BUCKET, GROUP, reducer, RANKS, settings, reads_values) for _ in range(RANKS)]
+    allreduce = FlatAllreduce(GROUP)
+    return [DgcMethod(BUCKET, GROUP, allreduce, RANKS, settings, reads_values) for _ in range(RANKS)]
 
 
 def powersgd(settings: PowerSgdSettings, reads_values: bool) -> list[PowerSgdMethod]:
-    return [PowerSgdMethod(BUCKET, FlatReducer(GROUP), RANKS, settings, reads_values) for _ in range(RANKS)]
+    return [PowerSgdMethod(BUCKET, FlatAllreduce(GROUP), RANKS, settings, reads_values) for _ in range(RANKS)]
 
 
-def step(every: Sequence[BucketMethod], local: Local) -> tuple[list[list[np.ndarray]], list[Sent]]:
+def step(every: Sequence[BucketMethod], local: Local) -> tuple[list[list[np.ndarray]], list[CollectiveSpec]]:
     tensors = [[paddle.to_tensor(one) for one in mine] for mine in local]
     found, sent = in_turn([one.average(mine) for one, mine in zip(every, tensors, strict=True)])
     for mine, before in zip(tensors, local, strict=True):
@@ -82,28 +82,28 @@ POWER = {
 
 @HOST
 @pytest.mark.parametrize("settings", DGC.values(), ids=DGC)
-def test_dgc_gives_the_updates_of_its_twin(settings: DgcSettings, reads_values: bool) -> None:
-    every, twin = dgc(settings, reads_values), DgcSimulation(BUCKET, RANKS, settings)
+def test_dgc_gives_the_updates_of_its_reference(settings: DgcSettings, reads_values: bool) -> None:
+    every, reference = dgc(settings, reads_values), DgcSimulation(BUCKET, RANKS, settings)
     for number in range(6):
         local = gradients(number)
         found, _ = step(every, local)
         for updates in found:
             assert [update.shape for update in updates] == list(SHAPES)
             equal(updates, found[0])
-        close(found[0], twin.step(local))
+        close(found[0], reference.step(local))
 
 
 @HOST
 @pytest.mark.parametrize("settings", POWER.values(), ids=POWER)
-def test_powersgd_gives_the_averages_of_its_twin(settings: PowerSgdSettings, reads_values: bool) -> None:
-    every, twin = powersgd(settings, reads_values), PowerSgdSimulation(BUCKET, RANKS, settings)
+def test_powersgd_gives_the_averages_of_its_reference(settings: PowerSgdSettings, reads_values: bool) -> None:
+    every, reference = powersgd(settings, reads_values), PowerSgdSimulation(BUCKET, RANKS, settings)
     for number in range(4):
         local = gradients(number)
         found, _ = step(every, local)
         for averages in found:
             assert [average.shape for average in averages] == list(SHAPES)
             equal(averages, found[0])
-        close(found[0], twin.step(local))
+        close(found[0], reference.step(local))
 
 
 def test_dgc_sends_the_small_ones_first_and_then_values_with_their_places() -> None:

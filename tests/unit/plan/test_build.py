@@ -8,7 +8,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import CommPlan, Gradient, build_plan
+from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.build import fuse
 from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price.predict import Compute, Link, Network, predict
@@ -75,7 +75,7 @@ def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
     profile = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
     assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
     with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
-        build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
+        build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
 def test_no_averaging_is_planned_of_a_choice_that_only_the_schema_knows(knob: str, message: str) -> None:
     profile = Profile(use_local_sgd=True).model_copy(update={knob: "new"})
     with pytest.raises(ConversionError, match=message):
-        build_plan([Gradient("w", (8,), "float32")], CLUSTER, profile)
+        build_plan([TensorSpec("w", (8,), "float32")], CLUSTER, profile)

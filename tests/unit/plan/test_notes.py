@@ -85,7 +85,7 @@ LOCAL_NOTES = ("use_local_sgd", "local_sgd_momentum", "local_sgd_dtype")
 )
 def test_what_is_asked_for_has_a_note_and_nothing_else_has(knobs: dict[str, object], notes: dict[str, str]) -> None:
     """Beside those that every plan has."""
-    gradients, cluster = [Gradient("w", (8,), "float32")], Cluster.imagined(2, 1)
+    gradients, cluster = [TensorSpec("w", (8,), "float32")], Cluster.imagined(2, 1)
     usual = {note.knob for note in build_plan(gradients, cluster, Profile()).notes}
     plan = build_plan(gradients, cluster, Profile(**knobs))  # type: ignore[arg-type]
     found = {note.knob: note.effect for note in plan.notes if note.knob not in usual}
@@ -98,15 +98,15 @@ def test_bounds_of_buckets_are_explained_where_gradients_are_fused() -> None:
     fused = {"fuse_grad_size_in_MB", "fuse_parameter_groups_size", "last_comm_group_size_MB"}
     for is_fused in (True, False):
         profile = Profile(fuse_all_reduce_ops=is_fused, nccl_comm_num=1)
-        plan = build_plan([Gradient("w", (8,), "float32")] * 3, Cluster.imagined(2, 1), profile)
+        plan = build_plan([TensorSpec("w", (8,), "float32")] * 3, Cluster.imagined(2, 1), profile)
         assert fused & {note.knob for note in plan.notes} == (fused if is_fused else set())
     assert note_of("fuse_all_reduce_ops", profile) == "off: each of 1 gradients is a collective of its own"
 
 
-def test_teams_are_explained_with_their_size() -> None:
+def test_local_groups_are_explained_with_their_size() -> None:
     profile = Profile(use_hierarchical_allreduce=True)
-    for ranks, words in ((4, "teams of 4 ranks; 3 leaders"), (1, "every team would be one rank")):
-        plan = build_plan([Gradient("w", (8,), "float32")], Cluster.imagined(3, ranks), profile)
+    for ranks, words in ((4, "local groups of 4 ranks; 3 leaders"), (1, "every local group would be one rank")):
+        plan = build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(3, ranks), profile)
         (effect,) = [note.effect for note in plan.notes if note.knob == "use_hierarchical_allreduce"]
         assert words in effect
 

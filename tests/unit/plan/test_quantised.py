@@ -137,8 +137,8 @@ def test_local_groups_send_few_bits_between_their_leaders_only() -> None:
 
 def test_two_leaders_send_one_another_everything_without_a_meeting_of_pairs() -> None:
     profile = Profile(compression="int8", use_hierarchical_allreduce=True)
-    plan = build_plan([Gradient("w", (1000,), "float32")], Cluster.imagined(2, 2), profile)
-    (between,) = [leg for leg in plan.legs() if leg.groups == ((0, 2),)]
+    plan = build_plan([TensorSpec("w", (1000,), "float32")], Cluster.imagined(2, 2), profile)
+    (between,) = [phase for phase in plan.phases() if phase.groups == ((0, 2),)]
     # Two blocks of 512 numbers, each a byte, and of a scale of 4 bytes.
     assert (between.kind, between.nbytes) == ("allgather", 2 * (512 + 4))
 
@@ -187,7 +187,7 @@ def test_neighbours_are_cut_where_sizes_come_out_most_even(sizes: tuple[int, ...
 
 
 def test_a_name_without_a_dot_is_a_layer_of_its_own() -> None:
-    values = [Gradient(name, (3,), "float32") for name in ("w", "b", "fc.w", "fc.b")]
+    values = [TensorSpec(name, (3,), "float32") for name in ("w", "b", "fc.w", "fc.b")]
     assert fragments_of(values, 3, "strided") == ((0,), (1,), (2, 3))
 
 

@@ -103,7 +103,7 @@ def test_the_explanation_has_the_bytes_of_each_rank() -> None:
 
 
 def test_the_explanation_tells_the_warm_up_from_what_follows() -> None:
-    gradients = [Gradient("a", (MEGABYTE // 2,), "float32"), Gradient("b", (MEGABYTE // 4,), "float32")]
+    gradients = [TensorSpec("a", (MEGABYTE // 2,), "float32"), TensorSpec("b", (MEGABYTE // 4,), "float32")]
     profile = Profile(fuse_all_reduce_ops=False, use_local_sgd=True, local_sgd_steps=4, local_sgd_dtype="bfloat16")
     lines = explain(build_plan(gradients, Cluster.imagined(2, 1), profile)).splitlines()
     assert lines[3].split() == ["0", "1", "2.000", "float32", "0", "allreduce", "a"]
