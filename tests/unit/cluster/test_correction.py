@@ -110,7 +110,7 @@ def test_a_process_is_corrected_once_and_its_launchers_words_are_kept(
     launched = correction.launch_environment()
     assert {name: launched[name] for name in legacy} == legacy
     assert "PADDLE_CURRENT_ENDPOINT" not in launched
-    assert warning_of(None).startswith("the stock launcher has set PADDLE_TRAINER_ID")
+    assert warning_of(None).startswith("the stock launcher set PADDLE_TRAINER_ID")
 
 
 def test_where_nothing_was_corrected_the_launchers_words_are_the_environment(

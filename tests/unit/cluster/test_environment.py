@@ -159,5 +159,5 @@ def test_a_machine_that_is_named_twice_is_refused() -> None:
     command = (
         "python -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2,10.0.0.1 --node_ip=10.0.0.1 t.py"
     )
-    with pytest.raises(ClusterError, match=r"--cluster_node_ips names 10\.0\.0\.1 twice; every machine once"):
+    with pytest.raises(ClusterError, match=r"--cluster_node_ips lists 10\.0\.0\.1 twice; list every machine once"):
         cluster_from_environ({"PADDLE_TRAINER_ID": "0"}, command.split())

@@ -66,7 +66,7 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
     assert said[0] is None
     assert said[1] == f"127.0.0.1:{first.port}/{first.secret}"
     assert len(first.secret) == 32
-    with pytest.raises(JoinTimeout, match=r"not all 2 processes that MPICH has started came within 0.5 s"):
+    with pytest.raises(JoinTimeout, match=r"not all 2 processes that MPICH started arrived within 0.5 s"):
         locate(Started("MPICH", 1, 2), environ, 0.5)
 
 
@@ -122,6 +122,6 @@ def test_names_of_slurm_are_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_who_trains_alone_in_an_allocation_of_several_nodes_is_told() -> None:
     shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
-    assert "Slurm has allocated 2 nodes to the job, but srun has not started this" in alone_in_allocation(shell)
+    assert "Slurm allocated 2 nodes to the job, but srun did not start this" in alone_in_allocation(shell)
     for environ in ({}, shell | {"SLURM_JOB_NUM_NODES": "1"}, shell | {"FLEET_TRAIN_STORE": "10.0.0.1:6171"}):
         assert alone_in_allocation(environ) == ""

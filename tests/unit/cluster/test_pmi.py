@@ -105,7 +105,7 @@ def test_rank_0_publishes_before_the_barrier(manager: Callable[..., Manager]) ->
 def test_an_answer_that_does_not_help_names_the_way_out(
     manager: Callable[..., Manager], changes: dict[str, str]
 ) -> None:
-    with pytest.raises(ClusterError, match=r"did not tell where rank 0 is over PMI_FD .* FLEET_TRAIN_MASTER host:6170"):
+    with pytest.raises(ClusterError, match=r"did not report rank 0's address over PMI_FD .* FLEET_TRAIN_MASTER host:6170"):
         ask(manager(**changes))
 
 
@@ -118,5 +118,5 @@ def test_ranks_that_do_not_come_are_a_timeout(manager: Callable[..., Manager]) -
 
 @pytest.mark.parametrize("environ", [{}, {"PMI_FD": "x"}, {"PMI_FD": "-1"}])
 def test_without_a_descriptor_the_way_out_is_named(environ: dict[str, str]) -> None:
-    with pytest.raises(ClusterError, match="has given this process no PMI_FD"):
+    with pytest.raises(ClusterError, match="gave this process no PMI_FD"):
         exchange(STARTED, None, environ, 1.0)

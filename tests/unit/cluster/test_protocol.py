@@ -178,7 +178,7 @@ def test_a_part_that_is_said_again_replaces_what_was_said(monkeypatch: pytest.Mo
     assert gathered.part() == ({}, pack({0: b"123", 1: b"1234567"}))
     with pytest.raises(TooLarge):
         gathered.add(Word(0b10, 2, Fields({}), b"12345678"))
-    with pytest.raises(ProtocolError, match="other members than it says"):
+    with pytest.raises(ProtocolError, match="other members than declared"):
         Gathered().add(Word(0b11, 2, Fields({"part": True}), pack({0: b""})))
 
 
@@ -329,7 +329,7 @@ def test_a_server_hears_a_hello_first_and_then_a_proof() -> None:
     ("answer", "is_temporary", "words"),
     [
         ({"error": "closed"}, True, "not opened this round yet"),
-        ({"error": "full"}, True, "as many connections as it can take"),
+        ({"error": "full"}, True, "has reached its limit of connections"),
         ({"error": "address", "address": "10.0.0.1", "later": True}, True, "comes from 10.0.0.1;"),
         ({"error": "address", "address": "10.0.0.1", "later": False}, False, "comes from 10.0.0.1;"),
         ({"error": "job", "job": "b", "later": True}, False, "another job, 'b', and this is 'a'"),
@@ -374,28 +374,28 @@ def said(answer: dict[str, Any], body: object = None) -> FleetTrainError:
 
 def test_few_are_named_and_many_are_counted() -> None:
     assert str(said({"error": "timeout", "missing": [[0, 3], [6, 9]]})) == (
-        "rank 0, rank 1, rank 2, rank 3, rank 6, rank 7, rank 8, rank 9 did not come"
+        "rank 0, rank 1, rank 2, rank 3, rank 6, rank 7, rank 8, rank 9 did not arrive"
     )
     error = said({"error": "timeout", "missing": [[0, 3], [6, 6], [8, 11]]})
-    assert str(error) == "ranks 0-3, 6, 8-11 (9 in all) did not come"
+    assert str(error) == "ranks 0-3, 6, 8-11 (9 in all) did not arrive"
     assert isinstance(error, JoinTimeout)
     assert [absence.member for absence in error.absent] == [0, 1, 2, 3, 6, 8, 9, 10]
-    assert error.absent[0] == Absence(0, "missing", "did not come")
+    assert error.absent[0] == Absence(0, "missing", "did not arrive")
     many = said({"error": "timeout", "missing": [[2 * number, 2 * number] for number in range(9)]})
-    assert str(many) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (9 in all) did not come"
+    assert str(many) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (9 in all) did not arrive"
 
 
 def test_who_is_gone_is_named_with_the_reason() -> None:
     error = said({"error": "gone"}, [[[[3, 3]], "left"], [[[1, 2]], "its connection broke"]])
     assert str(error) == (
-        "rank 3 has finished and left the job while others still wait for it (unequal numbers of steps, or an exit?); "
+        "rank 3 finished and left the job while others still wait for it (unequal numbers of steps, or an exit?); "
         "rank 1 was lost (its connection broke: the process ended or its machine cannot be reached); "
         "rank 2 was lost (its connection broke: the process ended or its machine cannot be reached)"
     )
     assert isinstance(error, WorkerFailed)
     assert [(one.member, one.kind) for one in error.absent] == [(3, "left"), (1, "lost"), (2, "lost")]
     left = said({"error": "gone", "call": "fleet.save"}, [[[[3, 3]], "left"], [[[1, 1]], "silent"]])
-    assert "rank 3 has finished and left the job while others wait for it in fleet.save; call fleet.save on" in str(
+    assert "rank 3 finished and left the job while others wait for it in fleet.save; call fleet.save on" in str(
         left
     )
     assert "rank 1 was lost (silent: the process" in str(left)
@@ -433,8 +433,8 @@ def test_members_at_different_places_are_told_what_to_mend() -> None:
             ScheduleMismatch,
             "rank 3 says that the job has 8 ranks, rank 5 says 9",
         ),
-        ({"error": "store", "why": "gone"}, WorkerFailed, "10.0.0.1:6170 does not answer any more (gone)"),
-        ({"error": "large"}, ClusterError, "more than the rendezvous store can hold"),
+        ({"error": "store", "why": "gone"}, WorkerFailed, "10.0.0.1:6170 no longer answers (gone)"),
+        ({"error": "large"}, ClusterError, "exceed what the rendezvous store can hold"),
         ({"error": "full"}, ClusterError, "10.0.0.1:6170 can hold no more values"),
         ({"error": "odd"}, ClusterError, "answered 'odd'"),
     ],
@@ -460,4 +460,4 @@ def test_a_secret_that_is_too_short_is_told_by_the_name_of_its_variable(tmp_path
     ):
         with pytest.raises(ClusterError) as error:
             job_secret(environ)
-        assert str(error.value).startswith(f"{where}the job's secret has 5 bytes; it takes 16 to 4096: ")
+        assert str(error.value).startswith(f"{where}the job's secret has 5 bytes; it must have 16 to 4096: ")

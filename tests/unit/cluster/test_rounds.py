@@ -634,7 +634,7 @@ async def test_a_parent_that_ends_the_connection_is_lost() -> None:
     link.data_received(encode({"to": 7}))
     assert transport.is_closing()
     assert (lost, lost_too) == (["the connection was closed"], ["reset"])
-    assert broken == ["an answer says not to which barrier"]
+    assert broken == ["an answer does not name its barrier"]
 
 
 @in_virtual_time

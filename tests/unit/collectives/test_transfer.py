@@ -144,7 +144,7 @@ def test_other_ranks_get_what_rank_0_shares_whatever_they_bring(
 ) -> None:
     monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
     job: Any = Other(DESCRIBED, WIRE)
-    assert_sent(transfer.share(job, {"something else": np.ones(3)}))
+    assert_sent(transfer.broadcast_arrays(job, {"something else": np.ones(3)}))
     assert job.did == [("broadcast", 0, size, None) for size in pieces]
     assert job.told == [("share 7", None)]
 
@@ -156,7 +156,7 @@ def test_other_ranks_get_their_part_of_what_rank_0_hands_out(
     """A piece is for all three ranks: rank 0 sends as many bytes at a time as it is allowed."""
     monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
     job: Any = Other(DESCRIBED, WIRE)
-    assert_sent(transfer.hand_out(job, []))
+    assert_sent(transfer.scatter_arrays(job, []))
     assert job.did == [("scatter", 0, size, None) for size in pieces]
     assert job.told == [("hand out 7", None)]
 
@@ -164,13 +164,13 @@ def test_other_ranks_get_their_part_of_what_rank_0_hands_out(
 def test_other_ranks_bring_theirs_and_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_PIECE_BYTES", 48)
     job: Any = Other(None, b"")
-    assert transfer.collect(job, SENT) == []
+    assert transfer.gather_arrays(job, SENT) == []
     assert job.did == [("gather", 0, size, None) for size in (16, 8, 8)]
     assert job.told == [("collect 7", DESCRIBED)]
 
 
 def test_one_process_shares_with_itself() -> None:
     job: Any = SimpleNamespace(world_size=1)
-    found = transfer.share(job, SENT)
+    found = transfer.broadcast_arrays(job, SENT)
     assert_sent(found)
     assert found is not SENT
