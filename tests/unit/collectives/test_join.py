@@ -58,7 +58,7 @@ class Connection:
         self._world.did.append("leave")
 
     def close(self) -> None:
-        self._world.did.append(f"close {'store' if self._watched else 'gates'}")
+        self._world.did.append(f"close {'store' if self._watched else 'barriers'}")
 
 
 class World:
