@@ -105,7 +105,9 @@ def test_rank_0_publishes_before_the_barrier(manager: Callable[..., Manager]) ->
 def test_an_answer_that_does_not_help_names_the_way_out(
     manager: Callable[..., Manager], changes: dict[str, str]
 ) -> None:
-    with pytest.raises(ClusterError, match=r"did not report rank 0's address over PMI_FD .* FLEET_TRAIN_MASTER host:6170"):
+    with pytest.raises(
+        ClusterError, match=r"did not report rank 0's address over PMI_FD .* FLEET_TRAIN_MASTER host:6170"
+    ):
         ask(manager(**changes))
 
 

@@ -395,9 +395,7 @@ def test_who_is_gone_is_named_with_the_reason() -> None:
     assert isinstance(error, WorkerFailed)
     assert [(one.member, one.kind) for one in error.absent] == [(3, "left"), (1, "lost"), (2, "lost")]
     left = said({"error": "gone", "call": "fleet.save"}, [[[[3, 3]], "left"], [[[1, 1]], "silent"]])
-    assert "rank 3 finished and left the job while others wait for it in fleet.save; call fleet.save on" in str(
-        left
-    )
+    assert "rank 3 finished and left the job while others wait for it in fleet.save; call fleet.save on" in str(left)
     assert "rank 1 was lost (silent: the process" in str(left)
 
 
