@@ -27,6 +27,7 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside() -> None:
     assert found.sent == (10 * MEGABYTE, 4 * MEGABYTE, 10 * MEGABYTE, 4 * MEGABYTE)
     assert found.leaving == found.entering == (4 * MEGABYTE,) * 2
     assert found.inside == (10 * MEGABYTE,) * 2
+    assert found.most_sent == 10 * MEGABYTE
 
 
 def test_hierarchical_is_three_phases_in_the_order_in_which_they_run() -> None:
