@@ -1,6 +1,6 @@
 """Every error that fleet_train raises on purpose, and the exit code of each.
 
-FleetTrainError                  1  something of ours, not more specific
+FleetTrainError                  1  an error of fleet_train without a more specific class
 ├── PaddleUnusable               3  Paddle is missing, too old, or switched to the old IR
 ├── ProfileError                 4  a profile or strategy asks for something that cannot be done
 ├── ClusterError                 5  the launch flags or the environment describe no usable cluster
@@ -11,7 +11,7 @@ FleetTrainError                  1  something of ours, not more specific
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
-├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to go on
+├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
 └── NotFinite                   13  the loss or the weights have become NaN or infinite
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# What moves a terminal's cursor, changes its colours or title, or turns the direction of writing; halves of characters.
+# Characters that move the cursor, change colours or the title, or reverse the text direction; surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -33,11 +33,11 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Absence:
-    """A member that others waited for in vain, and what became of it: ``did not arrive at step 4 within 2 s``."""
+    """A member that did not arrive in time, and its state: ``did not arrive at step 4 within 2 s``."""
 
     member: int
     kind: str
-    """``missing`` (it may still be there), ``left`` (its process said goodbye) or ``lost``."""
+    """``missing`` (it may still be running), ``left`` (its process disconnected properly) or ``lost``."""
     what: str
 
 
@@ -46,10 +46,10 @@ class FleetTrainError(Exception):
 
     exit_code = 1
     absent: tuple[Absence, ...] = ()
-    """Whose absence is the cause of this error; empty where nobody's is, or where somebody else has said it."""
+    """The members whose absence caused this error; empty if there are none, or if another rank has reported them."""
 
     def __str__(self) -> str:
-        # Names from files and from the network stand in messages.
+        # Messages contain names from files and from the network.
         return printable(super().__str__())
 
 
@@ -110,7 +110,7 @@ class WorkerFailed(FleetTrainError):
 class RankFailed(WorkerFailed):
     """A spawned rank failed: ``rank``, its ``rank_exit_code`` or ``signal_number``, and its ``traceback`` as text.
 
-    It is the one that failed first; the message holds the traceback, and how the others followed.
+    It is the rank that failed first; the message contains the traceback and the secondary failures.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RankFailed(WorkerFailed):
 
 
 class Preempted(FleetTrainError):
-    """Training was asked to stop (SIGTERM, SIGUSR1, ``fleet.request_stop``) and has saved what it had."""
+    """Training was asked to stop (SIGTERM, SIGUSR1, ``fleet.request_stop``) and has saved its state."""
 
     exit_code = 12
 

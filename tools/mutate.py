@@ -34,7 +34,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fleet_train", "tests", "tools", "strategies", "docs", "pyproject.toml", "README.md", "README_cn.md")
+_FOLDERS = ("fleet_train", "tests", "tools", "strategies", "docs")
+COPIED = (*_FOLDERS, "pyproject.toml", "README.md", "README_cn.md", "CONTRIBUTING.md", "Makefile")
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -1,7 +1,7 @@
 """The command line: parse, call a layer, turn errors into one line and one exit code.
 
-Each command lives in a module of its own below this package, named after it, with a click command called ``command``.
-It is imported only when it is asked for: ``launch --help`` must not pay for Paddle.
+Each command is a module of this package, named after it, with a click command called ``command``.
+It is imported only when it is used: ``launch --help`` must not import Paddle.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import click
 from fleet_train.errors import FleetTrainError
 
 COMMANDS = {
-    "launch": "Start this node's share of a job over a list of node IPs.",
+    "launch": "Start this node's ranks of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
-    "completion": "Print the script that makes a shell complete these commands.",
+    "completion": "Print the shell completion script for these commands.",
     "check": "Measure whether this machine reads its training data fast enough.",
-    "doctor": "Say what is wrong with a machine, or with several and their network.",
+    "doctor": "Diagnose one machine, or several and the network between them.",
     "manifest": "Write the batch script or manifest that starts a training on Slurm or Kubernetes.",
     "monitor": "Show the curves of runs in a browser, or as text.",
-    "plan": "Show what a script or model would communicate, and which knob caused it.",
+    "plan": "Show what a script or model would communicate, and which knob causes it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
-    "version": "Show what a bug report needs: versions, machine, limits, engine.",
+    "version": "Show versions, machine, limits and engine for a bug report.",
 }
 
 
@@ -59,7 +59,12 @@ def _version(context: click.Context, _: click.Parameter, asked: bool) -> None:
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="One line; more: version."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version in one line.",
 )
 def cli() -> None:
     """Train static-graph Paddle programs on many machines; the strategy comes from a YAML profile."""
@@ -75,7 +80,7 @@ def main() -> None:
         cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
     except FleetTrainError as error:
         exits = sys.modules.get("fleet_train.convert.process.exits")
-        if exits is not None:  # a command has joined a job: its other ranks must learn why this one stops
+        if exits is not None:  # a command has joined a job: report to the other ranks why this one stops
             exits.report(error)
         click.echo(f"fleet_train: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)

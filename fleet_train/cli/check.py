@@ -1,4 +1,4 @@
-"""`python -m fleet_train check`: is this data whole, and is it read fast enough? Needs neither Paddle nor a cluster."""
+"""`python -m fleet_train check`: is the data intact, and is it read fast enough? Needs neither Paddle nor a cluster."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _EPILOG = """\b
 Examples:
   python -m fleet_train check --data ./ImageNet
   python -m fleet_train check --data ./ImageNet --samples_per_second 1200 --workers 8
-  python -m fleet_train check --data ./ImageNet --all        (every image is decoded once)
+  python -m fleet_train check --data ./ImageNet --all        (decode every image once)
 
 \b
 Exit codes:
-  0   the data is usable and fast enough, or no speed was asked for
+  0   the data is usable and fast enough, or --samples_per_second was not given
   1   the data is usable, but read more slowly than --samples_per_second
   10  the data cannot be used: no such folder, no images, too many corrupt ones
 
 \b
-How many samples per second training takes is in its progress line (all ranks
-together; divide by the number of machines), best measured on generated data:
+The progress line of training shows how many samples per second it consumes (all ranks
+together; divide by the number of machines); measure it on generated data:
   python -m fleet_train train --model ResNet50 --data synthetic:3x224x224x1000
 """
 
@@ -60,24 +60,22 @@ together; divide by the number of machines), best measured on generated data:
     help="Image folder: train/<class>/, val/<class>/, or lists.",
     shell_complete=folders,
 )
-@click.option(
-    "--samples_per_second", type=Number(), help="What training on this machine takes, all its ranks together."
-)
+@click.option("--samples_per_second", type=Number(), help="What training consumes on this machine, all ranks together.")
 @click.option("--workers", type=WholeNumber(), help="Worker processes on this machine. Default: its cores, at most 8.")
 @click.option("--batch_size", type=WholeNumber(), default=64, show_default=True, help="Images per batch.")
 @click.option(
-    "--image_size", type=WholeNumber(), default=224, show_default=True, help="Pixels of a training image's side."
+    "--image_size", type=WholeNumber(), default=224, show_default=True, help="Side of a training image in pixels."
 )
 @click.option("--augment", type=click.Choice(AUGMENTATIONS), default="auto", show_default=True, help="As in training.")
 @click.option("--loader", type=click.Choice(LOADERS), default="auto", show_default=True, help="As in training.")
 @click.option("--seconds", type=Number(), default=15.0, show_default=True, help="How long the loader is measured.")
 @click.option("--all", "whole", is_flag=True, help="Decode every training image once, however long it takes.")
-@click.option("--max_corrupt", type=Number(), default=0.001, show_default=True, help="Share (or number) that may be.")
+@click.option("--max_corrupt", type=Number(), default=0.001, show_default=True, help="Allowed share (or number).")
 def command(data: str, samples_per_second: float | None, whole: bool, max_corrupt: float, **options: Any) -> None:
-    """Count what is in a data folder, find unreadable images, and measure how fast this machine reads it.
+    """Count the samples of a data folder, find unreadable images, and measure how fast this machine reads them.
 
-    The measurement does what training does (read, decode, crop, normalise, batch) and nothing else. If it is slower
-    than training, training waits: the trainer shows that as its share of waiting for data.
+    The measurement runs the input pipeline of training (read, decode, crop, normalise, batch) alone. If it is slower
+    than training, training waits: the trainer reports the share of time spent waiting for data.
     """
     settings = LoaderSettings(
         batch_size=options["batch_size"],
@@ -87,7 +85,7 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
     )
     images = ImageSettings(image_size=options["image_size"])
     folder = None if data.startswith("synthetic") else data
-    # Here every image may be corrupt: they are counted, and the limit is applied to the result.
+    # Here every image may be corrupt: the limit is applied to the final count.
     train, test = open_splits(data, folder, images=images, max_corrupt=math.inf)
     click.echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
     click.echo(f"         {test.name}: {test.num_samples} samples, counted only")
@@ -110,7 +108,7 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
 
 
 def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int]:
-    """Print what is there and how fast the bare files come; the latter, and the shorter side of the images."""
+    """Print the inventory and the read speed of the files alone; returns the latter, and the images' shorter side."""
     if not isinstance(train, ImageFolder):
         return Speed(0.0), 0
     there = describe(train)
@@ -129,7 +127,7 @@ def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int
 def _measure(
     train: Dataset, settings: LoaderSettings, seconds: float, whole: bool
 ) -> tuple[Speed, CorruptImages | None]:
-    """Run the loader with nothing behind it and print its speed."""
+    """Run the loader without a consumer and print its speed."""
     loader = make_loader(train, settings)
     try:
         with _bar("decoding", seconds) as progress:
@@ -154,7 +152,7 @@ def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float,
 
 
 def _judge_speed(now: Situation) -> int:
-    """Print whether the loader keeps up, and else what to do; the exit code."""
+    """Print whether the loader keeps up, and if not, what to do; returns the exit code."""
     share = now.measured / now.wanted
     if share >= 1:
         click.echo(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
@@ -167,7 +165,7 @@ def _judge_speed(now: Situation) -> int:
 
 @contextmanager
 def _bar(what: str, seconds: float) -> Iterator[Progress]:
-    """Seconds that have gone by, for people; nothing where nobody looks."""
+    """Elapsed seconds on a terminal; nothing where the output is not a terminal."""
     form = "{desc} {bar} {n:.0f} s"
     with tqdm(total=seconds, desc=what, leave=False, disable=None, bar_format=form) as bar:
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_train completion``: the script that makes a shell complete our commands, and its answers."""
+"""``python -m fleet_train completion``: the shell completion script of our commands, and its answers."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from fleet_train.cli.options.completing import Items
 
 NAME = "fleet_train"
 VARIABLE = "_FLEET_TRAIN_COMPLETE"
-"""By which a shell asks, as click has it."""
+"""The variable by which a shell asks for completions, as in click."""
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
 _EPILOG = """\b
 bash, into ~/.bashrc:
   eval "$(python -m fleet_train completion bash)"
 \b
-zsh, into ~/.zshrc, behind compinit:
+zsh, into ~/.zshrc, after compinit:
   eval "$(python -m fleet_train completion zsh)"
 \b
 fish, once:
   python -m fleet_train completion fish > ~/.config/fish/conf.d/fleet_train.fish
 \b
-Completed is the command fleet_train, which is the same as python -m fleet_train. Where it is not
-installed the script makes it: a function that runs this Python with this package. What is typed as
-python -m fleet_train is not completed: that completion is Python's own.
+The completed command is fleet_train, which is the same as python -m fleet_train. If it is not
+installed, the script defines it as a function that runs this Python with this package. A command
+typed as python -m fleet_train is not completed: there Python's own completion applies.
 \b
 Commands, flags and values are completed: profiles for --strategy, engines for --engine, networks
-for --model, files and folders where a path is meant.
+for --model, files and folders where a path is expected.
 """
 
 
 class _Runs(ShellComplete):
-    """Asks this Python and this package, whether or not a program ``fleet_train`` is installed."""
+    """Calls this Python and this package, whether or not a program ``fleet_train`` is installed."""
 
     definition = ""
 
@@ -61,13 +61,13 @@ class _Bash(_Runs, BashComplete):
     definition = 'command -v {name} >/dev/null || {name}() {{ {run} "$@"; }}\n'
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """bash makes three words of ``--strategy=multi``."""
+        """bash splits ``--strategy=multi`` into three words."""
         words, incomplete = super().get_completion_args()
         return [word for word in words if word != "="], incomplete
 
 
 class _ReplacesWords(_Runs):
-    """zsh and fish put what they are offered in the place of the whole word ``--strategy=multi``."""
+    """zsh and fish replace the whole word ``--strategy=multi`` with a completion."""
 
     def get_completions(self, args: list[str], incomplete: str) -> Items:
         items = super().get_completions(args, incomplete)
@@ -89,7 +89,7 @@ SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _F
 
 
 def register() -> None:
-    """Before click looks at the variable by which a shell asks."""
+    """Answers a shell's request before click reads the variable."""
     for name, each in SHELLS.items():
         add_completion_class(each, name)
 
@@ -102,11 +102,11 @@ def register() -> None:
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:
-    """Print the script that makes a shell complete our commands at TAB."""
+    """Print the script that makes a shell complete these commands on TAB."""
     nothing: dict[str, Any] = {}
     click.echo(SHELLS[shell](context.find_root().command, nothing, NAME, VARIABLE).source(), nl=False)
 
 
 def completions(commands: click.Command, *words: str) -> Items:
-    """What may stand in place of the last of these words, which begin behind ``fleet_train``."""
+    """The completions of the last of these words, which start after ``fleet_train``."""
     return ShellComplete(commands, {}, NAME, VARIABLE).get_completions(list(words[:-1]), words[-1])

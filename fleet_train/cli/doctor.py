@@ -25,20 +25,20 @@ Examples:
   python -m fleet_train doctor --skip group --json
 
 \b
-Below a launcher or an engine (Slurm, MPI, Kubernetes), whose nodes it takes:
+Under a launcher or an engine (Slurm, MPI, Kubernetes), on its nodes:
   python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train doctor
   srun --ntasks-per-node=1 python -m fleet_train doctor
 
 \b
-A line says: PASS, WARN (suspicious) or FAIL; the check; the host, or from which host to which; what was measured;
-the threshold; the command that mends it. docs/doctor.md explains each check.
+Each line shows PASS, WARN (suspicious) or FAIL; the check; the host, or the source and destination hosts; the
+measured value; the threshold; the command that fixes it. docs/doctor.md explains each check.
 
 \b
 Exit codes:
   0        no FAIL
-  1        a FAIL; the last line names the first ones
+  1        a FAIL; the last line lists the first ones
   2, 5     flags, addresses: nothing was examined
-  6        a machine did not connect; those that did were examined
+  6        a machine did not connect; the others were examined
 """
 
 
@@ -49,24 +49,24 @@ Exit codes:
 @click.option("--strategy", metavar="NAME|FILE", help="Profile of the job: is it the same everywhere?")
 @click.option("--script", metavar="FILE", help="Training script of the job: is it the same everywhere?")
 @click.option("--log_dir", type=Path, default=Path("log"), show_default=True, metavar="DIR", help="The job's logs.")
-@click.option("--output", type=Path, default=Path("runs"), show_default=True, metavar="DIR", help="What it writes.")
+@click.option("--output", type=Path, default=Path("runs"), show_default=True, metavar="DIR", help="The job's output.")
 @click.option(
     "--join_timeout",
     type=NumberRange(1, MOST_JOIN_SECONDS),
     default=JOIN_SECONDS,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for the other machines; the whole then ends within 40 s.",
+    help="How long to wait for the other machines; the examination then takes at most 40 s.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], strategy: str | None, script: str | None, log_dir: Path, output: Path,
     join_timeout: float, as_json: bool, **machines: Any,
 ) -> None:  # fmt: skip
-    """Say what is wrong with this machine, or with several and the network between them, in less than a minute.
+    """Diagnose this machine, or several and the network between them, in less than a minute.
 
-    Nothing is started, changed or sent elsewhere. A folder is written to and cleaned, and the ports of a job are
-    listened on meanwhile, on this machine's own address and for the machines of the list alone.
+    Nothing is started, changed or sent to third parties. A temporary file is written and deleted, and the job's ports
+    are listened on meanwhile, on this machine's own address, for the listed machines only.
     """
     from fleet_train.doctor.start import start
     from fleet_train.selftest.start import Where

@@ -1,4 +1,4 @@
-"""``python -m fleet_train launch``: start this node's share of a job."""
+"""``python -m fleet_train launch``: start this node's ranks of a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Examples
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
 \b
-  # the same, started again from the last checkpoint when a process or machine dies
+  # the same, restarted from the last checkpoint when a process or machine fails
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
 \b
   # two "nodes" on this one machine, to try it out (one command per terminal)
@@ -44,22 +44,22 @@ Examples
   # what would be started, with which settings
   python -m fleet_train launch --dry-run --nproc_per_node=2 train.py
 \b
-Everything after the script belongs to the script. Output of rank 0 appears here, that of every
-process in LOG_DIR/workerlog.N. The exit code is 0, that of the rank that failed first,
-or 12 after SIGTERM when the state was saved.
+Everything after the script belongs to the script. The output of rank 0 appears here, that of
+every process in LOG_DIR/workerlog.N. The exit code is 0, that of the rank that failed first,
+or 12 after SIGTERM if the state was saved.
 """
 
 
 _POLICY = FaultPolicy()
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-# Flags of paddle.distributed.launch that name the same job in another way.
+# Flags of paddle.distributed.launch that have another form here.
 _STOCK_FLAGS = {
-    "--master": "the nodes are given by --cluster_node_ips=A,B and meet at the first one",
-    "--nnodes": "the number of nodes is that of --cluster_node_ips=A,B",
+    "--master": "the nodes are given by --cluster_node_ips=A,B; the first one is the rendezvous",
+    "--nnodes": "the number of nodes follows from --cluster_node_ips=A,B",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
     "--max_restart": "it is --max_restarts here, and the default is 0",
-    "--elastic_level": "use --max_restarts=N, and --min_nodes=M to go on without a lost node",
+    "--elastic_level": "use --max_restarts=N, and --min_nodes=M to continue without a lost node",
     "--elastic_timeout": "use --rejoin_timeout=SECONDS",
 }
 
@@ -95,7 +95,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
 )
 @click.option(
-    "--node_ip", "--host", metavar="A", help="This machine's address of the list. Found when exactly one is its own."
+    "--node_ip", "--host", metavar="A", help="This machine's address in the list. Detected if exactly one is its own."
 )
 @click.option(
     "--started_port",
@@ -109,7 +109,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--devices",
     "--gpus",
     metavar="0,1",
-    help="One process per device. On a CPU build of Paddle: that many processes.",
+    help="One process per device. On a CPU build of Paddle: as many processes.",
 )
 @click.option(
     "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
@@ -137,14 +137,14 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     default=0,
     show_default=True,
     metavar="N",
-    help="When a rank or node fails, start all ranks again, N times at most. They find FLEET_TRAIN_ATTEMPT=1, 2, ... "
-    "and go on from their last checkpoint; the reference trainer does.",
+    help="When a rank or node fails, restart all ranks, at most N times. They get FLEET_TRAIN_ATTEMPT=1, 2, ... "
+    "and can resume from the last checkpoint, as the reference trainer does.",
 )
 @click.option(
     "--min_nodes",
     type=WholeNumber(),
     metavar="M",
-    help="Go on with M or more nodes when a lost one does not come back. [default: all]",
+    help="Continue with M or more nodes when a lost one does not come back. [default: all]",
 )
 @_seconds(
     "--rejoin_timeout",
@@ -156,7 +156,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--lost_node_timeout",
     seconds(min=1),
     _POLICY.lost_node_timeout_seconds,
-    "A node that says nothing for so long is lost.",
+    "A node without a heartbeat for this long is lost.",
 )
 @_seconds(
     "--grace_seconds",
@@ -167,7 +167,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--job_id",
     metavar="NAME",
-    help="Name of this job, the same on every node; connections of another one are refused. [default: made from the "
+    help="Name of this job, the same on every node; connections of other jobs are refused. [default: made from the "
     "script, the nodes and the port; or FLEET_TRAIN_JOB_ID]",
 )
 @click.option(
@@ -175,8 +175,8 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     type=Path,
     shell_complete=files,
     metavar="FILE",
-    help="A secret that all nodes share: who does not know it is refused, from whatever address. [default: the "
-    "addresses of the node list are heard; or FLEET_TRAIN_JOB_SECRET]",
+    help="A secret that all nodes share: connections without it are refused, from any address. [default: the "
+    "addresses of the node list are accepted; or FLEET_TRAIN_JOB_SECRET]",
 )
 @click.option(
     "--direct_ranks",
@@ -184,7 +184,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     default=FAN_IN,
     show_default=True,
     metavar="N",
-    help="A job of more ranks meets over relays, one per node, in a tree; one of N or fewer at the leader.",
+    help="A job of more than N ranks connects through a tree of relays, one per node; a smaller one to the leader.",
 )
 @click.option(
     "--use_paddlecloud", is_flag=True, help="Read nodes and ports from PaddleCloud's or PaddleJob's variables."
@@ -192,20 +192,22 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--engine",
     type=click.Choice(CHOICES),
-    help="Who has started the launchers; it tells the nodes where --cluster_node_ips does not. [default: auto; or "
+    help="What started the launchers; it gives the nodes if --cluster_node_ips does not. [default: auto; or "
     "FLEET_TRAIN_ENGINE]",
 )
-@click.option("--verbose", is_flag=True, help="Show Paddle's own start-up messages of rank 0, too; its log has them.")
+@click.option(
+    "--verbose", is_flag=True, help="Also show Paddle's start-up messages of rank 0; its log has them anyway."
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
 @click.argument(
     "program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]...", shell_complete=files
 )
 def command(**flags: Any) -> None:
-    """Start this node's share of a job over a list of nodes.
+    """Start this node's ranks of a job over a list of nodes.
 
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
-    the processes through paddle.distributed.launch, and watches them.
+    the processes through paddle.distributed.launch, and monitors them.
     """
     from fleet_train.launch.agent.agent import run
     from fleet_train.launch.agent.prepare import prepare
@@ -218,7 +220,7 @@ def command(**flags: Any) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     for name in launch.environment.kept:
-        say(f"{name} is set in your environment, which wins over the profile's value")
+        say(f"{name} is set in your environment, which overrides the profile's value")
     if dry_run:
         finish()
         click.echo(launch.dry_run())
@@ -252,7 +254,7 @@ def read_request(
     engine: str | None,
     verbose: bool = False,
 ) -> LaunchRequest:
-    """The request that the flags make. Raises ClusterError for a text that cannot be read."""
+    """The launch request of the flags. Raises ClusterError for a text that cannot be parsed."""
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:

@@ -30,18 +30,18 @@ Examples
   python -m fleet_train manifest job --nodes 4 --gpus 8 --image registry.local/train:1 \\
       --volume datasets:/data:ro --volume runs:/runs --output job.yaml train.py --data /data
 \b
-The text goes to the standard output without --output. Its comments say how to submit, watch and stop it.
-Everything behind the script belongs to the script. docs/engines.md has one page on all engines.
+Without --output, the text goes to standard output. Its comments say how to submit, monitor and stop the job.
+Everything after the script belongs to the script. docs/engines.md covers all engines.
 """
 _SLURM_EPILOG = """
 \b
 Examples
-  # four machines of eight GPUs; at the limit the state is saved, and the job is queued again
+  # four machines of eight GPUs; at the time limit the state is saved and the job is requeued
   python -m fleet_train manifest slurm --nodes 4 --gpus 8 --cpus 64 --mem 500G --time 24:00:00 \\
       --partition gpu --venv ~/venv --output train.sbatch train.py --epochs 90
   sbatch train.sbatch
 \b
-  # the reference trainer on CPUs; --resume lets every run go on from the newest checkpoint
+  # the reference trainer on CPUs; with --resume, every run continues from the newest checkpoint
   python -m fleet_train manifest slurm --nodes 2 --processes 2 --cpus 16 --setup 'module load python' \\
       -m fleet_train train --resume --model mlp --data digits --output_dir runs/digits
 """
@@ -53,8 +53,8 @@ Example
       train.py --data /data --output_dir /runs/first
   kubectl apply -f {kind}.yaml
 \b
-Values of --env stand in the manifest in plain text: put nothing secret there. The checkpoints' volume must be
-one that several machines can mount at once (ReadWriteMany).
+Values of --env are plain text in the manifest: put no secret there. Several machines must be able to mount the
+checkpoints' volume at once (ReadWriteMany).
 """
 
 
@@ -62,13 +62,13 @@ one that several machines can mount at once (ReadWriteMany).
 def command() -> None:
     """Write the batch script or manifest that starts a training on an engine.
 
-    What is written starts one launcher per node. Each learns its place from the engine's variables, so that the script
-    is the same as on one machine.
+    It starts one launcher per node. Each launcher reads its node rank from the engine's variables, so the script is
+    the same as on one machine.
     """
 
 
 @command.command(name="slurm", context_settings=_SETTINGS, epilog=_SLURM_EPILOG)
-@of_training("--max_requeues", "How often the job is queued again.", default=10)
+@of_training("--max_requeues", "How often the job is requeued.", default=10)
 @of_ending
 @click.option("--cpus", type=WholeNumberRange(1), metavar="N", help="Processors of a node.")
 @click.option("--gpus", metavar="[KIND:]N", help="GPUs of a node: 8, a100:4.")
@@ -86,13 +86,13 @@ def command() -> None:
     "--signal_seconds",
     type=WholeNumberRange(0),
     metavar="SECONDS",
-    help="So long before the limit the state is saved. [default: --grace_seconds + 60]",
+    help="How long before the limit the state is saved. [default: --grace_seconds + 60]",
 )
 def slurm(**given: Any) -> None:
     """Write a batch script for sbatch.
 
-    One launcher per node, through srun. Some time before the limit all ranks save their state after the same step; then
-    the job queues itself again, and goes on from there.
+    It starts one launcher per node with srun. Before the time limit all ranks save their state after the same step;
+    then the job requeues itself and continues from there.
     """
     from fleet_train.manifest import Batch, batch_script
     from fleet_train.manifest.slurm import gpus_per_node
@@ -120,12 +120,12 @@ def slurm(**given: Any) -> None:
 
 
 @command.command(name="job", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="job"))
-@of_training("--max_retries", "How often Kubernetes starts a pod again that has failed.", default=6)
+@of_training("--max_retries", "How often Kubernetes restarts a failed pod.", default=6)
 @of_ending
 @of_pods
 @of_port
 def job(**given: Any) -> None:
-    """Write an indexed Job of Kubernetes and its headless service. No operator is needed (Kubernetes 1.29 or later)."""
+    """Write an indexed Kubernetes Job and its headless service. No operator is needed (Kubernetes 1.29 or later)."""
     from fleet_train.manifest import indexed_job
 
     training = _read_training(given, given["gpus"], 30)
@@ -133,7 +133,7 @@ def job(**given: Any) -> None:
 
 
 @command.command(name="paddlejob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="paddlejob"))
-@of_training("--max_retries", "How often all pods are started again after a failure.", default=6)
+@of_training("--max_retries", "How often all pods are restarted after a failure.", default=6)
 @of_ending
 @of_pods
 @of_port
@@ -149,7 +149,7 @@ def paddlejob(**given: Any) -> None:
 @of_training(None)
 @of_ending
 @of_pods
-@click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="One for PyTorch.")
+@click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="A PyTorch runtime.")
 @click.option(
     "--runtime_kind",
     type=click.Choice(["ClusterTrainingRuntime", "TrainingRuntime"]),
@@ -161,7 +161,7 @@ def paddlejob(**given: Any) -> None:
     "--trainer_version", type=click.Choice(["2.3", "2.2"]), default="2.3", show_default=True, help="Kubeflow Trainer's."
 )
 def trainjob(**given: Any) -> None:
-    """Write a TrainJob for Kubeflow Trainer (v2), on its runtime for PyTorch, which tells pods their place."""
+    """Write a TrainJob for Kubeflow Trainer (v2), on its PyTorch runtime, which gives pods their rank."""
     from fleet_train.manifest import train_job
 
     version = given["trainer_version"]
@@ -199,17 +199,17 @@ def _launch_flags(text: str) -> tuple[str, ...]:
 
 
 def _check_launch(training: Training) -> None:
-    """That launch takes this command line is seen now, not when the job has waited for its machines."""
+    """Check now that launch accepts this command line, not after the job has waited for its machines."""
     from fleet_train.cli.launch import command as launch
 
     context = launch.make_context("launch", training.launch()[4:])
     told = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
     if of_engine := sorted(name for name in told if context.params[name]):
         raise click.UsageError(
-            f"--launch_flags: --{of_engine[0]} has no place here: the engine tells every launcher its nodes; remove it"
+            f"--launch_flags: --{of_engine[0]} is not allowed: the engine gives every launcher its nodes; remove it"
         )
     if context.params["program"] != training.program:
-        raise click.UsageError("--launch_flags takes flags only; the script and its arguments stand at the end")
+        raise click.UsageError("--launch_flags takes flags only; the script and its arguments go at the end")
 
 
 def _read_pods(given: dict[str, Any], training: Training) -> Pods:
@@ -233,7 +233,7 @@ def _read_pods(given: dict[str, Any], training: Training) -> Pods:
 
 
 def _write(text: str, given: dict[str, Any], submit: str) -> None:
-    """Raises ClusterError where the file cannot be written."""
+    """Raises ClusterError if the file cannot be written."""
     path: Path | None = given["output"]
     if path is None:
         click.echo(text, nl=False)

@@ -33,20 +33,20 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
     show_default=True,
     help="A run's --output_dir, or a folder above several; may be repeated.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every address.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every address.")
 @click.option(
     "--port",
     type=WholeNumberRange(1, 65535),
     default=DEFAULT_PORT,
     show_default=True,
-    help="Port to listen on. A default that is in use is replaced by the next free port.",
+    help="Port to listen on. If the default is in use, the next free port is taken.",
 )
 @click.option(
     "--allowed_host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="Another name of this machine that browsers ask for, of a proxy for example; may be repeated. Requests for "
+    help="Another host name that browsers use for this machine, such as a proxy's; may be repeated. Requests for "
     "other names are refused.",
 )
 @click.option("--text", is_flag=True, help="Show the numbers here, without VisualDL; on a terminal until Ctrl-C.")
@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Show the curves of runs while they train, or afterwards.
 
-    Starts VisualDL's server on this machine and prints the address to open in a browser. Ctrl-C ends it. Without
+    Starts VisualDL's server on this machine and prints the address to open in a browser. Ctrl-C stops it. Without
     VisualDL the numbers are shown as text.
     """
     runs = find_runs(folders)
@@ -71,7 +71,7 @@ def command(
                 ends_with_us = partial(die_with_parent, signal.SIGTERM)
                 _serve(runs, host, Dashboard(folders, host, chosen, ends_with_us, allowed_hosts))
             except DashboardUnusable as error:
-                _say(f"{error}; this is metrics.jsonl instead")
+                _say(f"{error}; showing metrics.jsonl instead")
                 _show_text(runs)
         except StopRequested:
             _say("ended")
@@ -84,7 +84,7 @@ def _serve(runs: Sequence[Path], host: str, server: Dashboard) -> None:
         if host not in _LOCAL:
             _say(f"everybody who reaches {host} can read these runs")
         click.echo(f"{dashboard.address}/app/scalar")
-        _say("open it in a browser; Ctrl-C ends it")
+        _say("open it in a browser; Ctrl-C stops it")
         dashboard.wait()
 
 

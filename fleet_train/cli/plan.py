@@ -1,4 +1,4 @@
-"""``python -m fleet_train plan``: what would be communicated, on a cluster that need not be there, and its price."""
+"""``python -m fleet_train plan``: what would be communicated on a hypothetical cluster, and its cost."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ Examples
   # what a built-in model would send on 4 nodes of 2 processes
   python -m fleet_train plan --model mlp --nodes 4 --ranks_per_node 2
 \b
-  # a script of your own; what follows --script SCRIPT is the script's
+  # your own script; the arguments after --script SCRIPT are the script's
   python -m fleet_train plan --nodes 2 --strategy multi_node --script train.py --lr 0.1
 \b
-  # the price on a network of 1 Gb/s, with 30 ms of computing per step, and on larger clusters
+  # the cost on a network of 1 Gb/s, with 30 ms of computing per step, and on larger clusters
   python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
       --compute_ms 30 --batch_size 64 --nodes_on_paper 8,64,512
 \b
-  # try the exchange out on random gradients, all ranks in this process: is it exact, what is sent?
+  # simulate the exchange of random gradients, all ranks in this process: is it exact, what is sent?
   python -m fleet_train plan --model mlp --nodes 2 --strategy powersgd --simulate
 \b
-  # measure the links first: the same command on every node; it prints the plan command to use
+  # measure the links first: the same command on every node; it prints the plan command to run
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
       --node_ip=192.168.1.2 -m fleet_train plan --measure --model mlp
 \b
-Where to find --compute_ms: the time of a step of the same script in one process.
-Every time and byte is a prediction; docs/planning.md has the model and its limits.
+--compute_ms is the time of a step of the same script in one process.
+All times and bytes are predictions; docs/planning.md describes the model and its limits.
 """
 _DEFAULTS = {
     "latency_us": 100.0,
@@ -59,7 +59,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _positive(flag: str, help_text: str) -> Callable[[Function], Function]:
-    """An option that takes a number above 0; its default is applied later, where it can be called assumed."""
+    """An option that takes a number above 0; its default is applied later, where it can be marked as assumed."""
     name = flag.removeprefix("--")
     smallest = NumberRange(min=0, min_open="bandwidth" in name)
     return click.option(flag, type=smallest, help=f"{help_text}  [default: {_DEFAULTS[name]:g}]")
@@ -83,7 +83,7 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
         "help_option_names": ["-h", "--help"],
     },
     epilog=_EPILOG,
-    short_help="Show what a script or model would communicate, and which knob caused it.",
+    short_help="Show what a script or model would communicate, and which knob causes it.",
 )
 @click.option(
     "--nodes", type=WholeNumberRange(1), default=2, show_default=True, help="Nodes of the cluster to plan for."
@@ -94,19 +94,21 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--strategy",
     metavar="NAME|FILE",
-    help="Profile for a script that names none. Default: by the cluster.",
+    help="Profile for a script that names none. Default: depends on the cluster.",
     shell_complete=profiles,
 )
 @click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
-@_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second and direction of a node.")
+@_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second of a node in each direction.")
 @_positive("--inside_latency_us", "The same inside a node.")
-@_positive("--inside_bandwidth_mbps", "The same inside a node, of a rank.")
+@_positive("--inside_bandwidth_mbps", "The same inside a node, per rank.")
 @_positive("--compute_ms", "Computing time of a step without communication.")
-@click.option("--backward_share", type=NumberRange(0, 1), help="Of it in the backward pass.  [default: two thirds]")
+@click.option("--backward_share", type=NumberRange(0, 1), help="Its share in the backward pass.  [default: two thirds]")
 @click.option("--batch_size", type=WholeNumberRange(0), default=0, help="Samples per rank and step, for samples/s.")
-@click.option("--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Price these numbers of nodes as well.")
-@click.option("--simulate", is_flag=True, help="Carry the plan out in numpy for all ranks, on random gradients.")
+@click.option(
+    "--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Predict for these numbers of nodes as well."
+)
+@click.option("--simulate", is_flag=True, help="Execute the plan in numpy for all ranks, on random gradients.")
 @click.option(
     "--simulate_steps",
     type=WholeNumberRange(1, 100_000),
@@ -126,7 +128,7 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
     "--script",
     "script",
     metavar="SCRIPT",
-    help="Plan for a training script; what follows is the script's.",
+    help="Plan for a training script; the arguments after it are the script's.",
     shell_complete=files,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
@@ -145,18 +147,18 @@ def command(
     simulate_steps: int | None,
     **given: Any,
 ) -> None:
-    """Show what each step sends, which knob caused it, and what it costs.
+    """Show what each step sends, which knob causes it, and what it costs.
 
     Buckets, bytes per rank and per link, steps between synchronisations, predicted time. The script runs up to its
-    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent. --simulate also carries the plan
-    out in numpy: whether all ranks end up with the same bits, and how far averages are from exact ones.
+    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent. --simulate also executes the
+    plan in numpy: do all ranks get the same bits, and how far are averages from the exact ones?
     """
     _refuse_bad_target(script, arguments, model, measure)
     if simulate_steps is not None and not simulate:
-        raise click.UsageError("--simulate_steps says how long --simulate runs: give both")
+        raise click.UsageError("--simulate_steps needs --simulate: give both")
     if measure:
         if told := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
-            raise click.UsageError(f"--measure finds out what {', '.join(told)} would tell it: leave one of them out")
+            raise click.UsageError(f"--measure measures what {', '.join(told)} would specify: leave one of them out")
         rest = _repeated(strategy, model, script, arguments, nodes_on_paper, given)
         _measure(measure_seconds, as_json, rest)
         return
@@ -222,8 +224,8 @@ def _repeated(
     nodes_on_paper: tuple[int, ...],
     given: dict[str, Any],
 ) -> list[str]:
-    """The flags beside the measured ones for the printed command; --script last, it takes the rest of the line."""
-    strategy = strategy or os.environ.get("FLEET_TRAIN_STRATEGY")  # that of the launcher
+    """The flags of the printed command besides the measured ones; --script is last, it takes the rest of the line."""
+    strategy = strategy or os.environ.get("FLEET_TRAIN_STRATEGY")  # the launcher's
     words = [f"--strategy={strategy}"] if strategy else []
     kept = ("compute_ms", "backward_share", "batch_size")
     words += [f"--{name}={given[name]:g}" for name in kept if given[name]]
@@ -262,6 +264,6 @@ def _plan(
     from fleet_train.train.reference.config import TrainConfig
     from fleet_train.train.reference.job import convert_only
 
-    # Those for images are planned with ImageNet's classes; the size of the images changes no parameter.
+    # Image models are planned with ImageNet's classes; the size of the images changes no parameter.
     data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"
     return plan_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster, network)

@@ -1,4 +1,4 @@
-"""`python -m fleet_train port`: old Paddle scripts become scripts for Paddle 3 and fleet_train."""
+"""`python -m fleet_train port`: rewrites old Paddle scripts for Paddle 3 and fleet_train."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ EXIT_WOULD_CHANGE = 1
 _EPILOG = """\b
 Examples:
   python -m fleet_train port train.py                  (show the diff, change nothing)
-  python -m fleet_train port --write train.py models/  (change the files; a second time changes nothing)
+  python -m fleet_train port --write train.py models/  (change the files; a second run changes nothing)
   python -m fleet_train port --check .                 (for CI: fails while something would change)
 
 \b
-What a machine cannot decide stays as it was, below a line that says what to use,
+Code that cannot be rewritten automatically stays as it was, below a line that says what to use,
   # TODO(fleet_train): fluid.layers.py_reader -> paddle.io.DataLoader(...)
-and is listed at the end with its line in the ported script. An import of paddle.fluid
-stays as long as a marked line needs it, so that a script that is not finished fails at
-its first line and not in the middle of training. docs/old-programs.md explains each.
+and is listed at the end with its line number in the ported script. An import of paddle.fluid
+stays as long as a marked line needs it, so an unfinished script fails at its first line and
+not in the middle of training. docs/old-programs.md explains each.
 
 \b
 Exit codes:
-  0   done; with --check: nothing would change (TODO lines may be left: they are listed)
+  0   done; with --check: nothing would change (remaining TODO lines are listed)
   1   --check: something would change
   7   a file is not Python 3 (the message names file and line); nothing was written
   10  no such file or folder
@@ -44,10 +44,10 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     """Rewrite scripts for Paddle 1.6 to 2.x (paddle.fluid, Fleet 1.x and 2.x) for Paddle 3 and fleet_train.
 
     Imports, layers with their changed arguments, programs, executors, optimizers, initializers, places, Fleet's API,
-    fetch lists, saving. Comments and layout stay. Nothing is rewritten that might mean something else today.
+    fetch lists, saving. Comments and layout stay. Code that might mean something else today is not rewritten.
     """
     if write and check:
-        raise click.UsageError("--write changes files, --check only looks: give one of the two")
+        raise click.UsageError("--write changes files, --check changes none: give only one of them")
     from fleet_train.port import files
 
     ported = files.port_all(files.scripts_in(paths))
@@ -66,7 +66,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
 
 
 def _list_marks(ported: list[Ported]) -> None:
-    """On the error stream, so that the output stays a diff that `patch` takes."""
+    """Prints to stderr, so that stdout stays a diff that `patch` accepts."""
     found = [mark for one in ported for mark in one.marks]
     if found:
         click.echo(f"\nTo do by hand ({len(found)}; lines of the ported scripts):", err=True)

@@ -17,13 +17,13 @@ from fleet_train.cli.options.completing import profiles
 def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
     """List the strategy profiles, or show one with each knob's fate.
 
-    Without an argument: the profiles of the catalogue with the reason for each. With the name of one, or a file: every
+    Without an argument: the profiles of the catalogue with the reason for each. With a profile's name or file: every
     knob with its value, where that was set, its default, its meaning and its fate, and what was measured with it.
 
     \b
     A knob is one of
       carried out   it does what it says
-      mapped        what it asked for is done differently today (said once on rank 0)
+      mapped        what it asked for is done differently today (reported once on rank 0)
       refused       an error unless it has its default; the message says what to use instead
 
     \b
@@ -33,7 +33,7 @@ def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
       python -m fleet_train profiles ./my_profile.yaml --json
       python -m fleet_train profiles --compatibility
 
-    A profile of your own is a YAML file that begins with `extends: multi_node` and changes what it needs to.
+    Your own profile is a YAML file that begins with `extends: multi_node` and sets the knobs that differ.
     Use it with `python -m fleet_train launch --strategy NAME|FILE ...`, or in a script with
     DistributedStrategy.from_profile(...).
     """

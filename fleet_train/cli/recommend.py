@@ -24,13 +24,13 @@ As the program of a launcher, one process per rank:
   python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train recommend --script train.py
 
 \b
-The script runs for some steps in each trial, as it is, and is then ended: give it flags with which it may write.
-What follows --script SCRIPT is the script's.
+Each trial runs the unchanged script for some steps and then stops it: give it an output folder it may write to.
+The arguments after --script SCRIPT are the script's.
 
 \b
 Exit codes:
   0        a profile is recommended and written
-  1        no trial came to its end, or the script did not get as far as its first steps
+  1        no trial completed, or the script did not reach its first steps
   2 to 6   flags, Paddle, addresses or ports, a machine that did not connect
   8, 11    machines were started differently; a machine or a supervisor was lost
 """
@@ -50,17 +50,17 @@ Exit codes:
     "--allow",
     multiple=True,
     type=click.Choice(list(ALLOWABLE)),
-    help="Also pick what may cost accuracy: gradients rounded to 16 bits, approximated ones (and rounded ones), "
-    "local steps. May be repeated.",
+    help="Also pick profiles that may cost accuracy: gradients rounded to 16 bits, approximated (and rounded) "
+    "gradients, local steps. May be repeated.",
 )
 @click.option("--seconds", type=NumberRange(10, 3600), default=90.0, show_default=True, help="About how long it takes.")
-@click.option("--trials", type=WholeNumberRange(1, 30), default=4, show_default=True, help="Profiles that are tried.")
+@click.option("--trials", type=WholeNumberRange(1, 30), default=4, show_default=True, help="Profiles to try.")
 @click.option(
     "--output",
     type=Path,
     default=DEFAULT_OUTPUT,
     show_default=True,
-    help="The profile that is written.",
+    help="The profile to write.",
     shell_complete=files,
 )
 @click.option(
@@ -73,12 +73,12 @@ Exit codes:
     shell_complete=folders,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
-@click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
+@click.option("--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started.")
 @click.option(
     "--script",
     required=True,
     metavar="SCRIPT",
-    help="The training script; what follows is the script's.",
+    help="The training script; the arguments after it are the script's.",
     shell_complete=files,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
@@ -86,10 +86,10 @@ def command(
     script: str, arguments: tuple[str, ...], allow: tuple[str, ...], seconds: float, trials: int, output: Path,
     record: Path, as_json: bool, outcome: Path | None, **machines: Any,
 ) -> None:  # fmt: skip
-    """Measure the links and a script's computing, price every profile, try the best, and write the one to use.
+    """Measure the links and a script's computing, predict every profile, try the best, and write the one to use.
 
-    Profiles that cannot change the result are picked by default; --allow widens. What was ruled out is listed with its
-    reason, and so is the bandwidth at which another profile would be better. A trial that fails or hangs is ended.
+    By default only profiles that cannot change the result are picked; --allow adds others. Excluded profiles are listed
+    with the reason, and so is the bandwidth at which another profile is better. A trial that fails or hangs is stopped.
     """
     from fleet_train.recommend.start import start
     from fleet_train.selftest.start import Where

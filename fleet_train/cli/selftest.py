@@ -33,8 +33,8 @@ As the program of a launcher, one process per rank:
 
 \b
 Exit codes:
-  0        nothing has failed
-  1        a check has failed, or all were left out; the last line says which
+  0        no check failed
+  1        a check failed, or all were left out; the last line says which
   2 to 6   flags, Paddle, addresses or ports, a machine that did not connect
   8, 11    machines were started differently; a machine or a supervisor was lost
 """
@@ -42,8 +42,8 @@ Exit codes:
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @where("2")
-@click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Do these checks; may be repeated.")
-@click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave these out; may be repeated.")
+@click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Run these checks; may be repeated.")
+@click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Skip these checks; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
 @click.option(
     "--record",
@@ -51,24 +51,24 @@ Exit codes:
     default=DEFAULT_FOLDER,
     show_default=True,
     metavar="DIR",
-    help="Record and logs.",
+    help="Folder of the record and logs.",
     shell_complete=folders,
 )
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print the record on stdout, and the lines on stderr. (launch merges the two: read the record.)",
+    help="Print the record on stdout, and the lines on stderr. (launch merges the two: read the record's file.)",
 )
-@click.option("--outcome", type=Path, hidden=True, help="Where a rank that we have started writes how it went.")
+@click.option("--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], quick: bool, record: Path, as_json: bool, outcome: Path | None,
     **machines: Any,
 ) -> None:  # fmt: skip
     """Check a new cluster before it trains: one line per check, a verdict, a record. About two minutes.
 
-    Each rank is a supervisor that starts the processes which are examined, so that one of them can be stopped or
-    killed. Rank 0 prints. The record has no addresses, names or paths in it: it is made to be sent in.
+    Each rank is a supervisor that starts the processes under test, so that one of them can be stopped or killed.
+    Rank 0 prints. The record contains no addresses, names or paths, so it can be attached to a report.
     """
     from fleet_train.selftest.start import Where, start
 

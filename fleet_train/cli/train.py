@@ -1,4 +1,4 @@
-"""`python -m fleet_train train`: flags of the reference trainer. Paddle is imported after they have been checked."""
+"""`python -m fleet_train train`: flags of the reference trainer. Paddle is imported after they are checked."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     "Image folder instead: train/<class>/, val/<class>/, or train.txt and val.txt.",
     shell_complete=folders,
 )
-@_option("--image_size", "Pixels in each direction that images of --data_dir are brought to.", type=WholeNumber())
+@_option("--image_size", "Height and width in pixels to which images of --data_dir are resized.", type=WholeNumber())
 @_option(
     "--augment", "Random change of training images; auto: crop_flip for folders.", type=click.Choice(AUGMENTATIONS)
 )
-@_option("--loader", "Who decodes; auto: worker processes for folders.", type=click.Choice(LOADERS))
+@_option("--loader", "What decodes images; auto: worker processes for folders.", type=click.Choice(LOADERS))
 @_option("--workers", "Decoding processes per rank. Default: the cores of this rank, at most 8.", type=WholeNumber())
-@_option("--prefetch_depth", "Batches that lie ready while a step runs.", type=WholeNumber())
-@_option("--shard_by", "Machines share the same files, or each reads all of its own.", type=click.Choice(SHARDINGS))
+@_option("--prefetch_depth", "Batches prepared in advance while a step runs.", type=WholeNumber())
+@_option("--shard_by", "Machines share the same files, or each reads its own.", type=click.Choice(SHARDINGS))
 @_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
 @_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
-@_option("--max_corrupt", "Unreadable images left out: below 1 a share, from 1 on a number.", type=Number())
+@_option("--max_corrupt", "Unreadable images to skip: below 1 a share, from 1 on a number.", type=Number())
 @_option(
     "--strategy",
-    "Profile name or YAML file. Default: the launcher's, else by what the cluster is.",
+    "Profile name or YAML file. Default: the launcher's, else chosen by the cluster.",
     shell_complete=profiles,
 )
 @_option("--epochs", "Passes over the training data.", type=WholeNumber())
@@ -73,43 +73,44 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--weight_decay", "L2 coefficient; decoupled with adamw.", type=Number())
 @_option("--no_decay_norm_bias", "No weight decay for biases and scales of norms.", is_flag=True)
 @_option("--clip_norm", "Largest global norm of the averaged gradients; 0 = no clipping.", type=Number())
+@_option("--gradient_norm", "Record the global norm of the averaged gradients; --clip_norm does, too.", is_flag=True)
 @_option("--label_smoothing", "Share of the target that is spread over all classes.", type=Number())
-@_option("--ema_decay", "Decay of the weights' moving average, which is then evaluated; 0 = none.", type=Number())
-@_option("--lr_schedule", "Learning rate over the run, down from the peak.", type=click.Choice(SCHEDULES))
+@_option("--ema_decay", "Decay of the weights' moving average, used in evaluation; 0 = none.", type=Number())
+@_option("--lr_schedule", "How the learning rate decays from the peak.", type=click.Choice(SCHEDULES))
 @_option(
     "--lr_milestones",
     "Epochs, 30,60,80, at which the step schedule drops. Default: 1/2, 3/4.",
     default="",
     callback=_epochs,
 )
-@_option("--lr_decay", "What the step schedule multiplies the rate by at a milestone.", type=Number())
+@_option("--lr_decay", "Factor of the step schedule at a milestone.", type=Number())
 @_option("--lr_power", "Power of the polynomial schedule.", type=Number())
 @_option("--warmup_epochs", "Epochs in which the rate rises to the peak.", type=Number())
-@_option("--seed", "Start of all random streams; the same seed gives the same run.", type=WholeNumber())
+@_option("--seed", "Seed of all random streams; the same seed gives the same run.", type=WholeNumber())
 @_option(
     "--output_dir",
-    "Checkpoints, metrics.jsonl, visualdl/ and summary.json go there (rank 0's machine).",
+    "Folder for checkpoints, metrics.jsonl, visualdl/ and summary.json (on rank 0's machine).",
     shell_complete=folders,
 )
 @_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=WholeNumber())
 @_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=WholeNumber())
-@_option("--keep_checkpoints", "Newest checkpoints that are kept.", type=WholeNumber())
+@_option("--keep_checkpoints", "How many of the newest checkpoints to keep.", type=WholeNumber())
 @_option("--keep_best", "Also keep the checkpoint with the best evaluation.", is_flag=True)
 @_option("--background_checkpoints", "Write checkpoints while training goes on.", is_flag=True)
-@_option("--checkpoint_timeout", "Seconds to wait for a disk that hangs, before the job ends.", type=Number())
+@_option("--checkpoint_timeout", "Seconds to wait for a hanging disk before the job stops.", type=Number())
 @_option("--checkpoint_copies", "Nodes that keep each checkpoint, the first one included.", type=WholeNumber())
 @_option("--evaluate_every", "Epochs between two evaluations.", type=WholeNumber())
 @_option("--log_every", "Steps between two metric records.", type=WholeNumber())
 @_option(
-    "--straggler_factor", "Name a rank that takes so many times the others' median step; 0 = never.", type=Number()
+    "--straggler_factor", "Report a rank whose step takes this many times the others' median; 0 = never.", type=Number()
 )
-@_option("--prometheus_port", "Serve /metrics for Prometheus there, on rank 0.", type=WholeNumberRange(1, 65535))
-@_option("--prometheus_host", "Address for it; 0.0.0.0 = every address of the machine.")
-@_option("--on_nan", "What a loss or gradient that is NaN or infinite does.", type=click.Choice(ON_NAN))
+@_option("--prometheus_port", "Port of /metrics for Prometheus on rank 0.", type=WholeNumberRange(1, 65535))
+@_option("--prometheus_host", "Address of /metrics; 0.0.0.0 = every address of the machine.")
+@_option("--on_nan", "What to do about a loss or gradient that is NaN or infinite.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
-@_option("--resume", "Go on from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
-@_option("--overwrite", "Start anew in a used output_dir; its checkpoints are deleted.", is_flag=True)
-@_option("--stop_after_epochs", "Stop this call after so many epochs; --resume goes on later.", type=WholeNumber())
+@_option("--resume", "Continue from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
+@_option("--overwrite", "Start over in a used output_dir; its checkpoints are deleted.", is_flag=True)
+@_option("--stop_after_epochs", "Stop this run after this many epochs; --resume continues later.", type=WholeNumber())
 @verbose_option
 @click.pass_context
 def command(context: click.Context, /, lr: float | None, **options: Any) -> None:

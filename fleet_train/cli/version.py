@@ -20,21 +20,21 @@ Examples:
   python -m fleet_train --version              (one line)
 
 \b
-There is no host name, address, path or value of a variable in it: it is made to be pasted into a bug report.
-Paddle is not imported: whether it works is told by python -m fleet_train selftest.
+The output has no host name, address, path or value of a variable: it can be pasted into a bug report.
+Paddle is not imported; python -m fleet_train selftest checks whether it works.
 """
 
 
 @click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text for people.")
 def command(as_json: bool) -> None:
-    """Show what a bug report needs: versions, Paddle's build, machine, limits, GPUs, who started this process."""
+    """Show versions, Paddle's build, machine, limits, GPUs and the engine of this process for a bug report."""
     facts = facts_of(os.environ)
     click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
 
 
 def facts_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Everything, as JSON has it; what is not there is absent or empty."""
+    """All facts, as in the JSON output; unavailable ones are absent or empty."""
     from fleet_train.launch.spec import hardware, installed
 
     return {
@@ -57,7 +57,7 @@ def facts_of(environ: Mapping[str, str]) -> dict[str, Any]:
 def _engine(environ: Mapping[str, str]) -> str:
     """The name of the engine that has started this process, as ``--engine`` takes it, or ``none``.
 
-    What the engine calls the job, and its hosts, are not in it: those are values of variables.
+    It does not contain the engine's job name and hosts: those are values of variables.
     """
     from fleet_train.cluster.engines import CHOICES, detect
     from fleet_train.errors import ClusterError

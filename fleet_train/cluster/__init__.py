@@ -1,6 +1,6 @@
-"""Where we are: hosts, ranks, the launch environment, and the store where members meet. No Paddle.
+"""The cluster of a job: hosts, ranks, the launch environment, and the rendezvous store. No Paddle.
 
-The names are loaded on first use: ``launch --help`` must not pay for the store's asyncio.
+The names are loaded on first use: ``launch --help`` must not import the store's asyncio.
 """
 
 from __future__ import annotations

@@ -26,19 +26,19 @@ def is_amd_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def advice_for_rank(threads: int, computes_on_cpu: bool, is_amd: bool) -> dict[str, str]:
-    """For a rank with so many processors to itself."""
+    """For a rank with this many processors of its own."""
     advice = {"OMP_NUM_THREADS": str(max(1, threads))}
     if computes_on_cpu:
         # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready.
         advice |= {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
         if is_amd:
-            # Intel MKL, with which Paddle's wheel computes, chooses its slow path on AMD: 1.8 times slower.
+            # Intel MKL, which Paddle's wheel uses, chooses its slow path on AMD: 1.8 times slower.
             advice["MKL_DEBUG_CPU_TYPE"] = "5"
     return advice
 
 
 def threads_of_rank(environ: Mapping[str, str], started: Started, usable: int, total: int) -> int:
-    """What Slurm or a binding has given this rank, else its share of the machine."""
+    """The processors that Slurm or a binding assigned to this rank, else its share of the machine."""
     told = environ.get("SLURM_CPUS_PER_TASK", "")
     if is_number(told):
         return int(told)
@@ -46,13 +46,13 @@ def threads_of_rank(environ: Mapping[str, str], started: Started, usable: int, t
 
 
 def advise_this_process(environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules) -> None:
-    """What ``launch`` would set for a rank, for one that an engine has started; what is set stays. To be called before
+    """Set what ``launch`` would set, for a rank that an engine started; variables that are set stay. Call it before
     Paddle is imported."""
-    if "paddle" in loaded:  # it has read them
+    if "paddle" in loaded:  # it has already read them
         return
     try:
         started = detect(environ)
-    except ClusterError:  # fleet.init says it
+    except ClusterError:  # fleet.init reports it
         return
     if started is None or started.count < 2:
         return

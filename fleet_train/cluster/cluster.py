@@ -1,4 +1,4 @@
-"""Who takes part: hosts -> ranks, as pure arithmetic."""
+"""The members of a job: hosts -> ranks, as pure arithmetic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cluster:
     ranks: tuple[Rank, ...]
     rank: int
     store_endpoint: str = ""
-    """Where a launcher hosts the rendezvous store; empty = rank 0 hosts it on its own endpoint."""
+    """The rendezvous store that a launcher hosts; empty = rank 0 hosts it on its own endpoint."""
     formed_by: str = "one process"
     """Which launch form or variables described this cluster, for messages."""
 
@@ -42,7 +42,7 @@ class Cluster:
 
     @classmethod
     def imagined(cls, nodes: int, ranks_per_node: int) -> Cluster:
-        """A cluster that is not there, for planning: hosts are called node0, node1, ..."""
+        """A hypothetical cluster for planning: hosts are called node0, node1, ..."""
         if nodes < 1 or ranks_per_node < 1:
             raise ClusterError(f"nodes={nodes}, ranks_per_node={ranks_per_node}: both must be at least 1")
         hosts = [f"node{i}" for i in range(nodes)]
@@ -72,14 +72,14 @@ class Cluster:
         return [rank.index for rank in self.ranks if rank.node_index == node_index]
 
     def describe(self, rank: int) -> str:
-        """``rank 3 (10.0.0.2:6171)``; a rank outside the job is described by its number alone."""
+        """``rank 3 (10.0.0.2:6171)``; a rank outside the job is described by its number only."""
         if not 0 <= rank < self.world_size:
             return f"rank {rank}"
         return f"rank {rank} ({self.ranks[rank].endpoint})"
 
 
 def assign(hosts: Sequence[str], ranks_per_node: int, started_port: int) -> tuple[Rank, ...]:
-    """Ranks in the order of the host list, ``ranks_per_node`` on each, ports counted up from ``started_port``."""
+    """Ranks in the order of the host list, ``ranks_per_node`` on each, with ports from ``started_port`` up."""
     return tuple(
         Rank(node * ranks_per_node + local, host, started_port + local, node, local)
         for node, host in enumerate(hosts)
@@ -88,7 +88,7 @@ def assign(hosts: Sequence[str], ranks_per_node: int, started_port: int) -> tupl
 
 
 def from_endpoints(endpoints: Sequence[str], node_num: int | None = None) -> tuple[Rank, ...]:
-    """Ranks from ``host:port`` texts; neighbours on one host form a node.
+    """Ranks from ``host:port`` texts; adjacent ones on one host form a node.
 
     ``node_num`` splits a host evenly when several launchers share it. Raises ClusterError for a text without a port
     and for an endpoint that is named twice.
@@ -96,7 +96,7 @@ def from_endpoints(endpoints: Sequence[str], node_num: int | None = None) -> tup
     pairs = [_split(endpoint) for endpoint in endpoints]
     twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
     if twice:
-        raise ClusterError(f"endpoint {', '.join(twice)} stands for two ranks; every rank needs a host:port of its own")
+        raise ClusterError(f"endpoint {', '.join(twice)} is given for two ranks; every rank needs its own host:port")
     nodes = _node_indices([host for host, _ in pairs], node_num)
     local: dict[int, int] = {}
     ranks = []

@@ -1,8 +1,8 @@
-"""Reads what was asked of the stock launcher from its own command line.
+"""Reads the requested job from the stock launcher's own command line.
 
-On Paddle 3.3 ``python -m paddle.distributed.launch`` meets a flag that it does not know (every flag of the 1.8 recipe,
-and every typo) by switching to a legacy launcher that drops it and starts a job of this machine alone. What was
-asked for is then only in the launcher's argument list.
+On Paddle 3.3 an unknown flag (every flag of the 1.8 recipe, and every typo) makes ``python -m
+paddle.distributed.launch`` switch to a legacy launcher that drops it and starts a job of this machine alone. The
+requested job is then only in the launcher's argument list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPELLINGS = {
     "log_dir": "log_dir",
     "use_paddlecloud": "use_paddlecloud",
 }
-# Flags of the modern launcher that say nothing about who takes part, and one of the 1.8 launcher's.
+# Flags of the modern launcher that do not affect which nodes take part, and one of the 1.8 launcher's.
 _OTHERS = (
     "master rank log_level log_overwrite sort_ip enable_gpu_log nnodes run_mode job_id servers trainers workers "
     "trainer_num worker_num server_num gloo_port with_gloo max_restart elastic_level elastic_timeout legacy "
@@ -39,7 +39,7 @@ _SWITCHES = {"use_paddlecloud", "print_config"}  # 1.8: store_true, no value
 
 @dataclass(frozen=True)
 class AskedLaunch:
-    """The flags that the stock launcher was given: ours by one name each, and those that nobody knows."""
+    """The stock launcher's flags: known ones under one name each, and unknown ones."""
 
     flags: dict[str, str]
     unknown: tuple[str, ...]
@@ -51,7 +51,7 @@ class AskedLaunch:
 
 
 def parse_launch(command: Sequence[str]) -> AskedLaunch | None:
-    """The launch asked for by an argument list, or None when it is no ``paddle.distributed.launch``."""
+    """The launch that an argument list requests, or None if it is not ``paddle.distributed.launch``."""
     arguments = _after_launcher(list(command))
     if arguments is None:
         return None
@@ -85,7 +85,7 @@ def _after_launcher(command: list[str]) -> list[str] | None:
 
 
 def refuse_unknown_flags(asked: AskedLaunch) -> None:
-    """A flag that no launcher knows made the stock launcher start a job of one machine: say so.
+    """Report that an unknown flag made the stock launcher start a job of one machine.
 
     Raises ClusterError with the nearest known flag.
     """
@@ -95,6 +95,6 @@ def refuse_unknown_flags(asked: AskedLaunch) -> None:
     near = difflib.get_close_matches(name, [*_SPELLINGS, *_OTHERS], n=1)
     hint = f"; did you mean '--{near[0]}'?" if near else ""
     raise ClusterError(
-        f"paddle.distributed.launch does not know '--{name}'{hint} It has dropped the flag and started the processes "
-        "of this machine alone, so this is not the job that was asked for"
+        f"paddle.distributed.launch does not know '--{name}'{hint} It dropped the flag and started the processes of "
+        "this machine alone, so this is not the requested job"
     )

@@ -1,7 +1,7 @@
-"""What the stock launcher's legacy mode says wrongly, put right as early as possible: when fleet_train is imported.
+"""Corrects wrong variables of the stock launcher's legacy mode as early as possible: when fleet_train is imported.
 
-Under the recipe's old command every node gets ``PADDLE_TRAINER_ID`` and ``PADDLE_TRAINERS_NUM`` of a job of its own,
-and scripts that read them shard their data as rank 0 of 1. The parent's command line says what was asked for.
+Under the recipe's old command every node gets ``PADDLE_TRAINER_ID`` and ``PADDLE_TRAINERS_NUM`` of a separate job,
+and scripts that read them shard their data as rank 0 of 1. The parent's command line describes the requested job.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LAUNCHER = "distributed"
 _MISLEADING = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
 
 _launched: dict[str, str | None] = {}
-"""What the launcher had set, of the variables that were corrected; None = it was not set."""
+"""The launcher's values of the corrected variables; None = it was not set."""
 
 
 def parent_command() -> list[str]:
-    """The argument list of the parent process; empty where the system does not tell (not Linux)."""
+    """The argument list of the parent process; empty if the system does not provide it (not Linux)."""
     try:
         raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -28,9 +28,9 @@ def parent_command() -> list[str]:
 
 
 def correct(environ: MutableMapping[str, str], command: Sequence[str]) -> dict[str, str | None]:
-    """Make the environment describe the cluster that the launcher was asked for; returns the values from before.
+    """Make the environment describe the requested cluster; returns the previous values.
 
-    Nothing is done under other launchers, nor where the command describes no usable cluster: ``fleet.init`` says why.
+    Does nothing under other launchers, or if the command describes no usable cluster: ``fleet.init`` reports why.
     """
     if "PADDLE_TRAINER_ID" not in environ or "FLEET_TRAIN_STORE" in environ:
         return {}
@@ -61,7 +61,7 @@ def correct_this_process() -> None:
 
 
 def launch_environment() -> dict[str, str]:
-    """The environment as the launcher made it: what ``cluster_from_environ`` reads."""
+    """The environment as the launcher set it: what ``cluster_from_environ`` reads."""
     environ = dict(os.environ)
     for name, value in _launched.items():
         if value is None:
@@ -73,7 +73,7 @@ def launch_environment() -> dict[str, str]:
 
 def read_before_import(source: str) -> int | None:
     """The first line (1, 2, ...) of a script that reads a misleading variable, or asks Paddle for the rank, above its
-    import of fleet_train; None where there is none.
+    import of fleet_train; None if there is none.
     """
     for number, line in enumerate(source.splitlines(), start=1):
         code = line.partition("#")[0]
@@ -85,17 +85,15 @@ def read_before_import(source: str) -> int | None:
 
 
 def warning_of(main_script: str | None, environ: Mapping[str, str | None] | None = None) -> str:
-    """What to say at ``fleet.init`` of the correction; empty where there was none."""
+    """The message about the correction for ``fleet.init``; empty if there was none."""
     before = _launched if environ is None else environ
     if not before:
         return ""
     text = (
-        "the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they "
-        "were corrected when fleet_train was imported. What read them before took this process for another rank"
+        "the stock launcher set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they were "
+        "corrected when fleet_train was imported. Code that read them before saw the wrong rank"
     )
     line = read_before_import(main_script) if main_script else None
     if line is None:
         return text
-    return (
-        f"WARNING: {text}, and line {line} of the script stands above it: move `import fleet_train` to its first line"
-    )
+    return f"WARNING: {text}, and line {line} of the script is above that: move `import fleet_train` to its first line"

@@ -5,4 +5,4 @@ from __future__ import annotations
 DEFAULT_STARTED_PORT = 6170
 DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
 MOST_SECONDS = 1_000_000.0
-"""That can be asked for anywhere: 11 days; sockets take no timeout of more than 24."""
+"""The longest time that any option accepts: 11 days; sockets accept no timeout of more than 24."""

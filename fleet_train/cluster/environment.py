@@ -1,7 +1,7 @@
 """From the launch environment to a Cluster: the only reader of PADDLE_*, POD_*, TRAINER_* and FLEET_TRAIN_*.
 
-The environment is an argument everywhere, so that tests pass a plain dict. What is read is cross-checked: on Paddle
-3.3 the stock launcher's variables can describe another job than the one that was asked for.
+The environment is an argument everywhere, so that tests pass a plain dict. Values are cross-checked: on Paddle 3.3
+the stock launcher's variables can describe another job than the requested one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fleet_train.errors import ClusterError
 
 
 def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
-    """The cluster that was asked for; a partial one where an engine (Slurm, MPI, ...) has started the ranks.
+    """The requested cluster; a partial one if an engine (Slurm, MPI, ...) started the ranks.
 
     ``launcher_command`` is the argument list of the parent process; it matters when that is the stock launcher.
-    Raises ClusterError when the variables contradict each other or the launcher started another job than asked.
+    Raises ClusterError if the variables contradict each other or the launcher started another job than requested.
     """
     asked = None if environ.get("FLEET_TRAIN_STORE") else parse_launch(launcher_command)
     if asked and asked.ips():
@@ -46,7 +46,7 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
 
 
 def is_legacy_launch(launcher_command: Sequence[str]) -> bool:
-    """Whether the stock launcher was given what only its legacy mode takes, and drops."""
+    """Whether the stock launcher got flags that only its legacy mode accepts, and drops."""
     asked = parse_launch(launcher_command)
     return asked is not None and bool(asked.ips() or "use_paddlecloud" in asked.flags)
 
@@ -66,8 +66,8 @@ def join_timeout_seconds(environ: Mapping[str, str]) -> float:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Which attempt of the job this is, counted from 0 by ``launch --max_restarts`` and by engines that start a job
-    again (Slurm's requeue); above 0, resume from a checkpoint.
+    """The attempt of the job, counted from 0 by ``launch --max_restarts`` and by engines that restart a job (Slurm's
+    requeue); above 0, resume from a checkpoint.
 
     Raises ClusterError for a value that the launcher never sets.
     """
@@ -76,25 +76,25 @@ def attempt(environ: Mapping[str, str]) -> int:
         return 0 if started is None else started.restarts
     number = _integer(environ, "FLEET_TRAIN_ATTEMPT", 0)
     if number < 0:
-        raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, leave it alone")
+        raise ClusterError(f"FLEET_TRAIN_ATTEMPT={number} is not 0, 1, 2, ...; the launcher sets it, do not set it")
     return number
 
 
 def launched_job(environ: Mapping[str, str]) -> str:
-    """What tells this job from every other that was ever launched, the same in all its attempts, also those that an
-    engine makes (a job that Slurm requeues); "" where nobody has given it such a name."""
+    """A unique identifier of this launch of the job, the same in all its attempts, also those of an engine (a job that
+    Slurm requeues); "" if there is none."""
     told = environ.get("FLEET_TRAIN_LAUNCHED", "")
     started = None if told else detect(environ)
     return told if started is None else started.run
 
 
 def asked_strategy(environ: Mapping[str, str]) -> str | None:
-    """The profile that the launcher was given, by name or path, or None."""
+    """The launcher's profile, by name or path, or None."""
     return environ.get("FLEET_TRAIN_STRATEGY") or None
 
 
 def rank_variables(cluster: Cluster) -> dict[str, str]:
-    """What Paddle itself must see to form this cluster's process groups."""
+    """The variables from which Paddle forms this cluster's process groups."""
     return {
         "PADDLE_TRAINER_ID": str(cluster.rank),
         "PADDLE_TRAINERS_NUM": str(cluster.world_size),
@@ -116,7 +116,7 @@ def _paddlecloud(environ: Mapping[str, str]) -> Cluster:
 
 
 def _started(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Local index and number of the processes that the launcher really started on this machine."""
+    """Local index and number of the processes that the launcher actually started on this machine."""
     local_index = _integer(environ, "PADDLE_RANK_IN_NODE", _integer(environ, "PADDLE_TRAINER_ID", 0))
     return local_index, _integer(environ, "PADDLE_TRAINERS_NUM", 1)
 
@@ -126,7 +126,7 @@ def _old_recipe(asked: AskedLaunch, environ: Mapping[str, str]) -> Cluster:
     node_ip = asked.flags.get("node_ip") or asked.flags.get("host") or (hosts[0] if len(hosts) == 1 else "")
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice:
-        raise ClusterError(f"--cluster_node_ips names {', '.join(twice)} twice; every machine once")
+        raise ClusterError(f"--cluster_node_ips lists {', '.join(twice)} twice; list every machine once")
     if node_ip not in hosts:
         raise ClusterError(
             f"--node_ip={node_ip or '(not given)'} is not one of --cluster_node_ips={','.join(hosts)}; "
@@ -163,8 +163,8 @@ def _fewer_than_asked(
 ) -> str:
     script = " ".join(asked.script) or "train.py"
     return (
-        f"paddle.distributed.launch was asked for {asked_for} processes on this machine and has started {started} "
-        "(on a CPU build it does not count --selected_gpus). The command that works: python -m fleet_train launch "
+        f"paddle.distributed.launch was asked for {asked_for} processes on this machine and started {started} "
+        "(on a CPU build it ignores --selected_gpus). The command that works: python -m fleet_train launch "
         f"--cluster_node_ips={','.join(hosts)} --node_ip={node_ip} --started_port={first_port} "
         f"--nproc_per_node={asked_for} {script}"
     )
@@ -177,7 +177,7 @@ def _modern(environ: Mapping[str, str]) -> Cluster:
     told = _integer(environ, "PADDLE_TRAINERS_NUM", len(ranks))
     if told != len(ranks):
         raise ClusterError(
-            f"PADDLE_TRAINERS_NUM={told}, but PADDLE_TRAINER_ENDPOINTS names {len(ranks)} processes; they must agree"
+            f"PADDLE_TRAINERS_NUM={told}, but PADDLE_TRAINER_ENDPOINTS lists {len(ranks)} processes; they must agree"
         )
     if not 0 <= rank < len(ranks):
         raise ClusterError(f"PADDLE_TRAINER_ID={rank} is not in 0 .. {len(ranks) - 1}, the ranks of this job")
@@ -185,7 +185,7 @@ def _modern(environ: Mapping[str, str]) -> Cluster:
     if len(ranks) > 1 and current != ranks[rank].endpoint:
         raise ClusterError(
             f"PADDLE_CURRENT_ENDPOINT={current}, but rank {rank} of the job is {ranks[rank].endpoint}; "
-            "the launcher has mixed up two jobs"
+            "the launcher has confused two jobs"
         )
     store = environ.get("FLEET_TRAIN_STORE", "")
     return Cluster(ranks, rank, store, "the launcher's PADDLE_TRAINER_ENDPOINTS")

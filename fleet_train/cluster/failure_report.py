@@ -1,7 +1,7 @@
-"""What a rank tells the store of a failure: its own, or that of a rank that it has missed.
+"""A rank's report of a failure to the store: its own, or that of a missing rank.
 
-A report is written when the failure is known; how the process ends, and when, may be another matter: its exit handlers
-run, threads go on, a data loader is taken down. So the launchers attribute a failure by reports first.
+A report is written when the failure is known; the process may end later and differently: its exit handlers run,
+threads continue, a data loader is closed. So the launchers attribute a failure by reports first.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _LINE_CHARACTERS = 240
 
 @dataclass(frozen=True)
 class FailureReport:
-    """One rank's failure. ``rank`` is whose it is, ``reporter`` who says so."""
+    """One rank's failure. ``rank`` is the failed rank, ``reporter`` the reporting one."""
 
     rank: int
     reporter: int
     kind: str
-    """``raised``, ``exited`` (both said by itself); ``missing``, ``left``, ``lost`` (said by others, see Absence)."""
+    """``raised``, ``exited`` (both by the rank itself); ``missing``, ``left``, ``lost`` (by others, see Absence)."""
     what: str
     """A few words for the table: ``ValueError``, ``sys.exit(3)``, ``did not arrive at step 4 within 2 s``."""
     message: str
-    """One line that names the rank, for whoever waits."""
+    """One line that names the rank, for the waiting ranks."""
     exit_code: int
-    """What the job ends with where the process itself ends with nothing to go by."""
+    """The job's exit code if the process's own end gives none."""
     traceback: tuple[str, ...] = ()
-    """The last lines of it."""
+    """Its last lines."""
     seconds: float = 0.0
-    """When it came, since the ranks were started: on the store's clock, so the same number on every node."""
+    """When it arrived, since the ranks were started: on the store's clock, so the same number on every node."""
 
     @property
     def is_own(self) -> bool:
@@ -53,9 +53,9 @@ class FailureReport:
 
 
 def reports_of(error: BaseException, this: Rank, name: str, doing: str) -> list[FailureReport]:
-    """What the rank ``this`` has to report of an error that ends it: nothing when another rank has said it already.
+    """The reports of the rank ``this`` about the error that ends it: none if another rank has reported it already.
 
-    ``name`` is the rank in words; ``doing`` what it did with the error, ``{kind}`` being the class.
+    ``name`` is the rank in words; ``doing`` what it did with the error, where ``{kind}`` is the class.
     """
     if isinstance(error, (WorkerFailed, JoinTimeout)):
         code, absent = error.exit_code, error.absent
@@ -67,7 +67,7 @@ def reports_of(error: BaseException, this: Rank, name: str, doing: str) -> list[
 
 
 def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:
-    """What ``sys.exit(code)`` in the rank ``this`` is to be reported as; None where the process ends with 0."""
+    """The report for ``sys.exit(code)`` in the rank ``this``; None if the process ends with 0."""
     status = exit_status(code)
     if status == 0:
         return None
@@ -79,7 +79,7 @@ def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:
 
 
 def exit_status(code: Any) -> int:
-    """What a shell sees of ``sys.exit(code)``: Python prints what is no number, and ends with 1."""
+    """The exit code of ``sys.exit(code)``: Python prints anything but a number, and ends with 1."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1

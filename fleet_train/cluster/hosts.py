@@ -1,4 +1,4 @@
-"""A list of nodes as people write it."""
+"""A list of nodes in a flag."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number of the digits 0 to 9, short enough for a port, a rank or a device."""
+    """Whether a text is a number with digits 0 to 9, short enough for a port, a rank or a device."""
     return text.isascii() and text.isdigit() and len(text) <= 9
 
 

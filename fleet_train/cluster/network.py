@@ -1,4 +1,4 @@
-"""The addresses, interfaces and ports of this machine, asked from the operating system."""
+"""The addresses, interfaces and ports of this machine, from the operating system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fleet_train.errors import ClusterError
 
-# Any port does: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
+# Any port works: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
 
 
@@ -48,14 +48,14 @@ def is_loopback(address: str) -> bool:
 
 
 def is_local(address: str, addresses: Iterable[str]) -> bool:
-    """Whether ``address`` is one of this machine's; the kernel answers for all of 127.0.0.0/8."""
+    """Whether ``address`` is one of this machine's, which includes all of 127.0.0.0/8."""
     return is_loopback(address) or address in addresses
 
 
 def resolve(host: str) -> str:
     """The IPv4 address of a host name or of an address in text form.
 
-    Raises ClusterError for an IPv6 address, for something that is neither, and for a name that nobody knows.
+    Raises ClusterError for an IPv6 address, for something that is neither, and for an unknown name.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -134,7 +134,7 @@ def port_is_free(address: str, port: int) -> bool:
 
 
 def port_owner(port: int, address: str | None = None) -> PortOwner:
-    """Who listens on ``port`` (on ``address``, or on all addresses); see PortOwner for what cannot be known."""
+    """The process that listens on ``port`` (on ``address``, or on all addresses); see PortOwner for the limits."""
     import psutil
 
     try:
@@ -152,7 +152,7 @@ def port_owner(port: int, address: str | None = None) -> PortOwner:
 
 
 def _program_name(pid: int) -> str | None:
-    """The program's name only: its arguments may hold what nobody else should read."""
+    """The program's name only: its arguments may contain secrets."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""Ranks that an engine has started: each knows its own number, and where rank 0 is. The rest they tell each other.
+"""Ranks that an engine started: each knows its own number, and where rank 0 is. They exchange the rest.
 
-Rank 0 hosts the job's store at the place that all know; there each brings the address that leads to it, and everybody
-reads the list. It is the store in which the job meets afterwards.
+Rank 0 hosts the job's store at the address that all know; each rank publishes its own address there, and all read the
+list. The job uses the same store afterwards.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class PartialCluster:
 
 
 def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple[Cluster, StoreHost | None]:
-    """Meet all ranks and learn where they are; with the handle of the store that rank 0 hosts from now on.
+    """Exchange addresses with all ranks; also returns the handle of the store that rank 0 hosts from now on.
 
-    A cluster that is whole is given back as it is. Raises JoinTimeout naming the ranks that did not connect,
-    ClusterError where rank 0's node cannot be found or is another machine than rank 0's.
+    A complete cluster is returned unchanged. Raises JoinTimeout with the ranks that did not connect, ClusterError if
+    rank 0's node cannot be found or is another machine than rank 0's.
     """
     if isinstance(cluster, Cluster):
         return cluster, None
@@ -91,7 +91,7 @@ def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) 
         told = client.all_gather("addresses", arrival, cluster.world_size, timeout_seconds, "fleet.init")
         client.leave()
         return told
-    except FleetTrainError as error:  # who waits a moment longer is told the same
+    except FleetTrainError as error:  # report it to ranks that still wait
         this = Rank(cluster.rank, own, point.port, 0, cluster.local_rank)
         with suppress(FleetTrainError):
             for report in reports_of(error, this, cluster.describe(cluster.rank), "could not join"):
@@ -102,7 +102,7 @@ def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) 
 
 
 def own_address(cluster: PartialCluster, point: MeetingPoint) -> str:
-    """This node's address that leads to rank 0's."""
+    """This node's address on the route to rank 0's."""
     if point.hosts and cluster.started.node is not None:
         return point.hosts[cluster.started.node]
     if cluster.rank == 0:
@@ -122,7 +122,7 @@ def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
     if not network.is_local(point.master, addresses):
         who = MASTER if os.environ.get(MASTER) else cluster.formed_by
         raise ClusterError(
-            f"rank 0 runs here, but {who} says that it is on {point.master}, which is none of this "
+            f"rank 0 runs here, but {who} says that it is on {point.master}, which is not one of this "
             f"machine's addresses ({', '.join(addresses)}); name rank 0's node with {MASTER}=host:port on all ranks"
         )
     listen = _EVERY_ADDRESS if point.is_alias else point.master
@@ -130,14 +130,14 @@ def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
 
 
 def ranks_of(told: Mapping[int, Sequence[Any]], first_port: int) -> tuple[Rank, ...]:
-    """Ranks from what each has told: [address, node's number or None, rank 0's address as it knows it].
+    """Ranks from what each published: [address, node's number or None, rank 0's address as it knows it].
 
-    Nodes are counted in the order of their first ranks. Raises ClusterError where some know their node's number and
+    Nodes are numbered in the order of their first ranks. Raises ClusterError if some know their node's number and
     others do not.
     """
     numbered = [rank for rank, (_, node, _) in told.items() if node is not None]
     if numbered and len(numbered) < len(told):
-        raise ClusterError(f"ranks {numbered} know their node's number and the others do not; start all ranks alike")
+        raise ClusterError(f"ranks {numbered} know their node's number and the others do not; start all the same way")
     seen = next((seen for rank, (_, _, seen) in sorted(told.items()) if rank and seen), "")
     alias = told[0][0] if seen and network.is_loopback(told[0][0]) else None
     nodes: dict[Any, int] = {}

@@ -1,6 +1,6 @@
-"""The job's shared secret: what tells its own processes from strangers where addresses alone cannot.
+"""The job's shared secret: authenticates its processes where addresses are not enough.
 
-It never travels. Each side of a connection draws a nonce and proves with an HMAC over both nonces that it knows the
+It is never sent. Each side of a connection draws a nonce and proves with an HMAC over both nonces that it knows the
 secret (a challenge and response as in ISO/IEC 9798-4; HMAC: RFC 2104).
 """
 
@@ -24,11 +24,11 @@ _FIX = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; then copy it to
 
 
 def job_secret(environ: Mapping[str, str]) -> bytes | None:
-    """The secret that all processes of the job share, or None where there is none.
+    """The secret that all processes of the job share, or None if there is none.
 
-    FLEET_TRAIN_JOB_SECRET_FILE (what ``launch --job_secret_file`` sets) goes before FLEET_TRAIN_JOB_SECRET. White
-    space around it does not count. Raises ClusterError for both at once, for a file that is missing, not a regular
-    file, or writable by others, and for a secret of fewer than 16 bytes; the message never holds the secret.
+    FLEET_TRAIN_JOB_SECRET_FILE (set by ``launch --job_secret_file``) or FLEET_TRAIN_JOB_SECRET. Surrounding white space
+    is ignored. Raises ClusterError for both at once, for a file that is missing, not a regular file, or writable by
+    others, and for a secret of fewer than 16 bytes; the message never contains the secret.
     """
     path, text = environ.get(SECRET_FILE, ""), environ.get(SECRET, "")
     if path and text:
@@ -39,7 +39,7 @@ def job_secret(environ: Mapping[str, str]) -> bytes | None:
     where = f"{SECRET_FILE}={path}" if path else SECRET
     if not _LEAST_BYTES <= len(found) <= _MOST_BYTES:
         raise ClusterError(
-            f"{where}: the job's secret has {len(found)} bytes; it takes {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
+            f"{where}: the job's secret has {len(found)} bytes; it must have {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
         )
     return found
 
@@ -63,7 +63,7 @@ def new_nonce() -> str:
 
 
 def proof(secret: bytes, *parts: str) -> str:
-    """HMAC-SHA256 over ``parts``, each behind its length, as hexadecimal text."""
+    """HMAC-SHA256 over ``parts``, each preceded by its length, as hexadecimal text."""
     message = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 

@@ -14,6 +14,7 @@ from fleet_train.collectives.job.job import Job
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.program.consistency import agree_on_plan
+from fleet_train.convert.program.gradient_norm import UpdatedGradients, insert_gradient_norm
 from fleet_train.convert.program.gradients import (
     ReadyGradient,
     dtype_name,
@@ -37,7 +38,7 @@ from fleet_train.convert.settings.profile_passes import (
     refuse_on_this_device,
     take_over_momentum,
 )
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
 from fleet_train.profile import Profile
 
@@ -80,6 +81,8 @@ class DistributedOptimizer(AmpCalls):
         self._applied: list[Any] = []
         self._startups: list[Any] = []
         """Startup programs that were the default one when the script called: its network may be started there."""
+        self._updated: UpdatedGradients | None = None
+        self._norm: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -114,6 +117,7 @@ class DistributedOptimizer(AmpCalls):
         if self._is_untouched and not uses_a_name_twice(_program_of(loss)):
             with paddle.static.program_guard(_program_of(loss), startup):
                 result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup, parameters, no_grad_set)
+            self._updated = UpdatedGradients(_program_of(loss), result[1])
             self._on_converted(_program_of(loss), startup, None, None)
             return result
         with paddle.static.program_guard(_program_of(loss), startup):
@@ -169,6 +173,7 @@ class DistributedOptimizer(AmpCalls):
         merged = self._passes.merge(params_grads)
         if self._job.world_size == 1:
             operators = self._update(merged, merged.pairs)
+            self._updated = self._updated_in(main, merged, merged.pairs)
             self._on_converted(main, startup, None, None)
             return operators
         ready = in_ready_order(merged.pairs)
@@ -177,15 +182,43 @@ class DistributedOptimizer(AmpCalls):
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
         say(exchange.notices, self._job.cluster.rank)
         chain = insert_launches(exchange, plan, ready, values, merged.boundary)
-        operators = []
+        operators, all_averaged = [], []
         for buckets in self._updated_together(plan):
             averaged, chain = insert_waits(exchange, buckets, ready, chain)
             operators += self._update(merged, averaged)
+            all_averaged += averaged
+        self._updated = self._updated_in(main, merged, all_averaged)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
         make_start_equal(self._job, main, startup, self._startups, paddle.static.global_scope())
         self._on_converted(main, startup, plan, exchange)
         return operators
+
+    def _updated_in(self, main: Any, merged: MergedGradients, averaged: ParamsGrads) -> UpdatedGradients:
+        self._norm = None
+        return UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale)
+
+    def gradient_norm(self) -> Any:
+        """The L2 norm over all gradients of an update: a value of the program to fetch, float32, shape [1].
+
+        Of gradients that are averaged over ranks and micro-batches, without the loss scale, before clipping, weight
+        decay and ``around_update``; NaN or infinity where a gradient has it, 0 in a micro-batch without an update.
+        The first call, behind ``minimize``, puts the operators into the program; from then on they run in every step.
+        Raises ConversionError before ``minimize`` and for sparse gradients, ProfileError with LocalSGD on several
+        ranks, whose local steps average no gradient.
+        """
+        if self._updated is None:
+            raise ConversionError(
+                "gradient_norm() was called before minimize(), which makes the gradients; swap the two"
+            )
+        if self._profile.use_local_sgd and self._job.world_size > 1:
+            raise ProfileError(
+                "the norm of the gradient was asked for (gradient_norm(), --gradient_norm) with use_local_sgd: its "
+                "local steps average no gradient, and one rank's norm is another quantity; leave one of the two out"
+            )
+        if self._norm is None:
+            self._norm = insert_gradient_norm(self._updated)
+        return self._norm
 
     def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
         """Buckets whose parameters one update takes: each bucket alone, while the next ones travel, where that is

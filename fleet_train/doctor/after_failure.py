@@ -1,7 +1,7 @@
-"""What a launcher adds to its report when a job has failed: the one finding on its node that most likely is the cause.
+"""The line that a launcher adds to the report of a failed job: the finding on its node that is most likely the cause.
 
-Cheap: files of /proc, two file systems, one connection to each other node. Clocks are left to the doctor itself: it
-takes an answering doctor to compare them.
+Cheap: files of /proc, two file systems, one connection to each other node. Clocks are left to the doctor itself:
+comparing them needs a doctor on the other node.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fleet_train.launch.spec.node import Node
 _DIAL_SECONDS = 1.5
 _MOST_DIALLED = 64
 _SHM_FULL = 0.05
-"""Share of /dev/shm that is free: small ones that are empty have done no harm."""
+"""Share of /dev/shm that is free: a small but empty one is not the cause."""
 _VMSTAT = Path("/proc/vmstat")
 
 
 class AfterFailure:
-    """Made before the job starts, so that what was there already is not taken for its doing."""
+    """Created before the job starts, so that conditions from before are not attributed to it."""
 
     def __init__(self, node: Node, log_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._node = node
@@ -37,7 +37,7 @@ class AfterFailure:
         self._kills = oom_kills()
 
     def line(self) -> str:
-        """At most one line; empty where nothing is found. Takes at most some seconds, and raises nothing."""
+        """At most one line; empty if nothing is found. Takes at most a few seconds, and raises nothing."""
         try:
             found = next((one for one in self._findings() if one.level == FAIL), None)
         except (OSError, ValueError, RuntimeError):
@@ -94,13 +94,13 @@ class AfterFailure:
 def _name(host: str, address: str) -> Iterator[Finding]:
     found = own_address(os.uname().nodename)
     if found.startswith("127.") and not address.startswith("127."):
-        told = f"its own name means {found}, and GLOO_SOCKET_IFNAME is not set: Gloo cannot be reached"
+        told = f"its own name resolves to {found}, and GLOO_SOCKET_IFNAME is not set: Gloo cannot be reached"
         fix = "export GLOO_SOCKET_IFNAME=IFACE on every node"
         yield Finding("network", "own_name", FAIL, (host,), told, "an address that the other nodes reach", fix)
 
 
 def oom_kills(path: Path = _VMSTAT) -> int:
-    """Processes that the kernel has killed for want of memory since the machine started, in any control group."""
+    """Processes that the kernel's OOM killer has ended since the machine started, in any control group."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

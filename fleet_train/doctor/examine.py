@@ -1,4 +1,4 @@
-"""One node's examination from start to end: its own facts, the meeting, the network, the exchange of what was found."""
+"""One node's examination from start to end: its own facts, the rendezvous, the network, the exchange of results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fleet_train.selftest.child import free_port
 Say = Callable[[str], None]
 _PAIRS_SECONDS = 14.0
 _RESERVE_SECONDS = 14.0
-"""Left for a pair that stands still, and for the exchange."""
+"""Reserved for a pair that hangs, and for the exchange."""
 _EXCHANGE_SECONDS, _PART_SECONDS = 12.0, 4.0
 _DEFAULT_MTU = 1500
 
 
 class Examiner:
-    """``say`` is told of what takes time. Every part has a bound, and all together ``options.whole_seconds``."""
+    """``say`` gets progress messages. Every part has a bound, and all together ``options.whole_seconds``."""
 
     def __init__(self, participants: Participants, options: Options, say: Say) -> None:
         self.participants = participants
@@ -40,7 +40,7 @@ class Examiner:
         self._folders: tuple[Folder, ...] = ()
 
     def run(self) -> Examination:
-        """Everything that the nodes have found; all that are present return the same, unless one is lost meanwhile."""
+        """The results of all nodes; all present nodes return the same, unless one is lost meanwhile."""
         try:
             return self._alone() if self.participants.is_alone else self._among_others()
         finally:
@@ -157,11 +157,11 @@ class Examiner:
 
         agreed = all(_present(board, node) == present for node in present)
         if len(present) < 2 or not agreed:
-            return GroupResult(True, "", skipped="the nodes do not agree on who is there")
+            return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
         if self._deadline - time.monotonic() < GROUP_NEEDS_SECONDS:
             return GroupResult(True, "", skipped="no time was left for it; --only group has more")
         if not all(isinstance((board.get(f"here/{node}") or {}).get("subject"), int) for node in present):
-            return GroupResult(True, "", skipped="a node has said no port for it")
+            return GroupResult(True, "", skipped="a node reported no port for it")
         ports = [int(board.get(f"here/{node}")["subject"]) for node in present]
         log = self.options.log_dir / f"doctor.{self.participants.index}.log"
         addresses = [self.participants.addresses[node] for node in present]
@@ -177,7 +177,7 @@ class Examiner:
                 if told is not None:
                     groups[node] = from_json(GroupResult, told)
             except ValueError:
-                continue  # named as a node whose report did not arrive
+                continue  # listed as a node whose report did not arrive
         return Examination(
             self.participants.addresses, reports, groups, self.participants.ports[self.participants.index][0]
         )

@@ -1,4 +1,4 @@
-"""What was measured: plain dataclasses that travel as JSON. Sizes in bytes, times in seconds; -1 = no limit."""
+"""Measured facts: plain dataclasses that are sent as JSON. Sizes in bytes, times in seconds; -1 = no limit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Software:
 class Memory:
     total: int
     available: int
-    """To this process: the smaller one of the machine's and what its control groups leave."""
+    """Available to this process: the smaller of the machine's and what its control groups leave."""
     limit: int = UNLIMITED
     oom_kills: int = 0
-    """Processes that the kernel has killed in this control group for want of memory."""
+    """Processes that the OOM killer has ended in this control group."""
     shm_total: int = 0
     shm_free: int = 0
 
@@ -41,11 +41,11 @@ class Processors:
     name: str
     usable: int
     quota: float = float(UNLIMITED)
-    """Processors' worth of time that the control groups allow."""
+    """The number of processors that the control groups' quota allows."""
     gflops: float = 0.0
     """Of one processor: the best of many products of two small matrices. 0: not measured."""
     share: float = 1.0
-    """Of one processor, what a busy thread was given while it was measured."""
+    """The share of one processor that a busy thread got during the measurement."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Folder:
-    """Of the log or output folder, or of the nearest one above it that is there."""
+    """The log or output folder, or its nearest existing parent."""
 
     purpose: str
     path: str
@@ -71,7 +71,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Route:
-    """To another node: by which interface and from which address; empty texts: there is none."""
+    """To another node: interface and source address; empty: no route."""
 
     interface: str
     source: str
@@ -83,24 +83,24 @@ class Interface:
     addresses: tuple[str, ...]
     mtu: int
     megabits: int = 0
-    """Of a real network card, what it has agreed on with the switch; 0: unknown."""
+    """The speed that a real network card negotiated with the switch; 0: unknown."""
 
 
 @dataclass(frozen=True)
 class Network:
     host_name: str
     resolved: str
-    """What the own host name means here; empty: nothing."""
+    """The address of this machine's own host name here; empty: none."""
     is_named: bool
-    """Whether the node list calls this machine by a name that means 127.* here."""
+    """Whether the node list contains this machine by a name that resolves to 127.* here."""
     interfaces: tuple[Interface, ...]
     routes: dict[int, Route]
     held: dict[int, str]
-    """Ports of the job that cannot be opened: by whom they are held."""
+    """Ports of the job that cannot be opened, and the processes that use them."""
     proxies: tuple[str, ...] = ()
-    """Names of proxy variables that are set and do not leave out all nodes."""
+    """Names of proxy variables that are set and do not exclude all nodes."""
     wrong_interface_variables: tuple[str, ...] = ()
-    """GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, where it names no interface of this machine."""
+    """GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if it names no interface of this machine."""
     outgoing_ports: tuple[int, int] = (32768, 60999)
 
 
@@ -113,7 +113,7 @@ class Gpu:
     """Uncorrected since the driver was loaded."""
     memory_used: int = 0
     links_down: int = 0
-    """NVLinks that are inactive, where others of the GPU are active."""
+    """NVLinks that are inactive, if others of the GPU are active."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine; None: not asked for."""
+    """One machine; None: not requested."""
 
     index: int
     processes: int
@@ -146,12 +146,12 @@ class PortTry:
     port: int
     outcome: str
     seen_as: str = ""
-    """The address that the target has seen, where that is not this node's."""
+    """The address that the target saw, if it is not this node's."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Small messages to a node and back. ``ahead``: of this node's clock, known to within ``uncertainty``."""
+    """Round trips of small messages to a node. ``ahead``: this node's clock offset, exact to ``uncertainty``."""
 
     target: int
     median: float
@@ -163,7 +163,7 @@ class Echo:
 class Datagrams:
     """Packets with Don't Fragment set. ``largest``: the largest one that was answered; 0: none was.
 
-    ``known``: the path's MTU according to the kernel afterwards; below the interface's, a router has said so.
+    ``known``: the path's MTU according to the kernel afterwards; below the interface's, a router has reported it.
     """
 
     target: int
@@ -174,13 +174,13 @@ class Datagrams:
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes from one node to another over one connection. ``alone``: no other of ours ran on the two at a time."""
+    """Bytes from one node to another over one connection. ``alone``: no other transfer of ours ran on the two nodes."""
 
     source: int
     target: int
     bytes_per_second: float
     best: float = 0.0
-    """Of any 50 ms: what the path can do when both processors are free."""
+    """The best 50 ms: the capacity of the path when both processors are free."""
     segments: int = 0
     retransmits: int = 0
     error: str = ""
@@ -189,7 +189,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All that one node knows. ``present``: whom it has met, itself included."""
+    """Everything that one node knows. ``present``: the connected nodes, itself included."""
 
     facts: NodeFacts
     present: tuple[int, ...]
@@ -201,7 +201,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """How this node's process of the group has ended; ``skipped``: why there was none."""
+    """How this node's process of the group ended; ``skipped``: why there was none."""
 
     ok: bool
     words: str
@@ -211,7 +211,7 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything, as every node has it in the end. ``addresses``: of all nodes of the list."""
+    """The complete result, the same on every node. ``addresses``: of all nodes of the list."""
 
     addresses: tuple[str, ...]
     reports: dict[int, NodeReport]
@@ -227,13 +227,13 @@ def to_json(value: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """Raises ValueError for what is no ``kind``: it may come from another machine."""
+    """Raises ValueError for anything but a ``kind``: it may come from another machine."""
     found: T = _reader(kind).validate_python(data)
     return found
 
 
 def _reader(kind: type[Any]) -> Any:
-    """Made once per kind: that takes longer than to read."""
+    """Created once per kind: that takes longer than parsing."""
     from pydantic import TypeAdapter  # heavy: not for --help
 
     if kind not in _readers:

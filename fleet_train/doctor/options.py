@@ -1,4 +1,4 @@
-"""What the doctor was asked for, and how long each part may take."""
+"""The requested examination, and how long each part may take."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GROUPS = {
     "gpus": "driver, ECC, NVLink, NCCL (where there are GPUs)",
     "group": "one process per host forms a process group and adds exact integers",
 }
-"""What ``--only`` and ``--skip`` take, in the order in which findings are printed."""
+"""The values of ``--only`` and ``--skip``, in the order in which findings are printed."""
 JOIN_SECONDS = 20.0
 MOST_JOIN_SECONDS = 600.0
 WHOLE_SECONDS = 56.0
-"""From the start to the verdict, with the default ``--join_timeout``; what is left of it is the bound of each part."""
+"""From the start to the verdict, with the default ``--join_timeout``; the remaining time bounds each part."""
 GROUP_SECONDS, GROUP_NEEDS_SECONDS = 25.0, 12.0
-"""A group is given up after the first; with less than the second left it is not begun."""
+"""A group is abandoned after the first; with less than the second left it is not started."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Options:
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """The groups that the flags leave. Raises ClusterError where nothing is left to do."""
+    """The groups selected by the flags. Raises ClusterError if none is left."""
     left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
     if not left:
-        raise ClusterError(f"--only and --skip leave nothing to examine; there are {', '.join(GROUPS)}")
+        raise ClusterError(f"--only and --skip leave nothing to examine; the groups are {', '.join(GROUPS)}")
     return left

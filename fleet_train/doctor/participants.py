@@ -1,4 +1,4 @@
-"""Who is examined: the nodes of the flags, of the launcher that has started this process, or of its engine."""
+"""The examined nodes: from the flags, from the launcher that started this process, or from its engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Participants:
-    """``ports``: of each node, those that a job would listen on. ``is_named``: this node by a name that means 127.*"""
+    """``ports``: of each node, those that a job listens on. ``is_named``: this node by a name that resolves to 127.*"""
 
     addresses: tuple[str, ...]
     index: int
@@ -51,7 +51,7 @@ class Participants:
 
 
 def find(where: Where, join_timeout_seconds: float) -> Participants | None:
-    """None for a process that its launcher has started beside another one on the same node, which does the work.
+    """None for a process that its launcher started next to another one on the same node, which does the work.
 
     Raises ClusterError for flags or variables that describe no usable cluster.
     """
@@ -59,7 +59,7 @@ def find(where: Where, join_timeout_seconds: float) -> Participants | None:
         return _of_flags(where, join_timeout_seconds)
     if where.is_said:
         raise ClusterError(
-            "--nproc, --ips, --node_ip and --started_port say where the machines are, and a launcher has started this "
+            "--nproc, --ips, --node_ip and --started_port describe the machines, but a launcher has started this "
             "process as one of its ranks: give them to the launcher"
         )
     return _of_rank(join_timeout_seconds)
@@ -108,8 +108,8 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
 def without_loopback_name(
     hosts: tuple[str, ...], addresses: tuple[str, ...], node_ip: str | None
 ) -> tuple[tuple[str, ...], int | None]:
-    """A node of the list that is called by a name which means 127.* here is this machine: give it the address that
-    leads to the others; with its index, None where there is none. What is wrong with it is then a finding."""
+    """A node of the list whose name resolves to 127.* here is this machine: give it the address on the route to the
+    others; with its index, None if there is none. The wrong name is then a finding."""
     several = len(addresses) > 1
     aliases = [i for i, a in enumerate(addresses) if several and network.is_loopback(a) and hosts[i] != a]
     if len(aliases) != 1 or len(aliases) == len(addresses):
@@ -129,5 +129,5 @@ def without_loopback_name(
 def _access(environ: Mapping[str, str], hosts: tuple[str, ...], index: int, source: str = "") -> Access:
     digest = sha256("\0".join(hosts).encode(errors="replace")).hexdigest()[:10]
     found = Access.of(environ, source or hosts[index])
-    # A job that runs under the same id is another matter: its store must not take us for one of its members.
+    # A job that runs under the same id is a different one: its store must not treat us as one of its members.
     return Access(f"doctor-{found.job or digest}", found.secret, found.source)

@@ -1,4 +1,4 @@
-"""The examination for people: a line per check, a matrix of the network, a verdict. Text in, text out."""
+"""The examination as text: a line per check, a matrix of the network, a verdict. Text in, text out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_SHOWN = 2
 
 
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Hosts that pass a check stand in one line, which comes where the check's first finding does."""
+    """Hosts that pass a check share one line, at the place of the check's first finding."""
     passed: dict[str, list[Finding]] = {}
     for one in findings:
         if one.level == PASS:
@@ -37,7 +37,7 @@ def _together(same: Sequence[Finding]) -> Finding:
 
 
 def matrix(examined: Examination) -> list[str]:
-    """Rows send, columns receive; below the bandwidth the time of a small message there and back."""
+    """Rows send, columns receive; below the bandwidth the round trip time of a small message."""
     speeds = {
         (one.source, one.target): one.error or rate(one.bytes_per_second)
         for report in examined.reports.values()
@@ -63,7 +63,7 @@ def _cell(speeds: dict[tuple[int, int], str], source: int, target: int) -> str:
 
 
 def as_json(examined: Examination, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """Everything. Addresses and names of hosts are in it; values of variables are not."""
+    """The complete result. It contains addresses and names of hosts, but no values of variables."""
     return {
         "verdict": verdict(findings, seconds),
         "exit_code": exit_code(findings),

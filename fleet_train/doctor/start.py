@@ -26,10 +26,10 @@ def start(options: Options, where: Where, as_json: bool) -> int:
         return 0  # the first process of this node does it
     examiner = Examiner(participants, options, lambda text: click.echo(f"fleet_train: {text}", err=True))
     try:
-        with stopping_signals():  # so that folders are cleaned also on SIGTERM
+        with stopping_signals():  # so that files are also deleted on SIGTERM
             examined = examiner.run()
     except StopRequested as stop:
-        click.echo(f"fleet_train: stopped by {request_name(stop.number)}; nothing was found out", err=True)
+        click.echo(f"fleet_train: stopped by {request_name(stop.number)}; there is no result", err=True)
         return 128 + stop.number
     findings = judge(examined, options.groups)
     seconds = time.monotonic() - began
@@ -41,7 +41,7 @@ def start(options: Options, where: Where, as_json: bool) -> int:
 
 
 def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
-    """The lowest node that is there prints everything, the others what concerns them."""
+    """The lowest present node prints everything, the others their own findings."""
     own = examined.host(participants.index)
     if participants.index == min(examined.reports, default=participants.index):
         table = report.matrix(examined)

@@ -1,7 +1,7 @@
-"""Texts that start a training on an engine: a batch script for Slurm, manifests for Kubernetes. Arguments -> text.
+"""Files that start a training on an engine: a batch script for Slurm, manifests for Kubernetes. Arguments -> text.
 
-Nothing is looked up and nothing is started. What the engine then tells each pod or task is read by
-``fleet_train.cluster.engines``, so that the script and its launch need no flag of their own.
+Nothing is looked up and nothing is started. The variables that the engine then gives to each pod or task are read by
+``fleet_train.cluster.engines``, so the script and its launch need no extra flags.
 """
 
 from fleet_train.manifest.job import indexed_job

@@ -1,4 +1,4 @@
-"""Names, sizes and times as Kubernetes and Slurm take them. Every error says what was given, the rule and the fix."""
+"""Names, sizes and times that Kubernetes and Slurm accept. Every error says what was given, the rule and the fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_label(flag: str, name: str, *, starts_with_letter: bool = False) -> st
     if not _LABEL.fullmatch(name) or len(name) > LONGEST_LABEL or begins:
         letter = ", beginning with a letter (RFC 1035) as services are named after it" if starts_with_letter else ""
         raise ClusterError(
-            f"{flag}={name[:80]!r}: Kubernetes wants 1 to {LONGEST_LABEL} of a to z, 0 to 9 and '-', with a letter or "
+            f"{flag}={name[:80]!r}: Kubernetes needs 1 to {LONGEST_LABEL} of a to z, 0 to 9 and '-', with a letter or "
             f"digit at both ends (RFC 1123){letter}; {_nearest(name, starts_with_letter)}"
         )
     return name
@@ -52,7 +52,7 @@ def check_subdomain(flag: str, name: str) -> str:
     """The name of an object such as a claim: RFC 1123 labels with dots between them. Raises ClusterError."""
     if len(name) > 253 or not all(_LABEL.fullmatch(part) for part in name.split(".")):
         raise ClusterError(
-            f"{flag}: {name[:80]!r} is no name of an object: up to 253 of a to z, 0 to 9, '-' and '.', with a letter "
+            f"{flag}: {name[:80]!r} is not an object's name: up to 253 of a to z, 0 to 9, '-' and '.', with a letter "
             f"or digit at both ends of each part (RFC 1123); {_nearest(name, False)}"
         )
     return name
@@ -65,12 +65,12 @@ def _nearest(name: str, starts_with_letter: bool) -> str:
 
 
 def quantity(flag: str, text: str) -> Decimal:
-    """The value of a quantity of Kubernetes, above 0. Raises ClusterError."""
+    """The value of a Kubernetes quantity, above 0. Raises ClusterError."""
     found = _QUANTITY.fullmatch(text)
     if found is None or len(text) > 40:
         raise ClusterError(
-            f"{flag}={text[:60]!r} is no quantity of Kubernetes: a number with Ki, Mi, Gi, Ti (powers of 1024), k, M, "
-            f"G, T (of 1000), m (a thousandth) or nothing behind it, without a space; as in {flag}={_example(flag)}"
+            f"{flag}={text[:60]!r} is not a Kubernetes quantity: a number followed by Ki, Mi, Gi, Ti (powers of 1024), "
+            f"k, M, G, T (of 1000), m (a thousandth) or nothing, without a space; as in {flag}={_example(flag)}"
         )
     number, suffix, exponent = found.groups()
     value = Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _FACTORS[suffix or ""])
@@ -104,7 +104,7 @@ def check_memory(flag: str, text: str) -> Decimal:
 
 
 def check_environment(pairs: Iterable[str], reserved: Iterable[str] = ()) -> dict[str, str]:
-    """``NAME=VALUE`` texts. Raises ClusterError for what is none, is given twice, or is somebody else's to set."""
+    """``NAME=VALUE`` texts. Raises ClusterError for one that is malformed, given twice, or reserved for the engine."""
     environment: dict[str, str] = {}
     taken = frozenset(reserved)
     for pair in pairs:
@@ -127,5 +127,7 @@ def check_environment(pairs: Iterable[str], reserved: Iterable[str] = ()) -> dic
 def check_path(flag: str, path: str) -> str:
     """An absolute path inside a container."""
     if not path.startswith("/") or ":" in path or "\0" in path or ".." in path.split("/"):
-        raise ClusterError(f"{flag}: {path[:80]!r} is no absolute path without ':' and '..'; write for example /data")
+        raise ClusterError(
+            f"{flag}: {path[:80]!r} is not an absolute path without ':' and '..'; write for example /data"
+        )
     return path

@@ -1,7 +1,7 @@
-"""A Job of Kubernetes with ``completionMode: Indexed``, and the headless service that gives its pods names.
+"""A Kubernetes Job with ``completionMode: Indexed``, and the headless service that gives its pods names.
 
 Sources: kubernetes.io "Job" (Indexed completion mode, Backoff limit per index, Pod failure policy, Pod replacement
-policy) and "Job with Pod-to-Pod Communication". Kubernetes 1.29 is the first that has all of it switched on.
+policy) and "Job with Pod-to-Pod Communication". Kubernetes 1.29 is the first version with all of it enabled.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fleet_train.manifest.yaml_text import to_yaml
 CONTAINER = "train"
 RESERVED = ("FLEET_TRAIN_MASTER", "FLEET_TRAIN_NNODES", "FLEET_TRAIN_NODE_RANK", "JOB_COMPLETION_INDEX")
 _USAGE = 2
-# A ClusterError (5, 6) or a difference between nodes (8) may be a pod that came while the others were still those of
-# an earlier start: such a failure is counted and tried again.
+# A ClusterError (5, 6) or a difference between nodes (8) may be a pod that started while the others were still those of
+# an earlier start: such a failure is counted and retried.
 MISTAKES = sorted(
     {_USAGE}
     | {
@@ -39,7 +39,7 @@ MISTAKES = sorted(
 
 
 def indexed_job(training: Training, pods: Pods, retries: int = 6) -> str:
-    """Service and Job. ``retries``: how often Kubernetes starts a pod again that has failed. Raises ClusterError."""
+    """Service and Job. ``retries``: how often Kubernetes restarts a failed pod. Raises ClusterError."""
     check_name("--name", pods.name, f"-{training.nodes - 1}")
     return to_yaml(_comment(training, pods, retries), _service(pods), _job(training, pods, retries))
 
@@ -82,7 +82,7 @@ def _job(training: Training, pods: Pods, retries: int) -> dict[str, Any]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    """The first that fits decides; what fits none is counted."""
+    """The first matching rule decides; a failure without a match is counted."""
 
     def exits(codes: list[int]) -> dict[str, Any]:
         return {"containerName": CONTAINER, "operator": "In", "values": codes}
@@ -101,13 +101,13 @@ def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
         "submit": f"{kubectl} apply -f FILE",
         "watch": f"{kubectl} get pods -l {label}\n"
         f"{kubectl} logs -f -l {label},batch.kubernetes.io/job-completion-index=0",
-        "pause": f'{kubectl} patch job {name} -p \'{{"spec":{{"suspend":true}}}}\'   (false: go on)',
+        "pause": f'{kubectl} patch job {name} -p \'{{"spec":{{"suspend":true}}}}\'   (false: resume)',
         "stop": f"{kubectl} delete job,service {name}",
     }
     ends = {
-        "  evicted, or exit code 12": "it takes its place again, elsewhere; that is not counted",
-        f"  exit code {', '.join(map(str, MISTAKES))}": "the Job fails at once: a mistake that would come again",
-        "  any other": f"it is started again, {retries} times at most for each index (backoffLimitPerIndex);\n"
+        "  evicted, or exit code 12": "a new pod replaces it, elsewhere; this is not counted",
+        f"  exit code {', '.join(map(str, MISTAKES))}": "the Job fails at once: a restart would fail again",
+        "  any other": f"it is restarted, at most {retries} times for each index (backoffLimitPerIndex);\n"
         "then the whole Job fails (maxFailedIndexes: 0)",
     }
     return [
@@ -116,13 +116,13 @@ def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
         *about_ends(training, END_SECONDS),
         *paragraph(
             f"How the pods find each other: pod I has the index I (JOB_COMPLETION_INDEX) and the host name {name}-I. "
-            f"`subdomain` and the service of that name make {name}-I.{name} known to all, and publishNotReadyAddresses "
-            "as soon as the pod is there. FLEET_TRAIN_MASTER and FLEET_TRAIN_NNODES say the rest."
+            f"`subdomain` and the service of that name make {name}-I.{name} resolvable, with publishNotReadyAddresses "
+            "as soon as the pod exists. FLEET_TRAIN_MASTER and FLEET_TRAIN_NNODES give the rest."
         ),
         "What happens when a pod ends (Kubernetes 1.29 or later):",
         *rows(ends, 34),
         *paragraph(
-            "podReplacementPolicy: Failed starts a new pod when the old one has ended; two with one name would meet. "
-            f"Before Kubernetes hears of a failed rank, the launchers start the ranks again {restarts} times."
+            "podReplacementPolicy: Failed starts a new pod only after the old one has ended: names stay unique. "
+            f"Before a failed rank is reported to Kubernetes, the launchers restart the ranks {restarts} times."
         ),
     ]

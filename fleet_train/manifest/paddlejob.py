@@ -13,12 +13,12 @@ from fleet_train.manifest.words import about, about_ends, paragraph, rows
 from fleet_train.manifest.yaml_text import to_yaml
 
 CONTAINER, PORT = "paddle", "master"
-"""By these names the operator finds the container and the port that it tells the pods of."""
+"""The names by which the operator finds the container and the port for the pods' variables."""
 RESERVED = ("PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_JOB_ID", "POD_NAME", "POD_IP_DUMMY")
 
 
 def paddle_job(training: Training, pods: Pods, retries: int = 6) -> str:
-    """``retries``: how often all pods are started again after a failure. Raises ClusterError."""
+    """``retries``: how often all pods are restarted after a failure. Raises ClusterError."""
     check_name("--name", pods.name, f"-worker-{training.nodes - 1}")
     env = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -40,8 +40,8 @@ def paddle_job(training: Training, pods: Pods, retries: int = 6) -> str:
 
 
 def backoff_limit(nodes: int, retries: int) -> int:
-    """The operator adds up the restarts of all containers, and one failure of the job restarts each; the job has
-    failed when the sum *reaches* the limit."""
+    """The operator sums the restarts of all containers, and one failure of the job restarts each; the job has failed
+    when the sum *reaches* the limit."""
     return nodes * retries + 1
 
 
@@ -51,7 +51,7 @@ def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
     commands = {
         "submit": f"{kubectl} apply -f FILE",
         "watch": f"{kubectl} get paddlejob {name}\n{kubectl} logs -f {name}-worker-0",
-        "pause": f"{kubectl} patch paddlejob {name} --type merge -p '{suspend}'   (false: go on)",
+        "pause": f"{kubectl} patch paddlejob {name} --type merge -p '{suspend}'   (false: resume)",
         "stop": f"{kubectl} delete paddlejob {name}",
     }
     return [
@@ -59,15 +59,15 @@ def _comment(training: Training, pods: Pods, retries: int) -> list[str]:
         *rows(commands),
         *about_ends(training, END_SECONDS),
         *paragraph(
-            "How the pods find each other: the operator makes a service for each pod and sets PADDLE_MASTER (worker 0 "
+            "How the pods find each other: the operator creates a service per pod and sets PADDLE_MASTER (worker 0 "
             f"and the port called {PORT}), PADDLE_NNODES and PADDLE_JOB_ID, but no rank. That is the number in the "
-            f"pod's name, {name}-worker-I, which POD_NAME tells also where the host name is the machine's."
+            f"pod's name, {name}-worker-I, which POD_NAME gives even if the host name is the machine's."
         ),
         *paragraph(
-            "What happens when a pod ends: its container is started again in place (restartPolicy OnFailure), also "
-            "after exit code 12; a pod that was evicted is made anew. With the operator's policy ExitCode, 12 would "
+            "What happens when a pod ends: its container is restarted in place (restartPolicy OnFailure), also "
+            "after exit code 12; an evicted pod is replaced. With the operator's policy ExitCode, 12 would "
             f"end the job. backoffLimit counts restarts of containers, of which each restart of the training has "
-            f"{nodes}: the job fails after {retries} restarts. Before the operator hears of a failed rank, the "
-            f"launchers start the ranks again {training.max_restarts} times themselves."
+            f"{nodes}: the job fails after {retries} restarts. Before a failed rank is reported to the operator, the "
+            f"launchers restart the ranks {training.max_restarts} times themselves."
         ),
     ]

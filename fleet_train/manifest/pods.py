@@ -1,4 +1,4 @@
-"""What the pods of a training have in common, whoever creates them."""
+"""The common parts of a training's pods, for every controller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleet_train.manifest.checks import (
 from fleet_train.manifest.training import Training
 
 END_SECONDS = 20
-"""Behind --grace_seconds: telling the other nodes, ending what is left, writing the report."""
+"""After --grace_seconds: notifying the other nodes, stopping remaining processes, writing the report."""
 SHARED_MEMORY = "/dev/shm"
 # The words of the command line that are the interpreter's and the launcher's; the rest are its arguments.
 _COMMAND_WORDS = 4
@@ -47,7 +47,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Pods:
-    """One pod per node. None and empty: not asked for."""
+    """One pod per node. None and empty: not requested."""
 
     name: str
     image: str
@@ -58,7 +58,7 @@ class Pods:
     """Per pod."""
     gpu_resource: str = "nvidia.com/gpu"
     shared_memory: str | None = "1Gi"
-    """Size of /dev/shm. None: what the container runtime gives, usually 64 MB."""
+    """Size of /dev/shm. None: the container runtime's default, usually 64 MB."""
     volumes: tuple[Volume, ...] = ()
     environment: tuple[str, ...] = ()
     """``NAME=VALUE`` each."""
@@ -67,7 +67,9 @@ class Pods:
 
     def __post_init__(self) -> None:
         if not self.image or any(letter.isspace() for letter in self.image):
-            raise ClusterError(f"--image={self.image!r} is no image; write for example --image registry.local/train:1")
+            raise ClusterError(
+                f"--image={self.image!r} is not an image; write for example --image registry.local/train:1"
+            )
         if self.namespace is not None:
             check_label("--namespace", self.namespace)
         if self.cpu is not None:
@@ -76,8 +78,8 @@ class Pods:
         shared = None if self.shared_memory is None else check_memory("--shm", self.shared_memory)
         if memory is not None and shared is not None and shared >= memory:
             raise ClusterError(
-                f"--shm={self.shared_memory} is not below --memory={self.memory}: what lies in /dev/shm counts as "
-                "memory of the container; ask for more memory or less of /dev/shm"
+                f"--shm={self.shared_memory} is not below --memory={self.memory}: the content of /dev/shm counts as "
+                "memory of the container; request more memory or less of /dev/shm"
             )
         if self.working_folder is not None:
             check_path("--workdir", self.working_folder)
@@ -90,7 +92,7 @@ class Pods:
         return {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
 
     def resources(self) -> dict[str, Any]:
-        """Requests equal limits: such pods are the last that a machine short of memory evicts."""
+        """Requests equal limits: such pods are evicted last when a machine is short of memory."""
         wanted: dict[str, str] = {}
         if self.cpu:
             wanted["cpu"] = self.cpu
@@ -101,7 +103,7 @@ class Pods:
         return {"requests": wanted, "limits": wanted} if wanted else {}
 
     def variables(self, reserved: Iterable[str], own: dict[str, str] | None = None) -> list[dict[str, Any]]:
-        """The manifest's own variables, then those asked for; values are taken as they are."""
+        """The manifest's own variables, then the requested ones; values are unchanged."""
         given = check_environment(self.environment, reserved)
         pairs = {"PYTHONUNBUFFERED": "1", **(own or {}), **given}
         return [{"name": name, "value": literal(value)} for name, value in pairs.items()]
@@ -129,7 +131,7 @@ class Pods:
         return sources
 
     def _names(self) -> dict[str, str]:
-        """Claim -> name of the volume, which is a label where a claim's name may be longer and have dots."""
+        """Claim -> name of the volume, which is a label, while a claim's name may be longer and have dots."""
         claims = dict.fromkeys(volume.claim for volume in self.volumes)
         return {claim: f"claim-{number}" for number, claim in enumerate(claims)}
 
@@ -144,8 +146,8 @@ class Pods:
         if mounts := self.mounts():
             container["volumeMounts"] = mounts
         spec: dict[str, Any] = {
-            # Training talks to nobody of the cluster but its own pods; variables such as MASTER_PORT that are made
-            # from the names of services would be taken for an engine's.
+            # Training communicates only with its own pods; variables such as MASTER_PORT that are derived from names
+            # of services would be mistaken for an engine's.
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": training.grace_seconds + END_SECONDS,
@@ -164,7 +166,7 @@ def command(words: Sequence[str]) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """Kubernetes replaces ``$(NAME)`` in commands, arguments and values, and makes ``$`` of ``$$``: undo both."""
+    """Kubernetes replaces ``$(NAME)`` in commands, arguments and values, and ``$$`` by ``$``: escape both."""
     return text.replace("$", "$$")
 
 

@@ -16,12 +16,12 @@ _GPUS = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,4})", re.ASCII)
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
 _LONGEST_SIGNAL_SECONDS = 65_535
 _END_SECONDS = 30
-"""Behind --grace_seconds: telling the other nodes, ending what is left, writing the report."""
+"""After --grace_seconds: notifying the other nodes, stopping remaining processes, writing the report."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the script asks Slurm for, per node. None: the cluster's default."""
+    """The script's requests to Slurm, per node. None: the cluster's default."""
 
     name: str
     cpus: int | None = None
@@ -32,14 +32,14 @@ class Batch:
     account: str | None = None
     qos: str | None = None
     options: tuple[str, ...] = ()
-    """Further options of sbatch, as they are: ``--exclusive``."""
+    """Further options of sbatch, unchanged: ``--exclusive``."""
     venv: str | None = None
     setup: tuple[str, ...] = ()
-    """Lines of shell that stand before the start, as they are: ``module load cuda/12.6``."""
+    """Lines of shell before the start, unchanged: ``module load cuda/12.6``."""
     working_folder: str | None = None
     log_dir: str = "log"
     signal_seconds: int = 120
-    """So long before the time limit the launchers get SIGTERM."""
+    """How long before the time limit the launchers get SIGTERM."""
     max_requeues: int = 10
 
     def __post_init__(self) -> None:
@@ -47,23 +47,23 @@ class Batch:
         for flag, word in words.items():
             if word is not None and not (_WORD.fullmatch(word) and len(word) <= 200):
                 raise ClusterError(f"{flag}={word[:80]!r}: letters, digits and . , _ @ + - name it, without spaces")
-        self._check("--mem", self.memory, _MEMORY, "a number with K, M, G or T behind it (M without), as 64G")
-        self._check("--gpus", self.gpus, _GPUS, "a number, or a kind and a number as a100:4")
+        self._check("--mem", self.memory, _MEMORY, "a number followed by K, M, G or T (default M), as in 64G")
+        self._check("--gpus", self.gpus, _GPUS, "a number, or a kind and a number as in a100:4")
         if self.time is not None:
             seconds = time_limit_seconds(self.time)
             if self.signal_seconds >= seconds:
                 raise ClusterError(
                     f"--signal_seconds={self.signal_seconds} is not below --time={self.time} ({seconds} s): the job "
-                    "would be asked to stop as soon as it starts; ask for more time"
+                    "would be asked to stop as soon as it starts; request more time"
                 )
         for option in self.options:
             if not re.fullmatch(r"--?[A-Za-z][^\n\r\0#]*", option):
                 raise ClusterError(
-                    f"--sbatch={option[:80]!r} is no option of sbatch on one line, as --sbatch=--exclusive"
+                    f"--sbatch={option[:80]!r} is not an option of sbatch on one line, as in --sbatch=--exclusive"
                 )
         for flag, path in (("--venv", self.venv), ("--workdir", self.working_folder), ("--log_dir", self.log_dir)):
             if path is not None and (not path or re.search(r"[\n\r\0]", path)):
-                raise ClusterError(f"{flag}={path!r} is no path that fits on a line of a script; give another one")
+                raise ClusterError(f"{flag}={path!r} is not a path that fits on a line of a script; give another one")
         if self.working_folder is not None and re.search(r"\s|%", self.working_folder):
             raise ClusterError(
                 f"--workdir={self.working_folder!r}: sbatch takes no spaces or % in it; use a link to it"
@@ -71,11 +71,11 @@ class Batch:
 
     def _check(self, flag: str, text: str | None, pattern: re.Pattern[str], rule: str) -> None:
         if text is not None and not pattern.fullmatch(text):
-            raise ClusterError(f"{flag}={text[:80]!r} is not what Slurm takes: {rule}")
+            raise ClusterError(f"{flag}={text[:80]!r} is not valid for Slurm: {rule}")
 
 
 def gpus_per_node(text: str | None) -> int:
-    """``"a100:4"`` -> 4; 0 for none or what is none."""
+    """``"a100:4"`` -> 4; 0 for none or an invalid text."""
     found = _GPUS.fullmatch(text or "")
     return int(found[1]) if found else 0
 
@@ -86,7 +86,7 @@ def time_limit_seconds(text: str) -> int:
     numbers = [int(each) for each in found.groups()[1:] if each is not None] if found else []
     if found is None or not numbers:
         raise ClusterError(
-            f"--time={text[:40]!r} is no time limit of Slurm: minutes, H:MM:SS, or D-HH:MM:SS; for example 12:00:00"
+            f"--time={text[:40]!r} is not a time limit of Slurm: minutes, H:MM:SS, or D-HH:MM:SS; for example 12:00:00"
         )
     if found[1] is not None:  # from the hours on
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
@@ -112,9 +112,9 @@ def _head(training: Training, batch: Batch) -> list[str]:
     commands = {
         "submit": "sbatch FILE",
         "watch": f"squeue --name={batch.name}; tail -F {batch.name}-JOB.out",
-        "save": "scancel --signal=TERM JOB: saves the state and is queued again, as at the time limit",
-        "stop": "scancel JOB: SIGTERM, and SIGKILL after KillWait (usually 30 s). What is saved by then stays, and\n"
-        "nothing is queued again",
+        "save": "scancel --signal=TERM JOB: saves the state and requeues the job, as at the time limit",
+        "stop": "scancel JOB: SIGTERM, and SIGKILL after KillWait (usually 30 s). State saved by then is kept, and\n"
+        "the job is not requeued",
     }
     lines = [*about(training, f"Slurm job {batch.name}", counts_starts=True), *rows(commands)][:-1]
     return ["#!/bin/bash", *_comment(lines), ""]
@@ -148,12 +148,12 @@ def _options(training: Training, batch: Batch) -> list[str]:
         *(f"#SBATCH {option}" for option in batch.options),
         *_note(
             f"{batch.signal_seconds} s before the time limit (Slurm may be up to 60 s early) the launchers get "
-            "SIGTERM: all ranks save their state after the same step. So they do before a preemption, where the "
+            "SIGTERM: all ranks save their state after the same step. They do the same before a preemption, if the "
             "cluster grants a GraceTime."
         ),
         f"#SBATCH --signal=TERM@{batch.signal_seconds}",
         *_note(
-            "The same job may run several times: Slurm queues it again after a lost node, and this script does when "
+            "The same job may run several times: Slurm requeues it after a lost node, and this script does after "
             "the state was saved. Every run appends to one file."
         ),
         "#SBATCH --requeue",
@@ -168,12 +168,12 @@ def _body(training: Training, batch: Batch) -> list[str]:
     activate = f"{batch.venv}/bin/activate" if batch.venv is not None else ""
     return [
         ': "${SLURM_JOB_ID:?start this script with sbatch}"',
-        "# 0 at first, then how often the job has been queued again.",
+        "# 0 at first, then how often the job has been requeued.",
         "run=${SLURM_RESTART_COUNT:-0}",
         "",
         *_note(
-            "scancel, the time limit and a preemption end the whole job, this script with it, by SIGTERM. --signal "
-            "asks the launchers alone. So the trap tells whether Slurm wants the job gone. bash runs it behind srun."
+            "scancel, the time limit and a preemption end the whole job, including this script, by SIGTERM. --signal "
+            "goes to the launchers only. So the trap shows whether Slurm ends the job. bash runs it after srun."
         ),
         "ended_by_slurm=0",
         "trap 'ended_by_slurm=1' TERM",
@@ -183,7 +183,7 @@ def _body(training: Training, batch: Batch) -> list[str]:
         *([""] if activate or batch.setup else []),
         *_note(
             "No --cluster_node_ips: each launcher reads the step's nodes, and which one it is, from Slurm's variables. "
-            "A launcher that fails tells the others, and all end by themselves; --wait bounds that. "
+            "A launcher that fails notifies the others, and all end by themselves; --wait bounds that. "
             "--kill-on-bad-exit=1 would kill launchers that are about to end, and the exit code would be lost."
         ),
         _srun(training, batch),
@@ -192,10 +192,10 @@ def _body(training: Training, batch: Batch) -> list[str]:
         *_note(f"{saved}: stopped when asked to, state saved. 0 is the end of the training, any other code a failure."),
         f'if [ "$code" -eq {saved} ] && [ "$ended_by_slurm" -eq 0 ]; then',
         f'    if [ "$run" -ge {most} ]; then',
-        f'        echo "the state is saved; queued again $run times already, at most {most}: sbatch it anew to go on"',
+        f'        echo "the state is saved; requeued $run times already, at most {most}: sbatch it again to continue"',
         "    else",
-        '        echo "the state of run $run is saved; the job queues itself again"',
-        '        scontrol requeue "$SLURM_JOB_ID" || echo "Slurm did not queue it again: sbatch it anew to go on"',
+        '        echo "the state of run $run is saved; the job requeues itself"',
+        '        scontrol requeue "$SLURM_JOB_ID" || echo "Slurm did not requeue it: sbatch it again to continue"',
         "    fi",
         "fi >&2",
         'exit "$code"',
@@ -203,7 +203,7 @@ def _body(training: Training, batch: Batch) -> list[str]:
 
 
 def _srun(training: Training, batch: Batch) -> str:
-    # Since Slurm 22.05 srun does not take --cpus-per-task over from the allocation.
+    # Since Slurm 22.05 srun does not inherit --cpus-per-task from the allocation.
     flags = ['--nodes="$SLURM_JOB_NUM_NODES"', '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1"]
     flags += [f"--cpus-per-task={batch.cpus}"] if batch.cpus is not None else []
     flags += [f"--gpus-per-node={shlex.quote(batch.gpus)}"] if batch.gpus is not None else []

@@ -1,4 +1,4 @@
-"""What runs on every node: one launcher, and below it the unchanged script."""
+"""The processes of every node: one launcher, and under it the unchanged script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Training:
     """The launch that each node of the engine runs. Times in seconds."""
 
     program: tuple[str, ...]
-    """Script (or module) and its arguments, as they are."""
+    """Script (or module) and its arguments, unchanged."""
     nodes: int
     processes: int = 1
     """Ranks per node."""
@@ -24,13 +24,13 @@ class Training:
     python: str = "python"
     strategy: str | None = None
     max_restarts: int = 3
-    """How often the launchers start the ranks again by themselves, before the engine hears of a failure."""
+    """How often the launchers restart the ranks themselves before they report a failure to the engine."""
     grace_seconds: int = 30
     """How long ranks may take to save their state after SIGTERM."""
     join_timeout_seconds: int = 900
-    """How long the first node waits for the last one: images are pulled, machines are added."""
+    """How long a node waits for the others: images are pulled, machines are added."""
     launch_flags: tuple[str, ...] = ()
-    """Further flags of ``launch``, as they are."""
+    """Further flags of ``launch``, unchanged."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "processes"):
@@ -59,11 +59,11 @@ class Training:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether a second start would not go on from what the first one has saved, as far as can be told."""
+        """Whether a second start would not continue from the state that the first one saved, as far as is known."""
         return self.is_trainer and "--resume" not in self.program
 
     def default_name(self) -> str:
-        """A name for the job, made from the script's."""
+        """A name for the job, derived from the script's."""
         given = self.program[1] if self.is_trainer else PurePath(self.program[0].replace(".", "/")).name
         stem = given if self.is_module else PurePath(self.program[0]).stem
         name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_LONGEST_NAME].strip("-")

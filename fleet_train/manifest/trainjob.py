@@ -17,7 +17,7 @@ VERSIONS = ("2.3", "2.2")
 KINDS = ("ClusterTrainingRuntime", "TrainingRuntime")
 RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 _JOB = _CONTAINER = "node"
-"""The runtime's job, and its container, that the trainer's fields belong to."""
+"""The runtime's job, and its container, that the trainer's fields apply to."""
 _MANAGER = "fleet-train/manifest"
 _DEFAULT_PERIOD_SECONDS = 30
 # JobSet gives a pod's name six characters more than its host name has.
@@ -77,7 +77,7 @@ def _period(training: Training, version: str) -> dict[str, int]:
     most = _DEFAULT_PERIOD_SECONDS - END_SECONDS
     if training.grace_seconds > most:
         raise ClusterError(
-            f"--grace_seconds={training.grace_seconds}: a TrainJob of Kubeflow Trainer 2.2 cannot ask for more than "
+            f"--grace_seconds={training.grace_seconds}: a TrainJob of Kubeflow Trainer 2.2 cannot request more than "
             f"the {_DEFAULT_PERIOD_SECONDS} s that Kubernetes gives a pod to end, of which {END_SECONDS} s are the "
             f"launcher's; give --grace_seconds={most} or less, or use Trainer 2.3"
         )
@@ -98,7 +98,7 @@ def _comment(training: Training, pods: Pods, runtime: str, version: str) -> list
     commands = {
         "submit": f"{kubectl} apply -f FILE",
         "watch": f"{kubectl} get trainjob {name}\n{kubectl} logs -f -l {first}",
-        "pause": f"{kubectl} patch trainjob {name} --type merge -p '{suspend}'   (false: go on)",
+        "pause": f"{kubectl} patch trainjob {name} --type merge -p '{suspend}'   (false: resume)",
         "stop": f"{kubectl} delete trainjob {name}",
     }
     return [
@@ -106,7 +106,7 @@ def _comment(training: Training, pods: Pods, runtime: str, version: str) -> list
         *rows(commands),
         *about_ends(training, END_SECONDS),
         *paragraph(
-            f"Why a runtime for PyTorch: {runtime} starts any program. Its policy `torch` only tells each pod its "
+            f"Why a runtime for PyTorch: {runtime} starts any program. Its policy `torch` only gives each pod its "
             f"place: PET_MASTER_ADDR ({name}-node-0-0.{name}), PET_MASTER_PORT, PET_NNODES, PET_NODE_RANK, "
             "PET_NPROC_PER_NODE. The launcher reads these; torchrun is not started, and the image needs no PyTorch."
         ),
@@ -115,10 +115,10 @@ def _comment(training: Training, pods: Pods, runtime: str, version: str) -> list
             "They belong to the runtime's job and container, which are both called node."
         ),
         *paragraph(
-            "What happens when a pod ends is for the runtime to say. Below torch-distributed a container is started "
-            "again in place, also after exit code 12, until the restarts of all containers reach the backoffLimit of "
-            f"its Job, which is 6 where the runtime sets none; each restart of the training counts {nodes}. A runtime "
-            "of your own can set more (--runtime NAME --runtime_kind TrainingRuntime). Before that, the launchers "
-            f"start the ranks again {training.max_restarts} times themselves."
+            "What happens when a pod ends depends on the runtime. With torch-distributed a container is restarted "
+            "in place, also after exit code 12, until the restarts of all containers reach the backoffLimit of "
+            f"its Job, which is 6 unless the runtime sets it; each restart of the training counts {nodes}. Your own "
+            "runtime can set more (--runtime NAME --runtime_kind TrainingRuntime). Before that, the launchers "
+            f"restart the ranks {training.max_restarts} times themselves."
         ),
     ]

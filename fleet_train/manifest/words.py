@@ -1,4 +1,4 @@
-"""The comments of what is written: paragraphs, and tables of commands."""
+"""The comments of the written files: paragraphs, and tables of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def paragraph(text: str) -> list[str]:
 
 
 def rows(table: dict[str, str], column: int = _COLUMN) -> list[str]:
-    """A name and what stands behind it, each on a line, which may have more; and an empty line."""
+    """A name and its text, each on a line, which may continue on further lines; and an empty line."""
     lines = []
     for name, text in table.items():
         first, *more = text.split("\n")
@@ -30,17 +30,17 @@ def about(training: Training, what: str, counts_starts: bool = False) -> list[st
     lines = paragraph(f"{what}: {shape}. Written by `python -m fleet_train manifest`.")
     if training.starts_anew and not counts_starts:
         lines += paragraph(
-            "NOTE: the reference trainer is started without --resume. Started again by the engine, it refuses the "
-            "checkpoints that it finds; write --resume behind `fleet_train train`."
+            "NOTE: the reference trainer is started without --resume. Restarted by the engine, it refuses the "
+            "checkpoints that it finds; write --resume after `fleet_train train`."
         )
     return lines
 
 
 def about_ends(training: Training, end_seconds: int) -> list[str]:
-    """What pods do when they are to go."""
+    """The behavior of pods that must stop."""
     return paragraph(
-        "When a pod is to go (an eviction, a drained machine, pause, stop) it gets SIGTERM. All ranks then save their "
+        "When a pod must stop (an eviction, a drained machine, pause, stop) it gets SIGTERM. All ranks then save their "
         f"state after the same step, within --grace_seconds={training.grace_seconds}, and every launcher ends with "
-        f"exit code 12; {end_seconds} s are left for that. To go on from there the script loads its newest checkpoint "
-        "when there is one (the reference trainer: --resume), from a volume that all pods mount."
+        f"exit code 12; {end_seconds} s are left for that. To continue from there, the script loads its newest "
+        "checkpoint, if any (the reference trainer: --resume), from a volume that all pods mount."
     )

@@ -1,4 +1,4 @@
-"""Manifests as YAML that PyYAML and Kubernetes read alike."""
+"""Manifests as YAML that PyYAML and Kubernetes parse identically."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-# Readers of YAML differ in what they take for a number or a truth value (1e-3, 0o7, 12:30, y, no): only what can be
-# neither in any of them stays unquoted.
+# YAML parsers differ in what they treat as a number or a boolean (1e-3, 0o7, 12:30, y, no): only texts that are
+# neither in any of them stay unquoted.
 _PLAIN = re.compile(r"(?:--)?[A-Za-z/][A-Za-z0-9_./@=+-]*", re.ASCII)
 _NOT_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
@@ -31,7 +31,7 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(comment: Sequence[str], *documents: dict[str, Any]) -> str:
-    """A comment, then the documents, keys in the order that they were given in."""
+    """A comment, then the documents, keys in the given order."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment[: -1 if comment[-1:] == [""] else None])
     bodies = (yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True) for one in documents)
     return head + "---\n".join(bodies)

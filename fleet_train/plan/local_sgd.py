@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of
@@ -20,7 +20,7 @@ class LocalSgdSchedule:
     steps: int
     kind: str = "constant"
     max_steps: int = 64
-    period: int = 0
+    period: int = field(default=0, init=False)
     local_steps: int = 0
     first_rate: float = 0.0
     first_loss: float = 0.0
@@ -29,7 +29,7 @@ class LocalSgdSchedule:
 
     def __post_init__(self) -> None:
         first = {"constant": self.steps, "doubling": 1, "adaptive": self.steps}
-        self.period = self.period or entry_of("local_sgd_schedule", self.kind, first, "schedule of averagings")
+        self.period = entry_of("local_sgd_schedule", self.kind, first, "schedule of averagings")
 
     @classmethod
     def of(cls, profile: Profile) -> LocalSgdSchedule:

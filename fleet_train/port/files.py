@@ -1,4 +1,4 @@
-"""Scripts on disk: found, ported together, shown as a diff, written whole or not at all."""
+"""Scripts on disk: found, ported together, shown as a diff, written atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SKIPPED = {"__pycache__", "node_modules", "build", "dist"}
 
 
 def scripts_in(paths: Iterable[Path]) -> list[Path]:
-    """Files as given, and the ``*.py`` below folders, without hidden ones; each once. Raises DataError."""
+    """The given files, and the ``*.py`` below folders, without hidden ones; each once. Raises DataError."""
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
@@ -31,12 +31,12 @@ def scripts_in(paths: Iterable[Path]) -> list[Path]:
 
 
 def port_all(paths: Sequence[Path]) -> list[Ported]:
-    """Every script ported, in memory. Raises ConversionError at the first that cannot be read."""
+    """Every script ported, in memory. Raises ConversionError for the first one that cannot be parsed."""
     return [port(path.read_bytes(), str(path)) for path in paths]
 
 
 def difference(ported: Ported) -> str:
-    """A unified diff, empty where nothing changes."""
+    """A unified diff, empty if nothing changes."""
     before, after = (text.decode(errors="replace").splitlines(keepends=True) for text in (ported.old, ported.new))
     name = ported.path.lstrip("/")
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
@@ -44,7 +44,7 @@ def difference(ported: Ported) -> str:
 
 
 def write(ported: Ported) -> None:
-    """Put the new text in the place of the old one; whoever reads meanwhile sees one or the other."""
+    """Replace the old text by the new one, atomically for concurrent readers."""
     path = Path(ported.path).resolve()
     beside = path.with_name(f".{path.name}.ported")
     with open_new(beside) as file:

@@ -1,4 +1,4 @@
-"""One script: text in, text out, and what is left to do."""
+"""One script: text in, text out, and the remaining marks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w]|except\s+\w+\s*,\s*\w+\s*:)", re.M
 
 @dataclass(frozen=True)
 class Ported:
-    """A script before and after. ``marks``: what is left, at lines of ``new``."""
+    """A script before and after. ``marks``: what remains to be done, at lines of ``new``."""
 
     path: str
     old: bytes
@@ -32,7 +32,7 @@ class Ported:
 
 
 def port(content: bytes, path: str) -> Ported:
-    """A script for Paddle 1.6 to 2.x as one for Paddle 3 and fleet_train. A second time changes nothing.
+    """Rewrite a script for Paddle 1.6 to 2.x for Paddle 3 and fleet_train. A second run changes nothing.
 
     Raises ConversionError, naming file and line, for what is not Python 3.
     """

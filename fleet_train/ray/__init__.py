@@ -1,4 +1,4 @@
-"""``FleetTrainer``: the ranks as workers of Ray Train, which places them, starts them again, and keeps their results.
+"""``FleetTrainer``: the ranks as workers of Ray Train, which places them, restarts them, and keeps their results.
 
 Needs Ray: ``pip install "ray[train]"``. The name is loaded on first use.
 """
@@ -16,7 +16,7 @@ __all__ = ["FleetTrainer"]
 
 
 class RayMissing(FleetTrainError, ImportError):
-    """Ray Train is not installed, or too old. An ImportError, too."""
+    """Ray Train is not installed, or too old. Also an ImportError."""
 
 
 def __getattr__(name: str) -> Any:

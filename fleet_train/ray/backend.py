@@ -18,7 +18,7 @@ from fleet_train.ray.workers import Attempt, InWorker, endpoints_of, settle_in
 
 @dataclass
 class FleetConfig(BackendConfig):  # type: ignore[misc]
-    """What a run is started with. ``profile``: the default of the workers' ``fleet``; None: that of the script."""
+    """A run's configuration. ``profile``: the default of the workers' ``fleet``; None: that of the script."""
 
     profile: Any = None
     join_timeout_seconds: float = 300.0
@@ -39,13 +39,13 @@ class FleetConfig(BackendConfig):  # type: ignore[misc]
 
 
 class FleetBackend(Backend):  # type: ignore[misc]
-    """Lives in Ray's controller as long as the run, through all its attempts."""
+    """Exists in Ray's controller for the whole run, with all its attempts."""
 
     def __init__(self) -> None:
         self._attempts: dict[str, int] = {}
 
     def on_start(self, worker_group: Any, backend_config: FleetConfig) -> None:
-        """Tell every worker its rank, where the others are, and which attempt this is."""
+        """Send every worker its rank, the others' addresses, and the attempt's number."""
         number = self._attempts.get(backend_config.launched, -1) + 1
         self._attempts[backend_config.launched] = number
         endpoints = endpoints_of(worker_group.execute(where_we_are))

@@ -19,7 +19,7 @@ class FleetTrainer(DataParallelTrainer):  # type: ignore[misc]
 
     ``strategy``: a profile's name or path, a `DistributedStrategy` or a `Profile`, read here: the workers need no file.
     Everything else goes to Ray's `DataParallelTrainer`; ``run_config=RunConfig(failure_config=FailureConfig(...))``
-    says how often Ray starts the workers again. From the second attempt on, training resumes as under the launcher.
+    says how often Ray restarts the workers. From the second attempt on, training resumes as under the launcher.
     Instead of ``num_workers``, a ``scaling_config`` may be given. Raises ClusterError and ProfileError.
     """
 
@@ -38,7 +38,7 @@ class FleetTrainer(DataParallelTrainer):  # type: ignore[misc]
                 "FleetTrainer takes num_workers=2 or scaling_config=ScalingConfig(num_workers=2, ...), one of the two"
             )
         if "backend_config" in data_parallel_trainer_arguments:
-            raise ClusterError("FleetTrainer has a backend_config of its own; leave it out")
+            raise ClusterError("FleetTrainer sets its own backend_config; leave it out")
         config = FleetConfig(profile=profile_of(strategy), join_timeout_seconds=join_timeout_seconds)
         super().__init__(
             train_fn,

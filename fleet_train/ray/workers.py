@@ -1,4 +1,4 @@
-"""From the addresses of Ray's workers to the environment of each rank. No Ray, no Paddle."""
+"""Converts the addresses of Ray's workers to the environment of each rank. No Ray, no Paddle."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class Attempt:
-    """What all workers of one attempt are told alike."""
+    """The settings of one attempt, the same for all workers."""
 
     job: str
-    """What the connections of this attempt are known by."""
+    """Authenticates the connections of this attempt."""
     secret: str
     launched: str
-    """The same in all attempts of one run: its checkpoints are known by it."""
+    """The same in all attempts of one run: identifies its checkpoints."""
     number: int
     """0, 1, 2, ...; above 0, a trainer resumes."""
     join_timeout_seconds: float
 
 
 def endpoints_of(told: Sequence[tuple[str, int]]) -> list[str]:
-    """``host:port`` per worker from its address and a port that was free there; no two alike.
+    """``host:port`` per worker from its address and a port that was free there; all different.
 
-    Rank 0 (above 32 ranks, each node's first one) listens at its own; the others' only tell them apart.
+    Rank 0 (above 32 ranks, each node's first one) listens on its own; the others' only distinguish them.
     """
     taken: set[tuple[str, int]] = set()
     found = []
@@ -56,7 +56,7 @@ def variables(
     machine: Machine,
     environ: Mapping[str, str],
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """(what a rank's environment gets, what is taken out of it). A user's own variables win over advice."""
+    """(variables to set for a rank, variables to remove). A user's own variables override advice."""
     cluster = Cluster(from_endpoints(list(endpoints)), rank, formed_by="Ray Train")
     node = _node(cluster, machine)
     base = build_environment(
@@ -74,7 +74,7 @@ def variables(
         JOB_ID: attempt.job,
         SECRET: attempt.secret,
     }
-    del told["FLEET_TRAIN_STORE"]  # rank 0 hosts it beside itself
+    del told["FLEET_TRAIN_STORE"]  # rank 0 hosts it in a child process
     return told, base.removed | {SECRET_FILE, "FLEET_TRAIN_STORE"}
 
 
@@ -83,7 +83,7 @@ def _node(cluster: Cluster, machine: Machine) -> Node:
     index = cluster.this.node_index
     interface = choose_interface(hosts, index, machine, network.interface_towards)
     local = len(cluster.ranks_on_node(index))
-    # Ray shows each worker its own GPU alone.
+    # Ray shows each worker only its own GPU.
     return Node(hosts, index, cluster.this.port, local, machine.gpus or None, interface)
 
 
@@ -103,9 +103,9 @@ def apply(environ: MutableMapping[str, str], told: Mapping[str, str], removed: f
 
 
 class InWorker:
-    """Around a worker's training function: the profile is its default, and a failure is told to the other ranks.
+    """Wraps a worker's training function: the profile is its default, and a failure is reported to the other ranks.
 
-    Ray catches what the function raises, so no hook of the interpreter would hear of it.
+    Ray catches errors of the function, so no hook of the interpreter would see them.
     """
 
     def __init__(self, profile: Any) -> None:
@@ -129,5 +129,5 @@ class InWorker:
             session.end()
             return
         cause = exits.tell(error)
-        if cause is not error:  # the executor has made a SystemError of it
+        if cause is not error:  # the executor has turned it into a SystemError
             raise cause from error

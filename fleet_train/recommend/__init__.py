@@ -1,1 +1,1 @@
-"""Which profile is best for a script on a cluster: measured, priced, tried. Supervisors, and the ranks they start."""
+"""The best profile for a script on a cluster: measured, predicted, tried. Supervisors, and the ranks they start."""

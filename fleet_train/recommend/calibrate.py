@@ -1,5 +1,5 @@
-"""What exchanging the script's gradients costs beside the link, and what it takes from the computing beside it: each
-compression's methods, run by all ranks while they compute."""
+"""The cost of exchanging the script's gradients in addition to the link, and its slowdown of concurrent computing:
+each compression's methods, run by all ranks while they compute."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from fleet_train.plan.price.costs import TYPICAL, Costs
 from fleet_train.plan.price.predict import Network, Paths
 from fleet_train.profile import Profile
 
-# Sizes that a choice is likely to have; what coding costs per byte hardly depends on them.
+# Likely sizes; the cost of coding per byte hardly depends on them.
 _LARGE_MB, _SMALL_MB = 4.0, 0.5
 _FULL_STRENGTH: dict[str, dict[str, Any]] = {
     "powersgd": {"powersgd_start_step": 0},
     "dgc": {"dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
 }
 _SECONDS, _FEWEST, _MOST = 0.8, 3, 100
-"""About how long each method is repeated beside computing, and how often at least and at most."""
+"""About how long each method is repeated concurrently with computing, and how often at least and at most."""
 _ALONE_STEPS, _ALONE_SECONDS = 10, 0.5
 """How many steps before each method are timed alone, and how long at most."""
 _ALONE_ROUNDS = 6
 _EXCHANGE_SECONDS = 0.25
-"""What one exchange may take on the link: of more gradients than that the first ones stand for all."""
+"""The limit of one exchange on the link: of more gradients than that, the first ones represent all."""
 
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of one exchange, on the slowest rank: seconds alone, how many of them until all was handed over, seconds beside
-    computing, and how many the computing took longer."""
+    """Of one exchange, on the slowest rank: seconds alone, the part until all was enqueued, seconds concurrently with
+    computing, and by how many the computing was delayed."""
 
     plan: CommPlan
     alone: float
@@ -55,12 +55,12 @@ class _Measured:
 
 
 def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step: Step) -> tuple[Costs, list[float]]:
-    """What exchanges cost, alone and beside ``step``, which computes and sends nothing, and this rank's seconds of a
-    step alone. All ranks call it; all get the same costs.
+    """The costs of exchanges, alone and concurrently with ``step``, which computes and sends nothing, and this rank's
+    seconds of a step alone. All ranks call it; all get the same costs.
 
-    What an exchange takes longer than the link's latency and bandwidth say is the collectives' as far as more and
-    smaller buckets make it longer, and the coding's for the rest. Where collectives are enqueued (streams), exchanges
-    run alone: what they take from the device's computing is not known, and nothing.
+    The time of an exchange beyond the link's latency and bandwidth is attributed to the collectives as far as more and
+    smaller buckets increase it, and to the coding for the rest. If collectives are enqueued (streams), exchanges run
+    alone: their slowdown of the device's computing is unknown, and set to 0.
     """
     steps: list[float] = []
     paths = Paths(job.cluster, network)
@@ -86,7 +86,7 @@ def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step:
 def _plan(
     job: Job, gradients: Sequence[TensorSpec], compression: str, megabytes: float, paths: Paths
 ) -> tuple[CommPlan, Profile]:
-    """Of so many of the gradients as one exchange may take: all, the first half, the first quarter, at least one."""
+    """As many of the gradients as one exchange may send: all, the first half, the first quarter, at least one."""
     buckets = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": megabytes, "last_comm_group_size_MB": megabytes}
     profile = Profile(compression=compression, **buckets, **_FULL_STRENGTH.get(compression, {}))
     some = list(gradients)
@@ -102,12 +102,12 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
 
 
 def _over(one: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
-    """What an exchange takes longer than on the link, and in its collectives."""
+    """The time of an exchange beyond the link, and of its collectives."""
     return max(0.0, one.alone - one.handing - _on_the_link(one.plan, paths) - per_collective * len(one.plan.phases()))
 
 
 def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
-    """What each collective adds, by two cuts of the same bytes."""
+    """The cost of each collective, from two splits of the same bytes."""
     numbers = len(large.plan.phases()), len(small.plan.phases())
     if numbers[0] == numbers[1]:
         return _over(large, paths) / max(1, numbers[0])
@@ -115,7 +115,7 @@ def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
 
 
 def _alone(job: Job, step: Step) -> list[float]:
-    """Seconds of steps with nothing beside them, on all ranks at a time."""
+    """Seconds of steps with nothing concurrent, on all ranks at the same time."""
     _meet(job)
     times: list[float] = []
     while len(times) < _ALONE_STEPS and sum(times) < _ALONE_SECONDS:
@@ -126,7 +126,7 @@ def _alone(job: Job, step: Step) -> list[float]:
 
 
 def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list[float]) -> _Measured:
-    """Exchange again and again, first alone, then beside steps. To ``steps`` come those that run alone between."""
+    """Repeat exchanges, first alone, then concurrently with steps. The times of steps alone are added to ``steps``."""
     place = Place("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
         exchange = _Exchange(job, plan, profile)
@@ -144,8 +144,8 @@ def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list
 
 
 def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_alone: float) -> tuple[float, float]:
-    """Compute while ``exchanges`` are carried out: seconds from their start to their end, and how many the computing
-    took longer."""
+    """Compute during ``exchanges``: returns the seconds from their start to their end, and by how many the computing
+    was delayed."""
     ended = 0.0
 
     def noting_the_end() -> Stages[None]:
@@ -168,7 +168,7 @@ def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_al
 
 
 class _Exchange:
-    """All buckets of a plan, exchanged again and again, with values that nobody uses."""
+    """All buckets of a plan, exchanged repeatedly, with unused values."""
 
     def __init__(self, job: Job, plan: CommPlan, profile: Profile) -> None:
         dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
@@ -179,7 +179,7 @@ class _Exchange:
             [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
         ]
         self.handing: list[float] = []
-        """Of each round, seconds until all buckets' methods would have let the computing thread go."""
+        """Of each round, seconds until all buckets' methods would have released the computing thread."""
 
     def times(self, number: int) -> Stages[None]:
         """The stages of ``number`` rounds."""
@@ -196,7 +196,7 @@ class _Exchange:
 
 
 def _timed(job: Job, task: Callable[[], object]) -> float:
-    """Seconds of ``task`` from the moment when all ranks are there; on a device until it has done its part."""
+    """Seconds of ``task`` after a barrier of all ranks; on a device until it has finished."""
     _meet(job)
     began = time.perf_counter()
     task()

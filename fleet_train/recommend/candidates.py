@@ -1,4 +1,4 @@
-"""Every profile of the catalogue as a candidate: its risk, its plan, its price, or why it is ruled out. Pure."""
+"""Every profile of the catalogue as a candidate: its risk, plan and predicted time, or why it is ruled out. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
 from fleet_train.recommend.variants import in_words, variants
 
 RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))
-"""At which the choice is looked at: 10 Mb/s to 100 Gb/s, four to a decade."""
+"""The bandwidths for which the choice is evaluated: 10 Mb/s to 100 Gb/s, four per decade."""
 _PAYS = 0.95
-"""Of the step of a profile as it is shipped: what takes longer than this is no reason to turn its knobs."""
+"""Relative to the step of the shipped profile: changed knobs that are slower than this are not used."""
 _PROGRAM_KNOBS = ("amp_level", "accumulate_steps", "recompute_segments", "sync_batch_norm")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured: the script's gradients and other exchanged values, its computing, the links."""
+    """Measurements: the script's gradients and other exchanged values, its computing, the links."""
 
     gradients: tuple[TensorSpec, ...]
     averaged: tuple[TensorSpec, ...]
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One profile with the numbers that were chosen for it, and what is predicted of its step after any warm-up.
+    """One profile with the chosen numbers, and the prediction of its step after any warm-up.
 
     ``name``: that of the catalogue's profile ``extends``, with ``changes`` to it if there are any.
     """
@@ -69,7 +69,7 @@ class RuledOut:
 
 
 def network_of(links: Mapping[str, Any]) -> Network:
-    """Measured links by where they are, as JSON; what the cluster does not have is as on paper."""
+    """Measured links by location, as JSON; links that the cluster lacks get the defaults."""
     network = PAPER
     if "between nodes" in links:
         network = replace(network, between=Link(**links["between nodes"]["link"]))
@@ -79,7 +79,7 @@ def network_of(links: Mapping[str, Any]) -> Network:
 
 
 def risk_of(profile: Profile) -> str:
-    """What a profile may cost in accuracy, the greatest risk of several."""
+    """A profile's risk to accuracy, the greatest of several."""
     if profile.use_local_sgd:
         return LOCAL_STEPS
     if profile.compression == "none":
@@ -90,7 +90,7 @@ def risk_of(profile: Profile) -> str:
 def consider(
     found: Found, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS
 ) -> tuple[list[Candidate], list[RuledOut]]:
-    """The catalogue, priced for what was found; the shortest predicted step first."""
+    """The catalogue with predictions from the measurements; the shortest predicted step first."""
     candidates: list[Candidate] = []
     ruled_out: list[RuledOut] = []
     for name in profile_names():
@@ -108,7 +108,7 @@ def consider(
 
 
 def predicted_at(candidate: Candidate, found: Found, cluster: Cluster, gigabits: float) -> float:
-    """Seconds of the candidate's step were the link between nodes, or inside the only one, that fast."""
+    """Seconds of the candidate's step if the link between nodes, or inside the only one, had that bandwidth."""
     network = found.network
     if cluster.node_num > 1:
         network = replace(network, between=replace(network.between, bytes_per_second=gigabits * 1e9 / 8))
@@ -124,7 +124,7 @@ def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) 
         steps: Mapping[str, float] = {one.name: predicted_at(one, found, cluster, rate) for one in candidates}
         best = min(steps, key=lambda name: steps[name])
         kept = changes[-1][1] if changes else best
-        # Less than a hundredth is no reason to change.
+        # A gain below 1 % does not justify a change.
         best = kept if kept in steps and steps[kept] <= 1.01 * steps[best] else best
         if not changes or changes[-1][1] != best:
             changes.append((rate, best))
@@ -153,7 +153,7 @@ class _Pricing:
 
 
 def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candidate]:
-    """The profile as it is shipped and, where turning its knobs pays, the mildest turn that is about as good as any."""
+    """The shipped profile and, if changing its knobs pays, the mildest change that is about as good as any."""
     shipped = pricing.price(name, profile, {})
     turned = [pricing.price(name, profile, changes) for changes in variants(profile)]
     best = min((one.step for one in turned), default=shipped.step)
@@ -164,28 +164,28 @@ def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candid
 
 
 def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:
-    """Why a profile is no candidate here, or nothing."""
+    """Why a profile is not a candidate here, or nothing."""
     changes = [knob for knob in _PROGRAM_KNOBS if getattr(profile, knob) != getattr(Profile(), knob)]
     if changes:
-        return f"{changes[0]} changes what a rank computes, not what it sends: decide that by itself"
+        return f"{changes[0]} changes what a rank computes, not what it sends: decide about it separately"
     if found.is_gloo and any(name.startswith("NCCL_") for name in profile.environment):
-        return "sets variables that NCCL reads, and these ranks talk over Gloo"
+        return "sets variables that NCCL reads, but these ranks use Gloo"
     per_node = len(cluster.ranks_on_node(0))
     if profile.use_hierarchical_allreduce and not 1 < per_node < cluster.world_size:
-        return "these ranks form no hierarchy: it takes several nodes with several ranks each"
+        return "these ranks form no hierarchy: it needs several nodes with several ranks each"
     if profile.num_threads != 1:
-        return "shows the old recipe's knobs; multi_node is the same in today's"
+        return "shows the old recipe's knobs; multi_node is its equivalent with today's"
     return ""
 
 
 def _distinct(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[RuledOut]]:
-    """Profiles that come to the same plan here are one candidate."""
+    """Profiles with the same plan here are one candidate."""
     found: dict[str, Candidate] = {}
     same: list[RuledOut] = []
     for one in candidates:
         plan = replace(one.plan, profile_name="", profile_digest="", chosen="", notes=())
         if plan.digest in found:
-            same.append(RuledOut(one.name, f"comes to the same plan here as {found[plan.digest].name}"))
+            same.append(RuledOut(one.name, f"has the same plan here as {found[plan.digest].name}"))
         else:
             found[plan.digest] = one
     return list(found.values()), same

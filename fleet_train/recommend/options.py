@@ -1,4 +1,4 @@
-"""What a recommendation was asked for; the same on every rank."""
+"""The options of a recommendation; the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 NONE, ROUNDING, LOSSY, LOCAL_STEPS = RISKS = ("none", "rounding", "lossy", "local_steps")
-"""What a profile risks in accuracy: nothing, gradients rounded to 16 bits, approximated ones, replicas that part."""
+"""A profile's risk to accuracy: none, gradients rounded to 16 bits, approximated ones, replicas that diverge."""
 ALLOWABLE = (ROUNDING, LOSSY, LOCAL_STEPS)
 DEFAULT_FOLDER = Path("runs/recommend")
 DEFAULT_OUTPUT = Path("recommended.yaml")
@@ -26,7 +26,7 @@ class Options:
     join_timeout_seconds: float = 60.0
 
     def allows(self, risk: str) -> bool:
-        """Who allows lossy gradients allows rounded ones."""
+        """Allowing lossy gradients allows rounded ones."""
         return risk == NONE or risk in self.allow or (risk == ROUNDING and LOSSY in self.allow)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A recommendation for people, as JSON, and as a profile: pure text."""
+"""A recommendation as text, as JSON, and as a profile: pure text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WIDTH = 118
 
 
 _CLOSE = 1.04
-"""Of the shortest measured step: what is as good as that. Single trials differ by as much."""
+"""Relative to the shortest measured step: what counts as equal. Single trials differ by as much."""
 
 
 def pick(results: Results, options: Options) -> Candidate | None:
-    """Of the allowed profiles with about the shortest measured step the one that risks the least; where no trial came
-    to its end, none.
+    """Of the allowed profiles with about the shortest measured step, the one with the least risk; None if no trial
+    completed.
     """
     measured = [
         one
@@ -37,17 +37,17 @@ def pick(results: Results, options: Options) -> Candidate | None:
     ]
     steps = {one.name: results.tried[one.name].step_ms for one in measured}
     close = [one for one in measured if steps[one.name] <= _CLOSE * min(steps.values())]
-    # As shipped before what was turned, then the shortest.
+    # Shipped profiles before changed ones, then the shortest.
     return min(close, key=lambda one: (RISKS.index(one.risk), len(one.changes), steps[one.name]), default=None)
 
 
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
-    """The table, what was ruled out, and at which rates the choice would change."""
+    """The table, excluded profiles, and the bandwidths at which the choice would change."""
     best = pick(results, options)
     lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", *_ruled_out(results)]
     lines += ["", *_changes(results, options, cluster)]
     if best is None:
-        lines += ["", "no profile is recommended: no trial came to its end; the reasons stand above"]
+        lines += ["", "no profile is recommended: no trial completed; the reasons are listed above"]
         return "\n".join(lines)
     lines += ["", f"recommended: {best.name}, {results.tried[best.name].step_ms:.1f} ms per step"]
     lines += [*_hint(results, options, best)]
@@ -55,7 +55,7 @@ def describe(results: Results, options: Options, cluster: Cluster) -> str:
 
 
 def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, Any]:
-    """Everything as plain data; seconds if a name does not say otherwise."""
+    """The complete result as plain data; seconds unless a name says otherwise."""
     best = pick(results, options)
     return {
         "exit_code": 0 if best else 1,
@@ -75,7 +75,7 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
 
 
 def profile_text(results: Results, options: Options, cluster: Cluster, command: str) -> str:
-    """The recommended profile as a file: what it extends, the numbers that were chosen, the reason before them."""
+    """The recommended profile as a file: what it extends, the chosen numbers, preceded by the reason."""
     best = pick(results, options)
     assert best is not None
     tried = results.tried[best.name]
@@ -97,7 +97,7 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     asked, settled = load_profile(best.extends), best.profile
     numbers = {knob: getattr(settled, knob) for knob in BUCKET_KNOBS if getattr(asked, knob) != getattr(settled, knob)}
     content = {
-        "description": f"{best.name} with the numbers that were measured for {_script(options)}.",
+        "description": f"{best.name} with numbers measured for {_script(options)}.",
         "extends": best.extends,
         **best.changes,
         **numbers,
@@ -123,13 +123,13 @@ def _conditions(results: Results, cluster: Cluster) -> list[str]:
     ]
     lines.append(
         f"computing: {1e3 * found.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times the "
-        f"quickest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in all"
+        f"fastest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in total"
     )
     return [*lines, *_costs(found.costs)]
 
 
 def _costs(costs: Costs) -> list[str]:
-    """What the processors spend on exchanging, by how gradients travel."""
+    """The processor time of exchanges, by the encoding of gradients."""
     coded = [
         f"{name} {_per_gigabyte(seconds)} and {_per_gigabyte(costs.taken(name))}"
         for name, seconds in sorted(costs.codec_seconds_per_byte.items())
@@ -197,7 +197,7 @@ def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
 
 
 def _hint(results: Results, options: Options, best: Candidate) -> list[str]:
-    """What a greater risk would buy, by prediction."""
+    """The predicted gain of a greater risk."""
     quicker = [one for one in results.candidates if not options.allows(one.risk) and one.step < 0.9 * best.step]
     if not quicker:
         return []

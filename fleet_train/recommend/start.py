@@ -1,4 +1,4 @@
-"""From the command to ranks: started by us through our launcher, or this process is one, started by any launcher."""
+"""From the command to ranks: started through our launcher, or this process is one, started by any launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleet_train.selftest.start import Where, is_rank, outcome_in, request_for, 
 
 
 def start(options: Options, where: Where, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
-    """Carry the recommendation out; returns the exit code. ``outcome``: given to ranks that were started from here."""
+    """Run the recommendation; returns the exit code. ``outcome``: given to ranks that were started from here."""
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
     if not is_rank(os.environ):
@@ -28,14 +28,14 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
         return run_ranks(request_for(command, where, folder, options.join_timeout_seconds), written, as_json)
     if where.is_said:
         raise ClusterError(
-            "--nproc, --ips, --node_ip and --started_port start ranks, and a launcher has started this process as one: "
+            "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
             "give them to the launcher"
         )
     return supervise(options, folder, output, as_json, outcome)
 
 
 def command_of(options: Options, folder: Path, output: Path, outcome: Path | None = None) -> list[str]:
-    """What a rank runs behind ``-m``; without ``outcome`` also what a user would write again."""
+    """A rank's arguments after ``-m``; without ``outcome`` also the command that a user would repeat."""
     words = ["fleet_train", "recommend"]
     words += ["--outcome", str(outcome)] if outcome else []
     words += ["--record", str(folder.absolute()), "--output", str(output.absolute())]
@@ -45,7 +45,7 @@ def command_of(options: Options, folder: Path, output: Path, outcome: Path | Non
 
 
 def supervise(options: Options, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
-    """As one rank: everything; rank 0 prints, and writes the profile."""
+    """As one rank: the whole recommendation; rank 0 prints, and writes the profile."""
     peers = Peers.meet(options.join_timeout_seconds, "recommend")
     cluster = peers.cluster
     if cluster.world_size == 1:

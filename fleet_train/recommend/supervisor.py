@@ -1,4 +1,4 @@
-"""One rank of a recommendation: starts a subject per trial, bounded, and meets the supervisors of the other ranks."""
+"""One rank of a recommendation: starts a subject per trial, with a timeout, and synchronizes with other supervisors."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _MODULE = "fleet_train.recommend.subject"
 _COMPUTING = "computing"
 _TICK_SECONDS, _LOOK_SECONDS = 0.05, 0.5
 _START_SECONDS = 60.0
-"""What importing Paddle, joining and a first step may take beside the steps of a trial, on a busy machine."""
+"""Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
 _MEASURE_SECONDS, _CALIBRATE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 10.0, 4.0, 4.0
 _COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS, _MOST_LOCAL_STEPS = 40, 8, 40, 100
 _UNTIMED_STEPS = 3
 _SHORT_PERIOD = 4
-"""Steps between averagings in a trial that has not two of the profile's own periods; what an averaging costs is then
-spread over that period."""
+"""Steps between averagings in a trial that is shorter than two of the profile's own periods; the cost of an averaging
+is then spread over that period."""
 
 _OF_OTHER_SCHEDULES = ("local_sgd_max_steps",)
-"""Knobs that a constant period has no use for."""
+"""Knobs without meaning for a constant period."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial gave: milliseconds of a step after its warm-up on the slowest rank, or what went wrong."""
+    """A trial's result: milliseconds of a step after its warm-up on the slowest rank, or the failure."""
 
     name: str
     step_ms: float = 0.0
@@ -55,11 +55,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a recommendation rests on."""
+    """The basis of a recommendation."""
 
     found: Found
     spread: float
-    """Of the ranks' computing: the slowest over the quickest."""
+    """Of the ranks' computing: the slowest over the fastest."""
     link_error: float
     memory_bytes: int
     candidates: tuple[Candidate, ...]
@@ -69,11 +69,11 @@ class Results:
 
 
 class TrialFailed(Exception):
-    """A trial ended in another way than with its last step; the words say how."""
+    """A trial ended before its last step; the message says how."""
 
 
 class Supervisor:
-    """Carries out a recommendation for one rank; ``say`` is told of the progress, on rank 0."""
+    """Runs a recommendation for one rank; ``say`` is called with progress messages, on rank 0."""
 
     def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
         self.cluster = peers.cluster
@@ -84,7 +84,7 @@ class Supervisor:
         self._began = time.monotonic()
 
     def run(self) -> Results:
-        """Measure, price, try; the same on every rank. Raises FleetTrainError where the script cannot be measured."""
+        """Measure, predict, try; the same on every rank. Raises FleetTrainError if the script cannot be measured."""
         self._say(f"measuring the computing of {self._options.script} and the links")
         task = self._task(_local_only(), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {"measure_seconds": _MEASURE_SECONDS}
         try:
@@ -92,7 +92,7 @@ class Supervisor:
                 _COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _CALIBRATE_SECONDS + _COMPUTE_SECONDS)
             )
         except TrialFailed as failed:
-            raise FleetTrainError(f"{self._options.script} did not run so far as to be measured: {failed}") from None
+            raise FleetTrainError(f"{self._options.script} did not run long enough to be measured: {failed}") from None
         found, spread, error = read_computing(reports)
         most = MOST_COMMUNICATORS if found.is_gloo else 1
         candidates, ruled_out = consider(found, self.cluster, most)
@@ -106,14 +106,14 @@ class Supervisor:
         return Results(found, spread, error, memory, tuple(candidates), tuple(ruled_out), tried, seconds)
 
     def _tries(self, candidates: Sequence[Candidate]) -> Iterator[tuple[str, Tried]]:
-        """The most promising ones in turn, as long as there is time."""
+        """The most promising ones in turn, until the time is over."""
         allowed = [one for one in candidates if self._options.allows(one.risk)][: self._options.trials]
         for number, candidate in enumerate(allowed):
             steps = steps_for(candidate)
             taken = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
             expected = taken / (number + 1)
             if number > 1 and taken + expected > self._options.seconds:
-                self._say(f"{candidate.name}: not tried, the time is up")
+                self._say(f"{candidate.name}: not tried, the time is over")
                 return
             tried = self._try(f"trial {number}", candidate, steps)
             self._say(
@@ -144,7 +144,7 @@ class Supervisor:
         }
 
     def _trial(self, job: str, task: Mapping[str, Any], limit_seconds: float) -> dict[int, dict[str, Any]]:
-        """What every rank's subject has reported. Raises TrialFailed where one has not come to its end."""
+        """The reports of every rank's subject. Raises TrialFailed if one did not complete."""
         subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
         environ = environ_of(subjects, self._options.join_timeout_seconds, os.environ)
         log = self._folder / "log" / f"{job.replace(' ', '_')}.{self.cluster.rank}.log"
@@ -156,7 +156,7 @@ class Supervisor:
         everybody = self.peers.gather(f"end of {job}", [report, failure], limit_seconds + _START_SECONDS)
         failures = {rank: words for rank, (_, words) in everybody.items() if words}
         if failures:
-            # Who has lost another rank is no cause.
+            # A rank that lost another one is not the cause.
             rank, words = min(failures.items(), key=lambda one: (_is_loss(one[1]), one[0]))
             raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
         return {rank: found for rank, (found, _) in everybody.items()}
@@ -179,7 +179,7 @@ class Supervisor:
                 self.peers.look()
                 if time.monotonic() > deadline:
                     self.peers.note(f"failure of {job}")
-                    return None, f"had not ended after {limit_seconds:.0f} s and was stopped"
+                    return None, f"did not end within {limit_seconds:.0f} s and was stopped"
                 failed = self.peers.noted(f"failure of {job}")
                 if failed is not None and self.peers.clock() > failed + _LOOK_SECONDS * 10:
                     return None, f"{_LOST} and was stopped"
@@ -194,7 +194,7 @@ def _is_loss(words: str) -> bool:
 
 
 def _local_only() -> Profile:
-    """A step of this profile is a step that sends nothing, on all ranks at a time."""
+    """A step of this profile sends nothing, on all ranks at the same time."""
     return Profile(
         use_local_sgd=True,
         local_sgd_is_warm_steps=0,
@@ -208,7 +208,7 @@ def _local_only() -> Profile:
 
 
 def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, float, float]:
-    """What the ranks' local steps and links give: what was found, the spread between ranks, the error of the fit."""
+    """The result of the ranks' local steps and links: measurements, the spread between ranks, the error of the fit."""
     plan = reports[0]["plan"]
     gradients = tuple(_gradient(one) for bucket in plan["buckets"] for one in bucket["gradients"])
     averaging = plan["averaging"]
@@ -220,20 +220,20 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     error = max((float(link["error"]) for link in links.values()), default=0.0)
     network, costs = network_of(links), Costs(**reports[0]["costs"])
     state = int(averaging["state_values_per_parameter"])
-    # Who exchanges gradients waits for the slowest rank of each step, not for the one that is slowest on average.
+    # A rank that exchanges gradients waits for the slowest rank of each step, not for the slowest one on average.
     slowest = max(statistics.median(max(steps) for steps in zip(*own, strict=False)), *medians)
     found = Found(gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"]))
     return found, max(medians) / max(min(medians), 1e-9), error
 
 
 def steps_for(candidate: Candidate) -> int:
-    """How many steps a trial times: more where most of them send nothing."""
+    """How many steps a trial times: more if most of them send nothing."""
     most = _MOST_LOCAL_STEPS if candidate.profile.use_local_sgd else _MOST_STEPS
     return max(_FEWEST_STEPS, min(most, int(_TRIAL_SECONDS / candidate.step)))
 
 
 def short(profile: Profile, steps: int) -> Profile:
-    """A profile whose warm-ups end, and two of whose periods, of one length, are seen within so many steps."""
+    """The profile with warm-ups, and two periods of equal length, that fit into this many steps."""
     changed: dict[str, Any] = dict(short_warm_ups(profile))
     changed |= short_periods(profile, max(_SHORT_PERIOD, steps // 2 - _UNTIMED_STEPS))
     if profile.use_local_sgd and profile.local_sgd_schedule != "constant":
@@ -243,7 +243,7 @@ def short(profile: Profile, steps: int) -> Profile:
 
 
 def step_of(steps: Sequence[float], tried: Profile, period_asked: int) -> float:
-    """Seconds of a step after the warm-up; LocalSGD: what an averaging adds is spread over the period asked for."""
+    """Seconds of a step after the warm-up; LocalSGD: the cost of an averaging is spread over the requested period."""
     timed = _timed(steps)
     if not tried.use_local_sgd:
         return statistics.median(timed)

@@ -1,4 +1,4 @@
-"""A user's script for some steps below a profile that is prescribed: each step's time, then the end of the process."""
+"""Runs a user's script for some steps with a given profile: each step's time, then the end of the process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fleet_train.convert import session
 from fleet_train.profile import Profile
 
 Again = Callable[[], object]
-"""Runs the converted program once more, with what it was fed and asked for last."""
+"""Runs the converted program once more, with its last feed and fetch list."""
 
 
 class Steps:
-    """Counts the runs of the converted program; behind the last one ``then`` reports, and the process ends.
+    """Counts the runs of the converted program; after the last one ``then`` reports, and the process ends.
 
-    A step is the time from the start of one run to the start of the next: what a script does between them counts, as it
-    does in training.
+    A step is the time from the start of one run to the start of the next: the script's work between them counts, as
+    in training.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Steps:
         self._again: Again = lambda: None
 
     def watch(self) -> None:
-        """From now on every executor of this process is watched."""
+        """Observe every executor of this process from now on."""
         original = paddle.static.Executor.run
 
         def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ class Steps:
     def _begins(self) -> None:
         self._starts.append(time.perf_counter())
         taken = self._starts[-1] - self._starts[0]
-        # Ranks that talk in their steps must all end behind the same one.
+        # Ranks that communicate in their steps must all end after the same one.
         is_over = (
             not self._together and not sends_statistics() and taken > self._longest_seconds and len(self._starts) > 3
         )
@@ -67,7 +67,7 @@ class Steps:
             self.end()
 
     def end(self) -> None:
-        """Report what was counted and leave, at once: the script is not to save, evaluate or go on."""
+        """Report the counts and exit at once: the script must not save, evaluate or continue."""
         steps = [after - before for before, after in zip(self._starts, self._starts[1:], strict=False)]
         self._then(steps, self._again)
         fleet.shutdown()
@@ -77,13 +77,13 @@ class Steps:
 
 
 def sends_statistics() -> bool:
-    """Whether a step exchanges something whatever the profile: the statistics of a script's own SyncBatchNorm."""
+    """Whether a step communicates with any profile: the statistics of a script's own SyncBatchNorm."""
     plan = fleet.plan()
     return plan is not None and bool(plan.statistics)
 
 
 def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps: Steps) -> None:
-    """Run the script as its user would; it ends with ``steps``, or with its own end."""
+    """Run the script as its user would; it ends after ``steps``, or by itself."""
     session.prescribe(profile)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

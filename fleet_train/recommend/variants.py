@@ -1,4 +1,4 @@
-"""A profile's few knobs that trade accuracy for bytes, turned: what is priced beside the profile as it is shipped."""
+"""Variants of a profile: the few knobs that trade accuracy for bytes, with other values than in the shipped profile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fleet_train.profile import Profile
 
 _LONGER = (1, 2, 4)
 _COARSER = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}
-"""What parameters or outer differences may be averaged in instead. int4 is streaming_diloco's, with what it takes."""
+"""Other dtypes for averaging parameters or outer differences. int4 is streaming_diloco's, with its requirements."""
 
 
 def variants(profile: Profile) -> Iterator[dict[str, Any]]:
-    """Settings that change how often and how exactly replicas are averaged, the mildest first; none where gradients
-    are exchanged in every step: of their compressions each has a profile of its own.
+    """Settings that change how often and how exactly replicas are averaged, the mildest first; none if gradients are
+    exchanged in every step: each of their compressions has its own profile.
     """
     if not profile.use_local_sgd:
         return
@@ -30,5 +30,5 @@ def variants(profile: Profile) -> Iterator[dict[str, Any]]:
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
-    """As a candidate's name has it, behind that of the profile."""
+    """The suffix of a candidate's name after that of the profile."""
     return " ".join(f"{knob}={value}" for knob, value in changes.items())

@@ -1,6 +1,6 @@
 """``python -m fleet_train selftest``: does a cluster do what training will need? Run first on new machines.
 
-Each rank is a *supervisor* (`supervisor`), which touches no device and none of Paddle's process groups. For every job
-it starts one child, the *subject* (`subject`), which trains, communicates, or fails on purpose. So a rank may be killed
-or stopped, and somebody is left to say how the others have taken it.
+Each rank is a *supervisor* (`supervisor`), which uses no device and none of Paddle's process groups. For every job
+it starts one child, the *subject* (`subject`), which trains, communicates, or fails on purpose. So a rank can be
+killed or stopped, while the supervisors observe how the others react.
 """

@@ -21,19 +21,19 @@ from fleet_train.launch.workers.worker_main import dying_with_us
 
 _LAST_LINES = 8
 _LONGEST_LINE = 16 * 1024
-# What the selftest's own launch has said and is not the subject's: it takes its profiles from the checks.
+# Variables of the selftest's own launch that the subject must not see: its profiles come from the checks.
 _NOT_PASSED_ON = ("FLEET_TRAIN_STRATEGY", "FLEET_TRAIN_ATTEMPT", "PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port(host: str) -> int:
-    """A port of this machine that nobody listens on now; it names a subject, whose rank may open it or not."""
+    """A port of this machine without a listener now; it identifies a subject, whose rank may open it or not."""
     with socket.socket() as holder:
         holder.bind((host, 0))
         return int(holder.getsockname()[1])
 
 
 def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this rank's subject: that of its supervisor, with the subjects' cluster in it."""
+    """The environment of this rank's subject: its supervisor's, with the subjects' cluster."""
     kept = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
     kept |= rank_variables(cluster) | {
         "PADDLE_NNODES": str(cluster.node_num),
@@ -48,8 +48,8 @@ def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[s
 
 
 class Child:
-    """A running subject. It ends with its supervisor, however that ends: the kernel sees to it, also while the subject
-    is stopped."""
+    """A running subject. The kernel ends it with its supervisor, however that ends, also while the subject is
+    stopped."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """Negative: the signal that has ended it."""
+        """Negative: the signal that ended it."""
         return self.process.wait()
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """What the subject has reported since the last call."""
+        """The subject's reports since the last call."""
         with self._reports.open("rb") as file:
             file.seek(self._read)
             for line in file:
@@ -98,5 +98,5 @@ class Child:
         self.process.wait()
 
     def last_lines(self) -> tuple[str, ...]:
-        """The end of what it has printed, for whoever asks why it has failed."""
+        """The end of its output, to explain a failure."""
         return last_lines(end_of(self.log), _LAST_LINES, _LONGEST_LINE)

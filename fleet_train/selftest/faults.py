@@ -1,4 +1,4 @@
-"""Check 4, seen by the supervisors: how soon the others end when one rank fails, and whether they name it."""
+"""Check 4 in the supervisors: how soon the others end when one rank fails, and whether they name it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fleet_train.selftest.results import FAIL, OK, Result
 
 KINDS = ("skips a collective", "is stopped", "is killed")
 GRACE_SECONDS = 10.0
-"""Beyond the profile's collective_timeout_seconds: what noticing, asking around and ending may take."""
+"""In addition to the profile's collective_timeout_seconds: the time for detection, diagnosis and exit."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank's subject after the fault: ``seconds`` from the fault to its end, the end of what it has printed."""
+    """One rank's subject after the fault: ``seconds`` from the fault to its end, the end of its output."""
 
     seconds: float
     exit_code: int
@@ -26,7 +26,7 @@ class Ended:
 
 
 def judge(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ended], seconds: float) -> Result:
-    """``cluster``: the subjects', whose last rank has failed; ``ends``: those of all others."""
+    """``cluster``: the subjects', whose last rank failed; ``ends``: those of all others."""
     bound = options.fault_timeout_seconds + GRACE_SECONDS
     root_cause = cluster.describe(cluster.world_size - 1)
     label = f"a rank {kind}"
@@ -50,7 +50,7 @@ def _wrong(end: Ended, root_cause: str, bound: float) -> str:
     if end.was_killed:
         return f"had not ended {end.seconds:.1f} s after the fault and was killed"
     if end.exit_code != WorkerFailed.exit_code:
-        return f"ended with {describe_code(end.exit_code)}, expected is {WorkerFailed.exit_code}: {said}"
+        return f"ended with {describe_code(end.exit_code)}, expected {WorkerFailed.exit_code}: {said}"
     if root_cause not in said:
         return f"does not name {root_cause}: {said}"
     if end.seconds > bound:
@@ -59,9 +59,9 @@ def _wrong(end: Ended, root_cause: str, bound: float) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """What a rank says of its end: its last line of ours, or its last one."""
+    """A rank's message about its end: its last line of ours, or its last one."""
     ours = [line for line in lines if line.startswith("fleet_train:")]
-    return (ours or list(lines) or ["it has printed nothing"])[-1]
+    return (ours or list(lines) or ["it printed nothing"])[-1]
 
 
 def describe_code(code: int) -> str:

@@ -1,4 +1,4 @@
-"""What a selftest was asked for; the same on every rank."""
+"""The options of a selftest; the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fleet_train.errors import ClusterError
 GROUPS = {
     "devices": "one device per rank, backend, versions",
     "collectives": "every collective and dtype against exact integers",
-    "profiles": "every profile trained beside the simulator",
-    "overlap": "how much of the communication hides behind computing",
+    "profiles": "every profile trained and compared with the simulator",
+    "overlap": "how much of the communication overlaps with computing",
     "faults": "a rank that skips a collective, is stopped, is killed",
 }
-"""What ``--only`` and ``--skip`` take, in the order in which it is done."""
+"""The values of ``--only`` and ``--skip``, in the order of execution."""
 TOGETHER = "together"
-"""The job of all checks that one process per rank can do, one after the other."""
+"""The job of all checks that one process per rank can run in sequence."""
 TOGETHER_GROUPS = tuple(group for group in GROUPS if group != "faults")
 DEFAULT_FOLDER = Path("runs/selftest")
 
 
 @dataclass(frozen=True)
 class Options:
-    """``groups``: what is done. Times in seconds."""
+    """``groups``: the checks to run. Times in seconds."""
 
     groups: tuple[str, ...] = tuple(GROUPS)
     steps: int = 50
     rounds: int = 9
     fault_timeout_seconds: int = 4
-    """What a rank may keep the others waiting, in the checks of faults (collective_timeout_seconds)."""
+    """How long a rank may keep the others waiting, in the checks of faults (collective_timeout_seconds)."""
     join_timeout_seconds: float = 120.0
 
     @property
@@ -50,8 +50,8 @@ _QUICK = {"steps": 20, "rounds": 3}
 
 
 def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False) -> Options:
-    """The options that the flags make. Raises ClusterError where nothing is left to do."""
+    """The options of the flags. Raises ClusterError if nothing is left to do."""
     left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
     if not left:
-        raise ClusterError(f"--only and --skip leave nothing to check; there are {', '.join(GROUPS)}")
+        raise ClusterError(f"--only and --skip leave nothing to check; the checks are {', '.join(GROUPS)}")
     return Options(left, **(_QUICK if quick else {}))

@@ -1,4 +1,4 @@
-"""How supervisors meet: over the project's own store, in a scope of their own."""
+"""Communication of the supervisors: over the project's own store, in a separate scope."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUP = "supervisor"
 
 
 class Peers:
-    """This rank's supervisor among the others. Every wait is bounded and names who is missing."""
+    """This rank's supervisor among the others. Every wait is bounded and names missing ranks."""
 
     def __init__(
         self, cluster: Cluster, timeout_seconds: float, command: str = "selftest", host: StoreHost | None = None
@@ -49,34 +49,34 @@ class Peers:
 
     @classmethod
     def meet(cls, timeout_seconds: float, command: str = "selftest") -> Peers:
-        """As a rank that a launcher or an engine has started: with those of this process's environment."""
+        """As a rank that a launcher or an engine started: with those of this process's environment."""
         cluster, host = complete(cluster_from_environ(launch_environment(), parent_command()), timeout_seconds)
         return cls(cluster, timeout_seconds, command, host)
 
     def gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> dict[int, Any]:
-        """Meet all supervisors: a barrier that exchanges a JSON value each."""
+        """Barrier of all supervisors, in which each contributes a JSON value."""
         return self._client.all_gather(name, value, self.cluster.world_size, timeout_seconds or self._timeout_seconds)
 
     def subjects(self, job: str, port: int) -> Cluster:
-        """The cluster of a job's subjects: the same places with other ports, and a scope of their own in the store."""
+        """The cluster of a job's subjects: the same hosts with other ports, and a separate scope in the store."""
         ports = self.gather(f"ports of {job}", port)
         ranks = tuple(replace(rank, port=int(ports[rank.index])) for rank in self.cluster.ranks)
         endpoint = f"{self._address}/{self._scope}.{job}"
         return Cluster(ranks, self.cluster.rank, endpoint, formed_by=f"the {self._command}")
 
     def look(self) -> None:
-        """Raise WorkerFailed when another supervisor is gone."""
+        """Raise WorkerFailed if another supervisor is gone."""
         gone = self._client.gone()
         if gone:
             member, how = next(iter(gone.items()))
             raise WorkerFailed(f"the supervisor of {self.cluster.describe(member)} is gone ({how})")
 
     def note(self, key: str) -> None:
-        """Write down, for all supervisors, when ``key`` has happened."""
+        """Record, for all supervisors, when ``key`` happened."""
         self._client.set(key, self.clock())
 
     def noted(self, key: str) -> float | None:
-        """When ``key`` has happened, in the seconds of ``clock``; None while it has not."""
+        """When ``key`` happened, in the seconds of ``clock``; None if it has not."""
         seconds: float | None = self._client.get(key)
         return seconds
 
@@ -94,7 +94,7 @@ class Peers:
             self.close()
 
     def leave(self) -> None:
-        """A graceful goodbye. Rank 0's store may be gone already: all have met before."""
+        """Disconnect properly. Rank 0's store may be gone already: all have passed the last barrier."""
         with contextlib.suppress(WorkerFailed):
             self._client.leave()
 

@@ -1,4 +1,4 @@
-"""The record of a selftest: JSON and a page, made to be sent in. No host name, address, path or variable is in it."""
+"""The record of a selftest: JSON and a page, for reports. It has no host name, address, path or variable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def facts() -> dict[str, Any]:
 
 
 def backend_of(environ: Mapping[str, str]) -> str:
-    """What Paddle's build, or the environment, makes the ranks talk through; Paddle is not imported for it."""
+    """The backend of the ranks by Paddle's build, or the environment; Paddle is not imported for it."""
     asked = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
     return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and asked != "gloo" else "gloo"
 
@@ -71,7 +71,7 @@ def make(
 
 
 def command_of(options: Options) -> str:
-    """The command without what it says of this cluster."""
+    """The command without details of this cluster."""
     only = [f"--only {group}" for group in options.groups] if options.groups != tuple(GROUPS) else []
     return " ".join(["python -m fleet_train selftest", *only, *(["--quick"] if options.is_quick else [])])
 

@@ -1,4 +1,4 @@
-"""What a check has found, as a line for people and as JSON. Pure."""
+"""The results of checks, as text and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OK, WARN, SKIP, FAIL = "ok", "warn", "skip", "FAIL"
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report. ``group``: the name that ``--only`` and ``--skip`` take."""
+    """One line of the report. ``group``: the name for ``--only`` and ``--skip``."""
 
     group: str
     name: str
@@ -33,7 +33,7 @@ class Result:
 
 
 def failed(results: Iterable[Result]) -> list[str]:
-    """The names of the checks that have failed, each once, in their order."""
+    """The names of the failed checks, each once, in their order."""
     return list(dict.fromkeys(result.name for result in results if result.status == FAIL))
 
 
@@ -50,6 +50,6 @@ def verdict(results: Iterable[Result], seconds: float) -> str:
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """0: none has failed, and not all were left out."""
+    """0: none failed, and not all were left out."""
     results = list(results)
     return 0 if any(result.status in (OK, WARN) for result in results) and not failed(results) else 1

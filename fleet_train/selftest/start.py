@@ -1,4 +1,4 @@
-"""From the command to ranks: started by us through our launcher, or this process is one, started by any launcher."""
+"""From the command to ranks: started through our launcher, or this process is one, started by any launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROCESSES_WITHOUT_GPUS = 2
 
 @dataclass(frozen=True)
 class Where:
-    """Which ranks are to be started; None: not said."""
+    """The ranks to start; None: not given."""
 
     nproc: int | None = None
     ips: str | None = None
@@ -45,39 +45,39 @@ class Where:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one of its ranks. PaddleCloud tells a pod of others, too."""
+    """Whether a launcher started this process as one of its ranks. PaddleCloud also tells a pod about others."""
     if "PADDLE_LOCAL_RANK" in environ or "PADDLE_RANK_IN_NODE" in environ:
         return True
     return "PADDLE_TRAINER_ENDPOINTS" in environ and "PADDLE_TRAINERS" not in environ
 
 
 def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None) -> int:
-    """Carry the selftest out; returns the exit code. ``outcome``: given to ranks that were started from here."""
+    """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here."""
     if not is_rank(os.environ):
         return launch_ranks(options, where, folder, as_json)
     if where.is_said:
         raise ClusterError(
-            "--nproc, --ips, --node_ip and --started_port start ranks, and a launcher has started this process as one: "
+            "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
             "give them to the launcher"
         )
     return supervise(options, folder, as_json, outcome)
 
 
 def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
-    """This machine's share of the ranks, through our launcher; how it went, they write into a file."""
+    """This machine's ranks, through our launcher; they write their outcome into a file."""
     outcome = outcome_in(folder)
     return run_ranks(request_of(options, where, folder, outcome), outcome, as_json)
 
 
 def outcome_in(folder: Path) -> Path:
-    """A file of no other command, in which ranks write how it went."""
+    """A file of this command only, into which ranks write their outcome."""
     return (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
 
 
 def run_ranks(request: LaunchRequest, outcome: Path, as_json: bool) -> int:
-    """Run what ``request`` starts to its end; the exit code that its ranks have written into ``outcome``, or their own.
+    """Run ``request`` to its end; returns the exit code that its ranks wrote into ``outcome``, or their own.
 
-    ``as_json``: print what they have written.
+    ``as_json``: print what they wrote.
     """
     launch = prepare(request, os.environ)
     try:
@@ -101,7 +101,7 @@ def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> L
 
 
 def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout_seconds: float) -> LaunchRequest:
-    """This machine's ranks of ``python -m command``: every GPU, or two where nobody has said how many."""
+    """This machine's ranks of ``python -m command``: every GPU, or two by default."""
     nproc = where.nproc
     if nproc is None and look_around(os.environ).gpus is None:
         nproc = _PROCESSES_WITHOUT_GPUS
@@ -143,7 +143,7 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
     if outcome is not None:
         if cluster.local_rank == 0:
             outcome.write_text(json.dumps(made))
-        return 0  # the selftest was carried out: what it has found is the matter of the process that has started us
+        return 0  # the selftest has run: the process that started us evaluates the result
     if as_json and is_first:
         click.echo(json.dumps(made, indent=1))
     return int(made["exit_code"])

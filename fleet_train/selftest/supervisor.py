@@ -1,4 +1,4 @@
-"""One rank of a selftest: starts a subject per job, watches it, and meets the supervisors of the other ranks."""
+"""One rank of a selftest: starts a subject per job, monitors it, and synchronizes with the other supervisors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TOGETHER_SECONDS, TOGETHER_SECONDS_PER_RANK = 900.0, 10.0
 """How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
 takes longer with more ranks."""
 FAULT_COMES_WITHIN_SECONDS = 180.0
-"""Of the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
+"""For the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
 _KILLED_LATER_SECONDS = 5.0
-"""Subjects that have not ended so long after the bound will not."""
+"""Subjects that have not ended this long after the bound will not."""
 
 Say = Callable[[Result], None]
 
 
 @dataclass(frozen=True)
 class End:
-    """How one rank's subject has ended. ``exit_code`` is negative for a signal."""
+    """How one rank's subject ended. ``exit_code`` is negative for a signal."""
 
     exit_code: int
     ended_at: float
@@ -42,7 +42,7 @@ class End:
     was_killed: bool
     """By its supervisor, because it did not end."""
     began: str
-    """The check that it was in; empty when it had done all."""
+    """The check that it was in; empty if it had done all."""
     last_lines: tuple[str, ...]
 
     @classmethod
@@ -51,7 +51,7 @@ class End:
 
 
 class Supervisor:
-    """Carries out a selftest for one rank. ``say`` is told of every result, on rank 0."""
+    """Runs a selftest for one rank. ``say`` is called with every result, on rank 0."""
 
     def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
         self.cluster = peers.cluster
@@ -63,7 +63,7 @@ class Supervisor:
         self._shared = 0
 
     def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
-        """Every job. The results, and the facts of each node; all ranks return the same."""
+        """Runs every job. Returns the results, and the facts of each node; the same on all ranks."""
         facts = self.peers.gather("facts", record.facts())
         if set(self.options.groups) & set(TOGETHER_GROUPS):
             limit = TOGETHER_SECONDS + TOGETHER_SECONDS_PER_RANK * self.cluster.world_size
@@ -77,12 +77,12 @@ class Supervisor:
         return [Result.from_json(one) for one in shared], [facts[rank] for rank in firsts]
 
     def shared(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks; they have all come here."""
+        """Rank 0's value, on all ranks, after a barrier."""
         self._shared += 1
         return self.peers.gather(f"shared {self._shared}", value)[0]
 
     def found(self, results: Iterable[Result]) -> None:
-        """Results that are final; rank 0's count."""
+        """Final results; rank 0's count."""
         for result in results:
             self.results.append(result)
             if self.cluster.rank == 0:
@@ -90,7 +90,7 @@ class Supervisor:
 
     def _run_faults(self) -> None:
         if self.cluster.world_size == 1:
-            self.found([Result("faults", "faults", SKIP, "one rank has nobody to fail for")])
+            self.found([Result("faults", "faults", SKIP, "one rank has no peer that could fail")])
             return
         for kind in faults.KINDS:
             began = time.monotonic()
@@ -111,9 +111,9 @@ class Supervisor:
         return self.cluster.world_size - 1
 
     def run_job(self, job: str, limit_seconds: float) -> tuple[dict[int, End], Cluster]:
-        """Start this rank's subject and stay until it has ended; how those of all ranks have ended, and who they were.
+        """Start this rank's subject and wait for its end; returns how all ranks' subjects ended, and their cluster.
 
-        ``limit_seconds``: when it is killed, unless a fault has been noted: then soon after the bound for that.
+        ``limit_seconds``: when it is killed, unless a fault has been recorded: then soon after the bound for that.
         """
         subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
         environ = environ_of(subjects, self.options.join_timeout_seconds, os.environ)
@@ -149,7 +149,7 @@ class Supervisor:
             time.sleep(_TICK_SECONDS)
 
     def _is_over(self, job: str) -> bool:
-        """Whether this rank's subject need not run on: all others have ended, or its time after a fault is up."""
+        """Whether this rank's subject can be stopped: all others have ended, or its time after a fault is over."""
         fault_at = self.peers.noted(f"fault of {job}")
         if fault_at is None:
             return False
@@ -163,9 +163,9 @@ class Supervisor:
 
 
 def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
-    """What is wrong with subjects that should have ended with 0: named is who ended first without having lost another.
+    """The failures of subjects that should have ended with 0: names the first one that ended without having lost
 
-    ``began`` of that one's end is the group that is blamed.
+    another. The failed group is ``began`` of its end.
     """
     wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
     if not wrong:
@@ -176,13 +176,13 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
 
 
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:
-    """The checks of the same job that come behind the one in which it has ended; ``start`` comes before all."""
+    """The checks of the same job after the one in which it ended; ``start`` comes before all."""
     behind = TOGETHER_GROUPS[TOGETHER_GROUPS.index(failed) + 1 :] if failed in TOGETHER_GROUPS else TOGETHER_GROUPS
-    return [Result(one, one, SKIP, f"not done: the ranks had ended in '{failed}'") for one in behind if one in groups]
+    return [Result(one, one, SKIP, f"not run: the ranks ended in '{failed}'") for one in behind if one in groups]
 
 
 def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
-    """The ranks did not get as far as the fault."""
+    """The ranks did not reach the fault."""
     found = judge_ends(cluster, others)
-    why = found[0].words if found else "no rank says why"
-    return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not get as far as that: {why}")
+    why = found[0].words if found else "no rank reported why"
+    return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not reach the fault: {why}")

@@ -1,4 +1,4 @@
-"""What a parent and a rank's process say to each other: messages of a JSON header and a body, over a socket pair."""
+"""Messages between a parent and a rank's process: a JSON header and a body, over a socket pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 class RankChannel:
-    """The rank's end: calls block. The parent's end of life is read as EOFError."""
+    """The rank's end: calls block. The end of the parent raises EOFError."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -45,7 +45,7 @@ class RankChannel:
 
 
 class ParentEnd:
-    """The parent's end: nothing blocks. ``sock`` is watched by whoever waits for several ranks at once."""
+    """The parent's end: nothing blocks. The caller that waits for several ranks polls ``sock``."""
 
     def __init__(self, sock: socket.socket, greeting: bytes) -> None:
         sock.setblocking(False)
@@ -58,7 +58,7 @@ class ParentEnd:
         return bool(self._unsent)
 
     def send_some(self) -> None:
-        """As much of the greeting as goes now. A rank that has ended is noticed by whoever watches its process."""
+        """Send as much of the greeting as possible now. A rank that has ended is noticed by its process's monitor."""
         try:
             self._unsent = self._unsent[self.sock.send(self._unsent[:_PIECE_BYTES]) :]
         except BlockingIOError:
@@ -67,7 +67,7 @@ class ParentEnd:
             self._unsent = self._unsent[:0]
 
     def receive_some(self) -> bool:
-        """Take what has come; False once nothing more will."""
+        """Read available data; False once no more will arrive."""
         while True:
             try:
                 piece = self.sock.recv(_PIECE_BYTES)
@@ -80,7 +80,7 @@ class ParentEnd:
             self._received += piece
 
     def messages(self) -> Iterator[Message]:
-        """The messages that are complete, each once."""
+        """The complete messages, each once."""
         while len(self._received) >= _SIZES.size:
             header, body = _SIZES.unpack_from(self._received)
             end = _SIZES.size + header + body

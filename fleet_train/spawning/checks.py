@@ -1,4 +1,4 @@
-"""Mistakes in a call of ``spawn`` that can be told before a process starts."""
+"""Mistakes in a call of ``spawn`` that can be found before a process starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_RANKS = 1024
 
 
 def check_call(train: Any, args: Any) -> tuple[Any, ...]:
-    """The arguments as a tuple. Raises ClusterError where ``train(*args)`` cannot be called."""
+    """The arguments as a tuple. Raises ClusterError if ``train(*args)`` cannot be called."""
     if not callable(train):
         raise ClusterError(
-            f"fleet_train.spawn was given {train!r}, which is no function; give the function itself, as in "
+            f"fleet_train.spawn was given {train!r}, which is not a function; give the function itself, as in "
             "spawn(train), not what it returns, as in spawn(train())"
         )
     name = name_of(train)
@@ -25,10 +25,10 @@ def check_call(train: Any, args: Any) -> tuple[Any, ...]:
             f"{name} is an async function or a generator; spawn takes a function that trains and returns"
         )
     if not isinstance(args, (tuple, list)):
-        raise ClusterError(f"args={args!r} is no tuple; one argument is written as args=(value,)")
+        raise ClusterError(f"args={args!r} is not a tuple; one argument is written as args=(value,)")
     try:
         signature = inspect.signature(train)
-    except (TypeError, ValueError):  # written in C: it will say so itself
+    except (TypeError, ValueError):  # written in C: the call itself will raise
         return tuple(args)
     try:
         signature.bind(*args)
@@ -44,22 +44,22 @@ def _counted(args: Any) -> str:
 
 
 def _wants_its_rank(signature: inspect.Signature, args: Any) -> str:
-    """A hint for functions written for ``torch.multiprocessing.spawn``, which puts the rank in front."""
+    """A hint for functions written for ``torch.multiprocessing.spawn``, which passes the rank first."""
     try:
         signature.bind(0, *args)
     except TypeError:
         return ""
-    return "; spawn gives a function its args and no rank: fleet.worker_index() tells it, or PADDLE_TRAINER_ID"
+    return "; spawn passes a function its args and no rank: get it from fleet.worker_index() or PADDLE_TRAINER_ID"
 
 
 def check_ranks(nprocs: Any, machine: Machine) -> tuple[str, ...] | None:
-    """The devices of the ranks; None on a build without GPU code. Raises ClusterError for a number that cannot be."""
+    """The devices of the ranks; None on a build without GPU code. Raises ClusterError for an invalid number."""
     if isinstance(nprocs, bool) or not isinstance(nprocs, int):
-        raise ClusterError(f"nprocs={nprocs!r} is no whole number; it is how many ranks to start on this machine")
+        raise ClusterError(f"nprocs={nprocs!r} is not a whole number; it is how many ranks to start on this machine")
     if nprocs < 1:
         raise ClusterError(f"nprocs={nprocs} is too few; give 1 or more, the number of ranks to start on this machine")
     if nprocs > _MOST_RANKS:
-        raise ClusterError(f"nprocs={nprocs} is more than the {_MOST_RANKS} ranks that one machine is given here")
+        raise ClusterError(f"nprocs={nprocs} is more than the limit of {_MOST_RANKS} ranks on one machine")
     if not machine.gpus:
         return None
     if nprocs > len(machine.gpus):
@@ -73,5 +73,5 @@ def check_ranks(nprocs: Any, machine: Machine) -> tuple[str, ...] | None:
 def check_seconds(name: str, value: Any) -> float:
     """A bound in seconds. Raises ClusterError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1_000_000:
-        raise ClusterError(f"{name}={value!r} is no number of seconds above 0, up to 1000000")
+        raise ClusterError(f"{name}={value!r} is not a number of seconds above 0, up to 1000000")
     return float(value)

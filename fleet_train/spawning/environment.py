@@ -1,4 +1,4 @@
-"""What spawned ranks find in their environment: what they would find under the launcher, and nothing of another job."""
+"""The environment of spawned ranks: the same as under the launcher, and nothing of another job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this process is a rank, and what it is doing: spawning from within one is a mistake, of two kinds."""
+"""Whether this process is a rank, and its state: spawning from a rank is an error, of two kinds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from fleet_train.cluster.engines import detect
 from fleet_train.errors import ClusterError
 
 _loading = ""
-"""Which function this rank is about to call; empty once it has found it."""
+"""The function that this rank is about to call; empty once it is loaded."""
 
 
 class CalledWhileImported(ClusterError):
-    """``spawn`` stands at the top level of a module that the ranks import."""
+    """``spawn`` is called at the top level of a module that the ranks import."""
 
 
 def finding(train: str) -> None:
-    """This process is a rank that imports what it needs for ``train``; "" when it has."""
+    """This process is a rank that imports the modules of ``train``; "" when it is done."""
     global _loading
     _loading = train
 
 
 def refuse_within_a_rank(environ: Mapping[str, str]) -> None:
-    """Raise ClusterError where this process is a rank itself, of whatever launcher."""
+    """Raise ClusterError if this process is a rank itself, of any launcher."""
     if _loading:
         module, place = _caller()
         raise CalledWhileImported(
@@ -33,15 +33,15 @@ def refuse_within_a_rank(environ: Mapping[str, str]) -> None:
     number = environ.get("PADDLE_TRAINER_ID", "")
     if environ.get("FLEET_TRAIN_STORE") or environ.get("PADDLE_TRAINERS_NUM", "1") not in ("", "1"):
         raise ClusterError(
-            f"fleet_train.spawn was called inside of rank {number or '?'} of a job, and a rank cannot start ranks; "
+            f"fleet_train.spawn was called in rank {number or '?'} of a job, and a rank cannot start ranks; "
             "call it from a script or a notebook that no launcher has started, or call the function itself here"
         )
     started = detect(environ)
     if started is not None and started.count > 1:
         raise ClusterError(
             f"fleet_train.spawn was called in process {started.index} of {started.count} that {started.engine} has "
-            "started, each of which would start a job of its own; call fleet.init in them instead, or say "
-            "FLEET_TRAIN_ENGINE=none where that is meant"
+            "started, each of which would start a separate job; call fleet.init in them instead, or set "
+            "FLEET_TRAIN_ENGINE=none if that is intended"
         )
 
 

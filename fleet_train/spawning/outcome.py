@@ -1,4 +1,4 @@
-"""From how the ranks have ended to their results, or to one error that names the rank that failed first."""
+"""Converts how the ranks ended to their results, or to one error that names the rank that failed first."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank has ended; ``seconds`` after the start. ``kind`` is what it has said of a failure."""
+    """How one rank ended; ``seconds`` after the start. ``kind`` is the kind of failure that it reported."""
 
     rank: int
     status: int
-    """As subprocess has it: negative for a signal."""
+    """As in subprocess: negative for a signal."""
     seconds: float
     asked_to_stop: bool
     result: bytes | None
     kind: str
-    """``failed``, ``preempted``, ``unguarded``; empty where it has said nothing, or has returned."""
+    """``failed``, ``preempted``, ``unguarded``; empty if it reported nothing, or returned."""
     message: str
     traceback: str
     reports: tuple[FailureReport, ...]
     tail: str
-    """The end of what it has printed."""
+    """The end of its output."""
 
 
 def results(outcomes: Sequence[RankOutcome], told: Sequence[FailureReport], node: Node, log_dir: str) -> list[bytes]:
-    """What the ranks have returned, in their order.
+    """The ranks' return values, in their order.
 
-    ``told``: the reports that have reached the store. Raises RankFailed, Preempted where ranks have stopped in good
-    order because they were asked to, ClusterError for a script that cannot be started so.
+    ``told``: the reports in the store. Raises RankFailed, Preempted if ranks have stopped gracefully because they
+    were asked to, ClusterError for a script that cannot be started this way.
     """
     first = root_cause(outcomes, told, node)
     if first is not None:
         raise _error(first, outcomes, node, log_dir)
     for outcome in outcomes:
         if outcome.kind == "preempted":
-            raise Preempted(f"rank {outcome.rank} has stopped gracefully: {outcome.message}")
+            raise Preempted(f"rank {outcome.rank} stopped gracefully: {outcome.message}")
     return [outcome.result or b"" for outcome in outcomes]
 
 
 def root_cause(
     outcomes: Sequence[RankOutcome], told: Sequence[FailureReport], node: Node
 ) -> tuple[WorkerResult, RankOutcome] | None:
-    """The rank that has failed first by itself, by the rules of the launcher; None where all is well."""
+    """The rank that failed first by itself, by the rules of the launcher; None if there is none."""
     ends = [_as_worker_result(outcome, node) for outcome in outcomes]
     own = [report for outcome in outcomes for report in outcome.reports]
     silent = [_silent_end(outcome) for outcome in outcomes if _ended_without_a_word(outcome)]
@@ -100,10 +100,10 @@ def _error(
     elif not outcome.kind and end.report is not None and end.report.traceback:
         parts.append(f"its traceback ends with:\n{_indented(chr(10).join(end.report.traceback))}")
     if end.last_lines and not outcome.traceback:
-        parts.append(f"the last lines that it has printed:\n{_indented(chr(10).join(end.last_lines))}")
+        parts.append(f"the last lines of its output:\n{_indented(chr(10).join(end.last_lines))}")
     parts += _followers(end, outcomes, node)
     if log_dir:
-        parts.append(f"the ranks' whole output is in {log_dir}")
+        parts.append(f"the ranks' complete output is in {log_dir}")
     return RankFailed("\n".join(parts), end.rank, end.exit_code, end.signal_number, outcome.traceback)
 
 
@@ -112,7 +112,7 @@ def _how(end: WorkerResult, outcome: RankOutcome) -> str:
         return outcome.message.splitlines()[0]
     hint = ""
     if end.signal_number == signal.SIGKILL and not end.asked_to_stop:
-        hint = " (the kernel does so where memory runs out: see dmesg)"
+        hint = " (the kernel does this when memory runs out: see dmesg)"
     return f"{end.how()}{hint}"
 
 

@@ -1,8 +1,8 @@
-"""The process of one spawned rank: takes a function over a socket, calls it, sends back what it returns or raises.
+"""The process of one spawned rank: receives a function over a socket, calls it, sends back its result or error.
 
     python -m fleet_train.spawning.rank_main DESCRIPTOR PARENT_PID
 
-Nothing of the parent's script is imported or run here beyond what the function itself needs.
+Of the parent's script only what the function itself needs is imported or run here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fleet_train.launch.workers.worker_main import die_with_parent
 
 
 def main(descriptor: int, parent: int) -> int:
-    """The exit code of the process. Before anything else: it ends when its parent does, however that ends."""
+    """The exit code of the process. First of all: it ends when its parent does, however that ends."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return 1
-    os.set_inheritable(descriptor, False)  # what the function starts must not keep the parent waiting
+    os.set_inheritable(descriptor, False)  # processes that the function starts must not keep the parent waiting
     from fleet_train.spawning.channel import RankChannel
 
     channel = RankChannel(socket.socket(fileno=descriptor))
@@ -120,7 +120,7 @@ class _Rank:
 
 
 def _cause_told_to_the_others(error: BaseException) -> BaseException:
-    """What has really ended this rank; the others learn it now, not when the process ends."""
+    """The actual cause of this rank's end; reported to the others now, not when the process ends."""
     if "fleet_train.convert.process.exits" not in sys.modules:  # it has never joined a job
         return error
     from fleet_train.convert.process import exits
@@ -138,7 +138,7 @@ def _offer(profile: Any) -> None:
 def _told(error: BaseException, cause: BaseException) -> str:
     """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line.
 
-    Empty where it would only show our own code.
+    Empty if it would only show our own code.
     """
     from fleet_train.spawning.shipping import CannotTravel
 

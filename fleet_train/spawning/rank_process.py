@@ -1,4 +1,4 @@
-"""One rank's process as its parent sees it: started, fed, read, ended, and collected."""
+"""One rank's process in its parent: start, messages, output, stop, exit status."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TAIL_CHARACTERS = 1 << 16
 
 
 class RankProcess:
-    """A child in a session of its own, so that Ctrl-C reaches the parent alone; it dies with the parent."""
+    """A child in a session of its own, so that Ctrl-C reaches only the parent; it dies with the parent."""
 
     def __init__(self, index: int, environ: Mapping[str, str], greeting: bytes, log: Path | None) -> None:
         self.index = index
         self.result: bytes | None = None
         self.told: dict[str, Any] | None = None
-        """What it has said of its failure."""
+        """Its report about its failure."""
         self.heard_at = 0.0
-        """When it has said how its call ended; on the monotonic clock, as are all moments here."""
+        """When it reported how its call ended; on the monotonic clock, as are all times here."""
         self.ended_at: float | None = None
         self.asked_to_stop = False
         self.tail = ""
@@ -63,7 +63,7 @@ class RankProcess:
         self.channel = ParentEnd(ours, greeting)
 
     def read_output(self) -> tuple[str, bool]:
-        """(what it has printed since, whether there may be more)."""
+        """(its output since the last call, whether there may be more)."""
         try:
             piece = os.read(self.output.fileno(), _PIECE_BYTES)
         except BlockingIOError:
@@ -78,7 +78,7 @@ class RankProcess:
         return text, bool(piece)
 
     def read_messages(self) -> bool:
-        """Take what it has sent; False once nothing more will come."""
+        """Read its messages; False once no more will arrive."""
         goes_on = self.channel.receive_some()
         for header, body in self.channel.messages():
             self.heard_at = time.monotonic()
@@ -90,34 +90,34 @@ class RankProcess:
 
     @property
     def reports(self) -> list[FailureReport]:
-        """What it has told of its failure itself."""
+        """Its own report about its failure."""
         return [FailureReport.from_json(report) for report in (self.told or {}).get("reports", ())]
 
     def look(self) -> bool:
-        """Whether it has ended. It is not collected yet: its number stays its own."""
+        """Whether it has ended. It is not reaped yet: its process id is not reused."""
         if self.ended_at is None:
             try:
                 has_ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            except ChildProcessError:  # the parent lets the kernel collect its children (SIGCHLD is ignored)
+            except ChildProcessError:  # the parent lets the kernel reap its children (SIGCHLD is ignored)
                 has_ended = True
             if has_ended:
                 self.ended_at = time.monotonic()
         return self.ended_at is not None
 
     def signal(self, number: int) -> None:
-        """To the rank alone."""
+        """To the rank only."""
         if self.ended_at is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill_all(self) -> None:
-        """SIGKILL for the rank and for what it has started, unless that has left its process group."""
+        """SIGKILL for the rank and the processes that it started, unless they have left its process group."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def collect(self) -> int:
-        """Wait for the end, which must be near; the exit status, negative for a signal."""
+        """Wait for the end, which must be near; returns the exit status, negative for a signal."""
         status = self.process.wait()
         self.ended_at = self.ended_at or time.monotonic()
         return status

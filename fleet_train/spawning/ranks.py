@@ -1,4 +1,4 @@
-"""All ranks of one spawn: started together, watched until they have ended, and never left behind."""
+"""All ranks of one spawn: started together, monitored until they have ended, and always stopped."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fleet_train.spawning.store import SpawnStore
 
 _TICK_SECONDS = 0.05
 _STORE_EVERY_SECONDS = 0.5
-# After a rank has failed by itself: for the others to say their last line, and for it to leave.
+# After a rank has failed by itself: time for the others to print their last line, and for it to exit.
 _FOLLOWERS_SECONDS = 2.0
-# After a failure that may only be an echo (another rank was lost): for the news of its cause.
+# After a failure that may be secondary (another rank was lost): time for the root cause to arrive.
 _ECHO_SECONDS = 4.0
 # After SIGTERM; then SIGKILL.
 _GRACE_SECONDS = 3.0
-# A rank whose call has returned may wait for its threads, but not for ever.
+# A rank whose call has returned may wait for its threads, but not forever.
 _EXIT_SECONDS = 20.0
 
 
 class Ranks:
-    """``forward`` shows what rank 0 prints; called on the thread that waits, so that a notebook's cell gets it."""
+    """``forward`` shows rank 0's output; called on the waiting thread, so that a notebook's cell gets it."""
 
     def __init__(self, store: SpawnStore, forward: Callable[[str], None]) -> None:
         self._ranks: list[RankProcess] = []
@@ -42,13 +42,13 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
 
     def add(self, rank: RankProcess) -> None:
-        """One that has just been started; from now on `end` ends it."""
+        """A rank that was just started; from now on `end` stops it."""
         self._ranks.append(rank)
         self._selector.register(rank.output, selectors.EVENT_READ, (rank, "output"))
         self._selector.register(rank.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, (rank, "channel"))
 
     def wait(self) -> None:
-        """Until all have ended, or one has failed and the others have had their moment."""
+        """Wait until all have ended, or one has failed and the others had time to report."""
         while not self._is_over():
             self._turn()
 
@@ -83,7 +83,7 @@ class Ranks:
 
     def _read_output(self, rank: RankProcess) -> None:
         text, goes_on = rank.read_output()
-        if rank.index == 0 and text and not rank.asked_to_stop:  # Paddle says much of a SIGTERM
+        if rank.index == 0 and text and not rank.asked_to_stop:  # Paddle prints a lot on SIGTERM
             self._forward(text)
         if not goes_on:
             self._selector.unregister(rank.output)
@@ -97,14 +97,14 @@ class Ranks:
             self._selector.unregister(rank.channel.sock)
 
     def _knows_root_cause(self) -> bool:
-        """Whether somebody has failed by itself, and has said so, or was ended by a signal."""
+        """Whether a rank has failed by itself and has reported it, or was ended by a signal."""
         told = [*self._reports, *(report for rank in self._ranks for report in rank.reports)]
         return any(report.is_own for report in told) or any(
             rank.ended_at is not None and rank.told is None and rank.result is None for rank in self._ranks
         )
 
     def end(self) -> list[RankOutcome]:
-        """End whatever still runs: SIGTERM, then SIGKILL after 3 s, or at once at a Ctrl-C. How each rank has ended."""
+        """Stop all running ranks: SIGTERM, then SIGKILL after 3 s, or at once on Ctrl-C. Returns how each ended."""
         with interrupts_held() as interrupted:
             try:
                 if self._ask_to_stop():
@@ -120,7 +120,7 @@ class Ranks:
     def _ask_to_stop(self) -> bool:
         running = [rank for rank in self._ranks if not rank.look()]
         for rank in running:
-            # One whose call has returned has done its part; only its process has not ended.
+            # A rank whose call has returned is done; only its process has not ended.
             rank.asked_to_stop = rank.result is None
             rank.signal(signal.SIGTERM)
         return bool(running)
@@ -142,7 +142,7 @@ class Ranks:
         if rank.result is not None and still_ran:
             status = 0
         told = rank.told or {}
-        if rank.asked_to_stop and "exit_code" in told:  # it was leaving with that, slower than we waited
+        if rank.asked_to_stop and "exit_code" in told:  # it was exiting with that, slower than we waited
             status = int(told["exit_code"])
         return RankOutcome(
             rank=rank.index,
@@ -159,7 +159,7 @@ class Ranks:
 
     @property
     def reports(self) -> list[FailureReport]:
-        """What the ranks have told the store."""
+        """The ranks' reports in the store."""
         return self._reports
 
 
@@ -171,7 +171,7 @@ def _has_failed(rank: RankProcess) -> bool:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], bool]]:
-    """Within the block a Ctrl-C is only noted (the given function tells); it is raised at the block's end."""
+    """Within the block a Ctrl-C is only recorded (the given function tells); it is raised at the block's end."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # no other thread is interrupted
@@ -190,7 +190,7 @@ def interrupts_held() -> Iterator[Callable[[], bool]]:
 
 
 def show(text: str) -> None:
-    """Write into the Python-level stdout, which in a notebook is the cell's output and no file descriptor."""
+    """Write to the Python-level stdout, which in a notebook is the cell's output and not a file descriptor."""
     stream = sys.stdout
     if stream is None:
         return
@@ -202,4 +202,4 @@ def show(text: str) -> None:
             stream.write(text.encode(encoding, "replace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):
-        pass  # nobody reads any more; the job goes on
+        pass  # the reader is gone; the job continues

@@ -1,4 +1,4 @@
-"""Functions and results on their way between processes, by cloudpickle; errors name what cannot travel."""
+"""Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def ship(train: Callable[..., Any], args: tuple[Any, ...], extra: Any = None) ->
         for what, value in _parts(train, args):
             if (why := _why_not(value)) is not None:
                 raise CannotTravel(
-                    f"{what} cannot be sent to the ranks: it is {shown(value)} ({why}); make it inside of "
-                    f"{name_of(train)}, or give what it is made from as an argument"
+                    f"{what} cannot be sent to the ranks: it is {shown(value)} ({why}); create it inside "
+                    f"{name_of(train)}, or pass what it is made from as an argument"
                 ) from None
         raise CannotTravel(f"{name_of(train)} cannot be sent to the ranks: {_reason(error)}") from None
 
 
 def ship_result(result: Any, name: str) -> bytes:
-    """What a rank gives back. Raises CannotTravel."""
+    """A rank's result as bytes. Raises CannotTravel."""
     try:
         return _dumped(result)
     except Exception as error:
@@ -48,7 +48,7 @@ def ship_result(result: Any, name: str) -> bytes:
 
 
 def unship(body: bytes) -> Any:
-    """The reverse, of bytes that a process of this very job has sent."""
+    """The reverse, for bytes from a process of this job."""
     import cloudpickle
 
     return cloudpickle.loads(body)
@@ -66,13 +66,13 @@ def sources() -> dict[str, list[str]]:
 
 
 def take_sources(found: dict[str, list[str]]) -> None:
-    """Know the lines of `sources` in this process."""
+    """Register the lines of `sources` in this process."""
     for name, lines in found.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def name_of(train: Any) -> str:
-    """``train``, ``a lambda``, ``Trainer.run``: a function in the words of a message."""
+    """``train``, ``a lambda``, ``Trainer.run``: a function's name in messages."""
     if isinstance(train, functools.partial):
         return name_of(train.func)
     name = getattr(train, "__qualname__", None) or type(train).__name__
@@ -80,7 +80,7 @@ def name_of(train: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in few words: its type, not what is in it."""
+    """A short description of a value: its type, not its content."""
     kind = type(value)
     text = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
@@ -95,7 +95,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _why_not(value: Any) -> str | None:
-    """Why a value cannot be pickled; None where it can."""
+    """Why a value cannot be pickled; None if it can."""
     try:
         _dumped(value)
     except Exception as error:
@@ -110,14 +110,14 @@ def _reason(error: Exception) -> str:
 
 
 def _parts(train: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """What travels along with a call, under the names that its author knows."""
+    """The values that are pickled with a call, under the names that its author knows."""
     for index, value in enumerate(args):
         yield f"args[{index}]", value
     yield from _captured(train, set())
 
 
 def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What a function takes along, the innermost first: a helper's own variable rather than the helper."""
+    """The values that are pickled with a function, innermost first: a helper's own variable before the helper."""
     if isinstance(function, functools.partial):
         for index, value in enumerate((*function.args, *function.keywords.values())):
             yield f"argument {index} of the functools.partial", value
@@ -139,7 +139,7 @@ def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _goes_by_value(function: Any) -> bool:
-    """Whether cloudpickle takes its code along: of an importable module only the name travels."""
+    """Whether cloudpickle includes its code: of an importable module only the name is sent."""
     module = sys.modules.get(function.__module__ or "")
     return function.__module__ == "__main__" or module is None or "<locals>" in function.__qualname__
 

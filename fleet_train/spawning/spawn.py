@@ -1,4 +1,4 @@
-"""``fleet_train.spawn``: call a function in several ranks on this machine, and return what they return."""
+"""``fleet_train.spawn``: call a function in several ranks on this machine, and return their results."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """Call ``train(*args)`` in ``nprocs`` ranks on this machine; returns what they return, by rank.
+    """Call ``train(*args)`` in ``nprocs`` ranks on this machine; returns their results, by rank.
 
-    The ranks are fresh processes: ``train`` may be defined in a notebook or a script, and joins its job by
-    ``fleet.init`` as under the launcher. This process does not join. What rank 0 prints is shown as it comes.
+    The ranks are new processes: ``train`` may be defined in a notebook or a script, and joins its job by
+    ``fleet.init`` as under the launcher. This process does not join. The output of rank 0 is shown immediately.
     ``strategy``: a profile's name or path, a `DistributedStrategy` or a `Profile`: the default of the ranks' ``fleet``.
     ``log_dir``: a folder for ``workerlog.N``, the output of each rank. ``join_timeout_seconds`` bounds ``fleet.init``.
 
-    Raises RankFailed naming the rank that failed first, with its traceback; Preempted where the ranks have stopped
-    gracefully because they were asked to; ClusterError and ProfileError for calls that cannot be carried out. Ctrl-C
-    ends all ranks.
+    Raises RankFailed with the rank that failed first and its traceback; Preempted if the ranks have stopped
+    gracefully because they were asked to; ClusterError and ProfileError for invalid calls. Ctrl-C stops all
+    ranks.
     """
     inside.refuse_within_a_rank(os.environ)
     arguments = check_call(train, args)
@@ -59,7 +59,7 @@ def spawn(
     with ExitStack() as stack:
         store = SpawnStore(nprocs)
         stack.callback(store.close)
-        # The ranks' own ports are names: only the store listens, at the one behind them.
+        # The ranks' own ports are only names: the store alone listens, on the one after them.
         node = Node((HOST,), 0, store.port - nprocs, nprocs, devices, "lo")
         base = build_environment(node, machine, wanted, os.environ)
         _say_kept(base)
@@ -77,7 +77,7 @@ def spawn(
 def _start(
     ranks: Ranks, every: Sequence[Mapping[str, str]], greeting: dict[str, Any], body: bytes, logs: Path | None
 ) -> None:
-    """Start them all. A Ctrl-C meanwhile is raised once all can be ended."""
+    """Start them all. A Ctrl-C meanwhile is raised once all can be stopped."""
     with interrupts_held():
         for index, environ in enumerate(every):
             log = None if logs is None else logs / log_name(index)
@@ -88,7 +88,7 @@ def _start(
 
 
 def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
-    """What a rank is told beside the function: where modules are found, and the text of cells for tracebacks."""
+    """Sent to a rank with the function: where modules are found, and the source of cells for tracebacks."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     return {
         "train": shipping.name_of(train),
@@ -99,7 +99,7 @@ def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _wanted(profile: Any, machine: Machine, timeout_seconds: float) -> Wanted:
-    """What the ranks' environment is to hold."""
+    """The settings of the ranks' environment."""
     check_paddle(machine, profile)
     return Wanted(
         profile.worker_environment() if profile else {},

@@ -1,5 +1,5 @@
-"""The rendezvous store of one spawn: on this machine's loopback address, at a port of the kernel's choice, with a
-secret of its own, so that two spawns side by side cannot meet."""
+"""The rendezvous store of one spawn: on this machine's loopback address, on a port chosen by the kernel, with a
+separate secret, so that two concurrent spawns cannot interfere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class SpawnStore:
-    """``job``: the id that connections are known by; ``secret``: what they must know as well."""
+    """``job``: the id of its connections; ``secret``: authenticates them."""
 
     def __init__(self, ranks: int) -> None:
         self.job = f"spawn-{secrets.token_hex(6)}"
@@ -44,7 +44,7 @@ class SpawnStore:
         return f"{self._server.endpoint}/{_ROUND}"
 
     def reports(self) -> list[FailureReport]:
-        """What ranks have reported so far, in seconds since the store was made; what is no report is left out."""
+        """The ranks' reports so far, in seconds since the store was created; anything else is skipped."""
         found = []
         with contextlib.suppress(FleetTrainError):
             for told, at in self._client.failures():
@@ -53,7 +53,7 @@ class SpawnStore:
         return found
 
     def tell_ended(self, rank: int) -> None:
-        """Whoever waits for this rank need not: its call has returned."""
+        """Report that the others need not wait for this rank: its call has returned."""
         with contextlib.suppress(FleetTrainError):
             self._client.ended("rank", rank)
 

@@ -1,4 +1,4 @@
-"""A strategy as users give it, in one of its forms, as the profile that it means."""
+"""Converts a user's strategy, in any of its forms, to its profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleet_train.spawning.shipping import shown
 
 
 def profile_of(strategy: Any) -> Any:
-    """The profile; None for None. Raises ProfileError, and ClusterError for what is no strategy."""
+    """The profile; None for None. Raises ProfileError, and ClusterError for anything but a strategy."""
     if strategy is None:
         return None
     from fleet_train.convert.settings.strategy import DistributedStrategy

@@ -42,9 +42,14 @@ class StepSums:
     samples: int = 0
     losses: list[float] = field(default_factory=list)
     """Those that were fetched."""
+    gradient_norm: float | None = None
+    """That of the update, if it was fetched."""
 
     def loss(self) -> float | None:
         return sum(self.losses) / len(self.losses) if self.losses else None
+
+    def scalars(self) -> dict[str, float]:
+        return {} if self.gradient_norm is None else {"train/gradient_norm": self.gradient_norm}
 
 
 class Trainer:
@@ -61,6 +66,7 @@ class Trainer:
         checkpoints: where they go; None = nothing is saved.
         average: the weights' moving average, if the program has one: it is evaluated in their place.
         skipping: what skips updates that are not finite; None = a loss that is not finite ends the training.
+        gradient_norm: what `gradient_norm()` of the optimizer gave; fetched for each record. None = not recorded.
         sinks: where the numbers go. A list of objects with `write(step, scalars)` and `close()`: called on rank 0 alone
             and closed when `fit` ends. Or what `open_sinks` gives, which the caller closes.
         progress: what a person sees (on the reporting rank).
@@ -79,12 +85,14 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         average: WeightAverage | None = None,
         skipping: numerics.SkipNotFinite | None = None,
+        gradient_norm: Any = None,
         sinks: MetricSink | OwnSink | Sequence[OwnSink] | None = None,
         progress: Progress | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
         self._exe = exe
         self._loss = loss
+        self._norm = gradient_norm
         self._loader = loader
         self._settings = settings
         self._scheduler = scheduler
@@ -188,9 +196,11 @@ class Trainer:
         at, indices = self.position, self._loader.indices(index)
         is_looked_at = at.step + 1 >= self._last_step or self._is_looked_at(at.step)
         paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.batches))
-        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=[self._loss] if is_looked_at else [])
-        step = at.step + 1
-        at.batches, at.pending = at.batches + 1, (at.pending + 1) % self._merged
+        step, pending = at.step + 1, (at.pending + 1) % self._merged
+        has_norm = is_looked_at and self._norm is not None and not pending and self._begins_record(step)
+        wanted = [self._loss, self._norm] if has_norm else [self._loss] if is_looked_at else []
+        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=wanted)
+        at.batches, at.pending = at.batches + 1, pending
         if not at.pending:
             at.step = step
             if self._scheduler is not None:
@@ -202,6 +212,8 @@ class Trainer:
         loss = float(fetched[0].item())
         self._watch.look(loss, step, indices, batch)
         self._of_step.losses.append(loss)
+        if has_norm:
+            self._of_step.gradient_norm = float(fetched[1].item())
         return loss
 
     def _is_looked_at(self, step: int) -> bool:
@@ -216,15 +228,19 @@ class Trainer:
         if not is_whole:
             return
         self._progress.step(loss, samples)
-        inside = self.position.step - self._first_step
-        every = self._settings.log_every
-        is_short = self.position.step == self._last_step and self._reported < every  # an epoch of fewer steps than that
-        if loss is None or not (begins_interval(inside, self._reported, every) or is_short):
+        if loss is None or not self._begins_record(self.position.step):
             return
-        self._reported = inside
+        self._reported = self.position.step - self._first_step
         rate = None if self._scheduler is None else float(self._scheduler.get_lr())
-        self._reporter.interval(self.position, loss, rate, self._meter.read(), self._saver.scalars())
+        more = {**self._saver.scalars(), **of_step.scalars()}
+        self._reporter.interval(self.position, loss, rate, self._meter.read(), more)
         self._meter.restart()
+
+    def _begins_record(self, step: int) -> bool:
+        """Whether a record is made behind this step of the epoch under way, if its loss is fetched."""
+        every = self._settings.log_every
+        is_short = step == self._last_step and self._reported < every  # an epoch of fewer steps than that
+        return is_short or begins_interval(step - self._first_step, self._reported, every)
 
     def _evaluate(self) -> None:
         if self._evaluator is None:

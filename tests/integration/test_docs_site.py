@@ -26,7 +26,7 @@ pytestmark = pytest.mark.site
 FETCHED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 # What `make docs` reads.
 READ = ("docs", "fleet_train", "strategies", "tools", "tests/unit", "tests/streams", "mkdocs.yml")
-READ += ("README.md", "README_cn.md", "CHANGELOG.md", "LICENSE", "pyproject.toml")
+READ += ("README.md", "README_cn.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "pyproject.toml")
 
 
 class Parsed(HTMLParser):
@@ -83,7 +83,7 @@ def pages(site: Path) -> dict[Path, Parsed]:
 
 def test_every_page_of_the_docs_and_every_reference_is_there(site: Path) -> None:
     expected = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
-    expected |= {"index.html", "index_cn.html", "changelog.html", "reference/command-line.html"}
+    expected |= {"index.html", "index_cn.html", "changelog.html", "contributing.html", "reference/command-line.html"}
     expected |= {"reference/profile.html", "reference/catalogue.html", "reference/api/index.html"}
     assert [name for name in sorted(expected) if not (site / name).is_file()] == []
 

@@ -59,8 +59,8 @@ def test_script_that_reads_its_rank_before_the_import_is_warned(tmp_path: Path) 
     lines = [commands.on_node(commands.OLD_RECIPE, node, HOSTS, port) for node in range(len(HOSTS))]
     result = run_launchers(lines, folder=tmp_path)
     log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
-    assert "WARNING: the stock launcher has set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM" in log
-    assert "and line 2 of the script stands above it" in log
+    assert "WARNING: the stock launcher set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM" in log
+    assert "and line 2 of the script is above that" in log
 
 
 @pytest.mark.long

@@ -99,7 +99,7 @@ def test_a_script_that_ends_early_is_told_so(tmp_path: Path) -> None:
     script.write_text("raise SystemExit('no such data')\n")
     ended = run(recommend(script), tmp_path)
     assert ended.exit_code == 1
-    assert "train.py did not run so far as to be measured: rank 0" in ended.output
+    assert "train.py did not run long enough to be measured: rank 0" in ended.output
     assert "no such data" in ended.output
     assert not (tmp_path / "mine.yaml").exists()
 

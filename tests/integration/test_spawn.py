@@ -247,7 +247,7 @@ def test_ranks_that_stop_gracefully_are_no_failure() -> None:
     def stops() -> None:
         raise Preempted("SIGTERM came; the state is saved")
 
-    with pytest.raises(Preempted, match=r"rank 0 has stopped gracefully: .*the state is saved"):
+    with pytest.raises(Preempted, match=r"rank 0 stopped gracefully: .*the state is saved"):
         spawn(stops)
 
 
@@ -275,14 +275,14 @@ def nested() -> Any:
 
 
 def test_a_rank_cannot_spawn() -> None:
-    with pytest.raises(RankFailed, match=r"fleet_train\.spawn was called inside of rank 0 of a job"):
+    with pytest.raises(RankFailed, match=r"fleet_train\.spawn was called in rank 0 of a job"):
         spawn(nested, nprocs=1)
 
 
 def test_below_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_TRAIN_STORE", "127.0.0.1:1/0")
     monkeypatch.setenv("PADDLE_TRAINER_ID", "1")
-    with pytest.raises(ClusterError, match="inside of rank 1 of a job"):
+    with pytest.raises(ClusterError, match="in rank 1 of a job"):
         spawn(says_exit)
 
 

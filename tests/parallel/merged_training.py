@@ -42,14 +42,16 @@ def train(merged: int, samples: int, batch: int, seed: int, folder: Path, **sett
             logits = paddle.nn.Linear(5, 3)(paddle.nn.functional.dropout(hidden, dropout))
             loss = paddle.nn.functional.cross_entropy(logits, paddle.static.data("labels", [-1], "int64"))
             optimizer = paddle.optimizer.Momentum(scheduler, 0.9)
-            fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged)).minimize(loss, startup)
+            optimizer = fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged))
+            optimizer.minimize(loss, startup)
         exe = paddle.static.Executor(fleet.place())
         exe.run(startup)
         sampler = ShardedBatchSampler(samples, batch, fleet.worker_index(), fleet.worker_num(), seed=seed)
         loader = BatchLoader(synthetic(samples, (6,), 3).train, sampler)
         sink, checkpoints = Sink(), Checkpoints(folder, keep=99)
         how = TrainerSettings(3, seed=seed, log_every=1, **settings)
-        trainer = Trainer(exe, loss, loader, how, scheduler=scheduler, checkpoints=checkpoints, sinks=[sink])
+        parts = {"scheduler": scheduler, "checkpoints": checkpoints, "gradient_norm": optimizer.gradient_norm()}
+        trainer = Trainer(exe, loss, loader, how, sinks=[sink], **parts)
         if (found := checkpoints.newest()) is not None:
             trainer.resume(found)
         outcome = trainer.fit()
@@ -64,6 +66,7 @@ def train(merged: int, samples: int, batch: int, seed: int, folder: Path, **sett
         "place": [state.state.step, state.state.batches, state.state.pending_batches],
         "rates": [(step, one["train/learning_rate"]) for step, one in sink.records if "train/learning_rate" in one],
         "losses": [(step, one["train/loss"]) for step, one in sink.records if "train/loss" in one],
+        "norms": [(step, one["train/gradient_norm"]) for step, one in sink.records if "train/loss" in one],
         "parameters": parameters,
         "state": digest(values),
     }

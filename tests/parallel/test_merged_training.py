@@ -34,6 +34,8 @@ def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(
         assert found["place"] == [18, 18 * merged, 0]
         assert [step for step, _ in found["rates"]] == list(range(1, 19))
         assert found["rates"] == expected["rates"]
+        assert [step for step, _ in found["norms"]] == list(range(1, 19))
+        np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
         for one, other in zip(found["parameters"], expected["parameters"], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -52,4 +54,5 @@ def test_a_resume_gives_the_same_bits_also_where_an_update_goes_over_the_end_of_
         ]
         assert parts[-1]["state"] == straight["state"]
         assert [one for part in parts for one in part["losses"]] == straight["losses"]
+        assert [one for part in parts for one in part["norms"]] == straight["norms"]
         assert [one for part in parts for one in part["rates"]] == straight["rates"]

@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_is_named(kind: str, tmp_path: Path) -> None:
     [
         ("stopped", "did not arrive within"),
         ("killed", "was lost"),
-        ("leaves", "has finished and left the job while others still wait for it"),
+        ("leaves", "finished and left the job while others still wait for it"),
     ],
 )
 def test_a_rank_that_is_missing_between_two_barriers_is_named_by_the_watchdog(

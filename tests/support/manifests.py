@@ -14,7 +14,7 @@ from fleet_train.launch.spec.request import LaunchRequest
 
 IMAGE = "--image=registry.local/train:1"
 EVERYTHING = (
-    "--gpus=4 --processes=2 --cpu=32 --memory=256Gi --shm=8Gi --namespace=local group-a --volume=datasets:/data:ro "
+    "--gpus=4 --processes=2 --cpu=32 --memory=256Gi --shm=8Gi --namespace=team-a --volume=datasets:/data:ro "
     "--volume=runs:/runs --volume=runs:/more --env=LR=1e-3 --env=EMPTY= --workdir=/work --strategy=multi_node "
     "--grace_seconds=45 --max_restarts=5 --join_timeout=600 --launch_flags=--min_nodes=2"
 ).split()

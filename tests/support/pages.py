@@ -1,6 +1,6 @@
 """Which test keeps the word of each command that a page of the documentation prints.
 
-A page with commands (docs/NAME.md, README.md) has a table tests/integration/docs/NAME.yaml:
+A page with commands (docs/NAME.md, README.md, CONTRIBUTING.md) has a table tests/integration/docs/NAME.yaml:
 
     run:              # run as printed, in this order, in one folder; value: what the output must contain
       python -m fleet_train profiles multi_node: nccl_comm_num
@@ -44,8 +44,8 @@ class Table:
 
 
 def pages() -> list[Path]:
-    """The README and every page of docs/. README_cn.md has the README's commands: test_readme.py."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """The README, CONTRIBUTING.md and every page of docs/. README_cn.md has the README's commands: test_readme.py."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def table_of(page: Path) -> Table:

@@ -5,7 +5,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan, explain, first_difference
-from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.plan import CommPlan, by_mean_dtype
 from fleet_train.profile import Profile
 
 CLUSTER = Cluster.imagined(nodes=2, ranks_per_node=1)
@@ -121,3 +121,35 @@ def test_explanation_names_knobs_and_totals() -> None:
     assert "profile mine: 2 ranks on 2 nodes, 1 communicator" in text
     assert "per update: 2 collectives, 2.000 MB sent by each rank for 2.000 MB of gradients" in text
     assert "  fuse_all_reduce_ops: 2 gradients in 2 collectives" in text
+
+
+def test_what_is_averaged_is_a_difference() -> None:
+    knobs = {"use_local_sgd": True, "local_sgd_steps": 4}
+    ours = build_plan(gradients(1, 1), CLUSTER, Profile(**knobs)).to_json()
+    theirs = ours | {"averaging": None}
+    words = "2 parameters, 0 statistics and 0 values of the optimizer's state per parameter, every 4 steps"
+    assert first_difference(ours, theirs) == f"what LocalSGD averages: {words} here, nothing there"
+    assert first_difference(theirs, ours) == f"what LocalSGD averages: nothing here, {words} there"
+    later = ours | {"statistics": [{"nbytes": 8}, {"nbytes": 4}]}
+    assert first_difference(ours, later) == (
+        "exchanges of synchronised batch norm: 0 of 0 bytes here, 2 of 12 bytes there"
+    )
+
+
+def test_means_of_float64_are_taken_in_float64_and_all_others_in_float32() -> None:
+    assert by_mean_dtype(["float16", "float64", "float32", "float64"]) == {"float32": [0, 2], "float64": [1, 3]}
+    assert list(by_mean_dtype(["float64", "float32"])) == ["float32", "float64"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "is_quantised"),
+    [
+        ({}, False),
+        ({"compression": "int8"}, True),
+        ({"compression": "bf16"}, False),
+        ({"use_local_sgd": True}, False),
+        ({"use_local_sgd": True, "local_sgd_dtype": "int4"}, True),
+    ],
+)
+def test_few_bits_travel_with_gradients_or_with_averagings(knobs: dict[str, object], is_quantised: bool) -> None:
+    assert build_plan(gradients(1), CLUSTER, Profile(**knobs)).is_quantised == is_quantised  # type: ignore[arg-type]

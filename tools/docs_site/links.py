@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Pages of the site that lie outside of docs/.
-PAGES_OUTSIDE = {"README.md": "index.md", "README_cn.md": "index_cn.md", "CHANGELOG.md": "changelog.md"}
+PAGES_OUTSIDE = {
+    "README.md": "index.md",
+    "README_cn.md": "index_cn.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 CATALOGUE = "reference/catalogue.md"
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")

@@ -21,7 +21,7 @@ from tools.soaking.program import LEDGER
 
 MARK = "FLEET_TRAIN_SOAK"
 PRIVATE_PREFIX = "fleet_train-launch-"
-_LEADS = re.compile(rb"node (\d+) \([^)]*\) leads")
+_LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
 
 
 @dataclass(frozen=True)

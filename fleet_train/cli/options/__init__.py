@@ -1,1 +1,1 @@
-"""What several commands share: options, how numbers are read, completion of values, tables of profiles."""
+"""Shared by several commands: options, number parsing, completion of values, tables of profiles."""

@@ -1,4 +1,4 @@
-"""Options that change nothing without another one: they are refused, instead of being given in vain."""
+"""Options that have no effect without another one are refused, not ignored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Companion:
-    """``has_effect``: whether the option does anything beside these values. ``rule`` and ``fix`` end two sentences:
+    """``has_effect``: whether the option has an effect with these values. ``rule`` and ``fix`` end two sentences:
     "--option <rule>" and "<fix>, or leave --option out"."""
 
     has_effect: Callable[[Options], bool]
@@ -39,12 +39,12 @@ TRAIN = {
     ),
     "uneven": Companion(
         lambda given: given["shard_by"] == "folder",
-        "is about machines that read folders of their own",
+        "applies to machines that read their own folders",
         "add --shard_by folder",
     ),
     "last_batch": Companion(
         lambda given: given["shard_by"] == "sample",
-        "is about samples that all ranks share; with --shard_by folder, --uneven decides",
+        "applies to samples that all ranks share; with --shard_by folder, --uneven decides",
         "give --uneven instead",
     ),
     "lr_decay": Companion(
@@ -59,13 +59,13 @@ TRAIN = {
         lambda given: given["weight_decay"] > 0, "leaves parameters out of --weight_decay", "add --weight_decay 1e-4"
     ),
 }
-"""What the reference trainer's options need."""
+"""What options of the reference trainer require."""
 
 
 def refuse_without_companion(context: click.Context, table: Mapping[str, Companion], options: Options) -> None:
-    """Raise FleetTrainError for an option of ``table`` that was given, not left at its default, and has no effect."""
+    """Raise FleetTrainError for an option of ``table`` that was given explicitly and has no effect."""
     for name, companion in table.items():
         if context.get_parameter_source(name) is ParameterSource.DEFAULT or companion.has_effect(options):
             continue
-        said = f"--{name} {options[name]} would change nothing: it {companion.rule}"
+        said = f"--{name} {options[name]} would have no effect: it {companion.rule}"
         raise FleetTrainError(f"{said}; {companion.fix}, or leave --{name} out")

@@ -1,4 +1,4 @@
-"""What a shell may put behind an option or an argument when TAB is pressed."""
+"""Completions of options' and arguments' values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folders(context: click.Context, parameter: click.Parameter, incomplete: str)
 
 
 def profiles(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Names of the catalogue; files where none begins so."""
+    """Names of the catalogue; files if no name matches."""
     from fleet_train.profile import profile_names
 
     named = [CompletionItem(name) for name in profile_names() if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""The flags of ``manifest`` that several engines share."""
+"""Flags of ``manifest`` that several engines share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def of_training(bound: str | None, bound_help: str = "", default: int = 0) -> Callable[[Command], Command]:
-    """What every engine is told of the training. ``bound``: the flag of how often the engine starts it again."""
+    """The flags of every engine about the training. ``bound``: the flag that limits the engine's restarts."""
     starts_again = click.option(
         str(bound), type=WholeNumberRange(0, 10_000), default=default, show_default=True, metavar="N", help=bound_help
     )
@@ -26,7 +26,7 @@ def of_training(bound: str | None, bound_help: str = "", default: int = 0) -> Ca
         click.option(
             "--processes", type=WholeNumberRange(1), metavar="N", help="Ranks per node. [default: --gpus, or 1]"
         ),
-        click.option("--strategy", metavar="NAME|FILE", help="Profile, as launch takes it."),
+        click.option("--strategy", metavar="NAME|FILE", help="Profile, as for launch."),
         click.option("--python", default="python", show_default=True, metavar="PATH", help="The interpreter there."),
         click.option(
             "--max_restarts",
@@ -34,7 +34,7 @@ def of_training(bound: str | None, bound_help: str = "", default: int = 0) -> Ca
             default=3,
             show_default=True,
             metavar="N",
-            help="How often the launchers start the ranks again before the engine hears of a failure.",
+            help="How often the launchers restart the ranks before they report a failure to the engine.",
         ),
         *([starts_again] if bound else []),
         click.option(
@@ -43,10 +43,10 @@ def of_training(bound: str | None, bound_help: str = "", default: int = 0) -> Ca
             default=900,
             show_default=True,
             metavar="SECONDS",
-            help="How long the first node waits for the last.",
+            help="How long a node waits for the others.",
         ),
-        click.option("--launch_flags", default="", metavar="TEXT", help="More of launch's flags: '--min_nodes=3'"),
-        click.option("--output", type=Path, metavar="FILE", help="Write there instead of the standard output."),
+        click.option("--launch_flags", default="", metavar="TEXT", help="More flags of launch: '--min_nodes=3'"),
+        click.option("--output", type=Path, metavar="FILE", help="Write there instead of to standard output."),
         click.option("--force", is_flag=True, help="Overwrite FILE."),
         click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does."),
         click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]..."),
@@ -79,9 +79,11 @@ of_pods = _all_of(
         click.option("--memory", metavar="SIZE", help="Memory of a pod: 64Gi."),
         click.option("--gpus", type=WholeNumberRange(0, 1000), default=0, metavar="N", help="GPUs of a pod."),
         click.option("--gpu_resource", default="nvidia.com/gpu", show_default=True, metavar="NAME"),
-        click.option("--shm", default="1Gi", show_default=True, metavar="SIZE", help="Of /dev/shm; 0: not mounted."),
+        click.option(
+            "--shm", default="1Gi", show_default=True, metavar="SIZE", help="Size of /dev/shm; 0: not mounted."
+        ),
         click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH[:ro]", help="A PersistentVolumeClaim."),
-        click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Taken as it is."),
+        click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Used as given."),
         click.option("--workdir", metavar="/PATH", help="Where the script starts. [default: the image's]"),
     ]
 )

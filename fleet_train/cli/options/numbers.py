@@ -1,4 +1,4 @@
-"""Numbers as flags take them: decimal, finite, and written with the digits 0 to 9.
+"""Numbers in flags: decimal, finite, and written with the digits 0 to 9.
 
 Python's own int() and float() also read ``nan``, ``1e400`` (infinity), ``1_000`` and the digits of every script.
 """
@@ -58,10 +58,10 @@ def _finite(value: Any, param: click.Parameter | None, ctx: click.Context | None
 
 
 def seconds(*, min: float = 0, min_open: bool = False) -> NumberRange:
-    """A number of seconds that every clock and socket takes."""
+    """A number of seconds that every clock and socket accepts."""
     return NumberRange(min=min, max=MOST_SECONDS, min_open=min_open)
 
 
 def shown(value: str) -> str:
-    """A text that was given, for a message: its beginning, without control characters."""
+    """A given text for a message: its beginning, without control characters."""
     return repr(value if len(value) <= 60 else f"{value[:60]}...")

@@ -1,4 +1,4 @@
-"""``--verbose`` of the commands that import Paddle into this process: without it, Paddle's start-up lines stay away."""
+"""``--verbose`` of commands that import Paddle into this process: without it, Paddle's start-up lines are hidden."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-# Who sets these shows, or keeps, what its ranks print: a log is to have everything.
+# A process that sets these shows or keeps its ranks' output: a log must be complete.
 _LAUNCHERS = ("FLEET_TRAIN_STORE", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_LOCAL_RANK")
 
 
@@ -21,7 +21,7 @@ def verbose_option(command: _Command) -> _Command:
         expose_value=False,
         is_eager=True,
         callback=_heed,
-        help="Show Paddle's own start-up messages, too. (Below launch: launch --verbose.)",
+        help="Also show Paddle's start-up messages. (Under launch: launch --verbose.)",
     )(command)
 
 
@@ -32,11 +32,11 @@ def _heed(context: click.Context, _: click.Parameter, verbose: bool) -> None:
 
 
 def quieten(environ: MutableMapping[str, str]) -> None:
-    """Before Paddle is imported. What the user has asked for, by GLOG_minloglevel or ``python -W``, comes first."""
+    """Call before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` have precedence."""
     if any(name in environ for name in _LAUNCHERS):
         return
     from fleet_train.launch.workers.startup_lines import WARNINGS
 
-    environ.setdefault("GLOG_minloglevel", "2")  # errors alone
+    environ.setdefault("GLOG_minloglevel", "2")  # errors only
     for message, module in WARNINGS.items():
         warnings.filterwarnings("ignore", message, UserWarning, module.replace(".", r"\."), append=True)

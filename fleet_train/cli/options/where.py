@@ -13,7 +13,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 
 def where(ranks: str) -> Callable[[Command], Command]:
-    """The fields of `fleet_train.selftest.start.Where`. ``ranks``: how many there are on a machine without --nproc."""
+    """The fields of `fleet_train.selftest.start.Where`. ``ranks``: the ranks of a machine without --nproc."""
     options = (
         click.option(
             "--nproc",
@@ -23,11 +23,9 @@ def where(ranks: str) -> Callable[[Command], Command]:
             help=f"Ranks per machine. [default: every GPU, or {ranks}]",
         ),
         click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each."),
+        click.option("--node_ip", "--host", metavar="A", help="This machine's address in the list, if it has several."),
         click.option(
-            "--node_ip", "--host", metavar="A", help="This machine's address of the list, where it has several."
-        ),
-        click.option(
-            "--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as of launch."
+            "--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as for launch."
         ),
     )
 

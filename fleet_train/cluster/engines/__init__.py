@@ -1,6 +1,6 @@
-"""Who started this process: Slurm, MPI, an operator of Kubernetes, torchrun's variables. One place, from a plain dict.
+"""What started this process: Slurm, MPI, a Kubernetes operator, torchrun's variables. Read from a plain dict.
 
-An engine inside another one is the nearer: ``mpirun`` in a batch script of Slurm, a pod's launcher below an operator.
+If one engine runs inside another, the inner one counts: ``mpirun`` in a Slurm batch script, a launcher in a pod.
 """
 
 from fleet_train.cluster.engines.detect import CHOICES, alone_in_allocation, detect

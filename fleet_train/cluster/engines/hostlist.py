@@ -43,7 +43,7 @@ def _expand_part(part: str, text: str, name: str) -> list[str]:
     for each in choices:
         many *= len(each)
     if many > MOST_HOSTS:
-        raise ClusterError(f"{name}={text[:100]} stands for {many} hosts, more than {MOST_HOSTS}")
+        raise ClusterError(f"{name}={text[:100]} expands to {many} hosts, more than {MOST_HOSTS}")
     return ["".join(each) for each in product(*choices)]
 
 

@@ -1,6 +1,6 @@
-"""Kubernetes: what operators and controllers say to a job's pods.
+"""Kubernetes: the variables that operators and controllers give to a job's pods.
 
-Hosts are names, of pods that have a service: a pod that is put elsewhere keeps its name and gets a new address.
+Hosts are names, of pods that have a service: a rescheduled pod keeps its name and gets a new address.
 Sources: kubeflow/training-operator ``pkg/controller.v1/paddlepaddle/envvar.go`` (PaddleJob v1), PaddleFlow/
 paddle-operator ``controllers/paddlejob_helper.go``, kubeflow/trainer ``pkg/runtime/framework/plugins/torch`` (TrainJob
 v2), kubernetes.io "Indexed Job".
@@ -32,8 +32,8 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
     found = re.fullmatch(re.escape(job) + r"-worker-(\d{1,6})", pod.partition(".")[0])
     if found is None:
         raise ClusterError(
-            f"a PaddleJob's operator tells its pods no rank; it is read from the pod's name, {job}-worker-<number>, "
-            f"and this one's is {pod or 'unknown'}. Have workers only (a Master asks for parameter servers) and give "
+            f"a PaddleJob's operator gives its pods no rank; it is read from the pod's name, {job}-worker-<number>, "
+            f"and this one's is {pod or 'unknown'}. Use workers only (a Master is for parameter servers) and give "
             "the container POD_NAME from metadata.name (with hostNetwork the pod's host name is the machine's), or "
             "--engine none with --cluster_node_ips"
         )
@@ -51,7 +51,7 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
 
 
 def read_paddle_operator(environ: Mapping[str, str]) -> Started | None:
-    """paddle-operator's pods, and PaddleCloud's: PADDLE_TRAINERS, POD_IP. Of an elastic job, whose nodes stand in an
+    """paddle-operator's pods, and PaddleCloud's: PADDLE_TRAINERS, POD_IP. For an elastic job, whose nodes are listed in
     etcd, the names of its pods (``intranet: Service``)."""
     if "PADDLE_ELASTIC_JOB_ID" in environ and "PADDLE_TRAINERS" not in environ:
         return _elastic(environ)
@@ -76,7 +76,7 @@ def _elastic(environ: Mapping[str, str]) -> Started:
     found = re.fullmatch(r"(.+-worker-)(\d{1,6})", pod)
     if found is None:
         raise ClusterError(
-            "an elastic job of paddle-operator keeps its nodes in an etcd, which is not asked; with intranet: Service "
+            "an elastic job of paddle-operator keeps its nodes in etcd, which is not queried; with intranet: Service "
             "in its spec POD_IP is the pod's name, <job>-worker-<number>, and the others' follow from it"
         )
     count = of.needed("PADDLE_ELASTIC_NP")
@@ -112,9 +112,9 @@ def read_train_job(environ: Mapping[str, str]) -> Started | None:
 
 
 def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
-    """A Job with ``completionMode: Indexed`` and a headless service, or anything else that says who is first, how many
-    nodes there are, and which one this is: FLEET_TRAIN_MASTER, FLEET_TRAIN_NNODES, FLEET_TRAIN_NODE_RANK or
-    JOB_COMPLETION_INDEX. A Job's index alone says nothing: its pods may have nothing to do with each other."""
+    """A Job with ``completionMode: Indexed`` and a headless service, or anything else that gives the first node, the
+    number of nodes, and this one's: FLEET_TRAIN_MASTER, FLEET_TRAIN_NNODES, FLEET_TRAIN_NODE_RANK or
+    JOB_COMPLETION_INDEX. A Job's index alone is not enough: its pods may be unrelated."""
     if not {MASTER, NNODES} <= environ.keys():
         return None
     of = Variables(environ, f"{MASTER} and {NNODES}")

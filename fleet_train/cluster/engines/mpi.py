@@ -1,6 +1,6 @@
-"""MPI: what ``mpirun`` of Open MPI, and Hydra's of MPICH and Intel MPI, say to their processes.
+"""MPI: the variables that ``mpirun`` of Open MPI, and Hydra of MPICH and Intel MPI, give to their processes.
 
-Neither tells the host of rank 0 by a variable: `peers` asks for it.
+Neither has a variable for the host of rank 0: `peers` finds it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from fleet_train.cluster.engines.started import Started, Variables, checked
 
-# As with Slurm's: below the kernel's own choices, 64 for each job.
+# As for Slurm: below the kernel's ephemeral ports, 64 for each job.
 _FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Started | None:
-    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also below ``srun --mpi=pmix``."""
+    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also under ``srun --mpi=pmix``."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     of = Variables(environ, "Open MPI")

@@ -11,7 +11,7 @@ from fleet_train.errors import ClusterError
 
 @dataclass(frozen=True)
 class CloudNode:
-    """What the pod's variables say. ``ports_per_node`` is None when they do not say it."""
+    """The values of the pod's variables. ``ports_per_node`` is None if there is none."""
 
     hosts: tuple[str, ...]
     node_host: str
@@ -21,7 +21,7 @@ class CloudNode:
     def merged(
         self, hosts: tuple[str, ...] | None, node_host: str | None, started_port: int | None
     ) -> tuple[tuple[str, ...], str, int | None]:
-        """(hosts, this node, first port) together with the flags. Raises ClusterError where a flag contradicts."""
+        """(hosts, this node, first port) combined with the flags. Raises ClusterError if a flag contradicts."""
         _agree("--cluster_node_ips", hosts, "PADDLE_TRAINERS", self.hosts)
         _agree("--node_ip", node_host, "POD_IP", self.node_host)
         return self.hosts, self.node_host, self.started_port if started_port is None else started_port
@@ -54,7 +54,7 @@ def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
 
 
 def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
-    """The same, in a rank that another launcher has started: that one has put its own job over two of the variables."""
+    """The same, in a rank that another launcher started, which has overwritten two of the variables."""
     theirs = ("PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
     return read_paddlecloud({name: value for name, value in environ.items() if name not in theirs})
 

@@ -1,4 +1,4 @@
-"""Where the processes of a job meet, when their engine says so only in names, or not by variables at all."""
+"""The rendezvous address of a job whose engine gives only names, or no variables for it at all."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from fleet_train.errors import ClusterError, JoinTimeout
 MASTER = "FLEET_TRAIN_MASTER"
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""What Debian's /etc/hosts gives a machine's own name: nobody else finds it there."""
+"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
 _SCONTROL_SECONDS = 20.0
-# Nothing is sent there: it is where a packet would leave this machine for.
+# Nothing is sent there: it only selects the route by which packets leave this machine.
 _ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Addresses. ``hosts``: of all nodes in the engine's order, where it tells them."""
+    """Addresses. ``hosts``: of all nodes in the engine's order, if it lists them."""
 
     master: str
     port: int
     hosts: tuple[str, ...] = ()
     secret: str = ""
-    """What the processes have been told in private, to know each other by; where the engine has a way to do that."""
+    """A secret shared by the processes, if the engine has a private channel for it."""
     is_alias: bool = False
-    """Whether ``master`` is what a machine's own name means on that machine alone (Debian's 127.0.1.1)."""
+    """Whether ``master`` is an address that a machine's own name has on that machine only (Debian's 127.0.1.1)."""
 
 
 def locate(
     started: Started, environ: Mapping[str, str], timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
 ) -> MeetingPoint:
-    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] goes before what the engine says.
+    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
 
-    Raises ClusterError where nobody says it, or a name is unknown; JoinTimeout where the engine tells it to all
-    processes together, and they do not all come within the time.
+    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among
+    all processes, and not all of them arrive within the time.
     """
     given = environ.get(MASTER, "").strip()
     if given:
@@ -68,8 +68,8 @@ def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_second
         return pmix.exchange(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
     except TimeoutError:
         raise JoinTimeout(
-            f"not all {started.count} processes that {started.engine} has started came within {timeout_seconds:g} s "
-            f"to where they learn of each other, and it does not say which did not; where {MASTER}=host:port names "
+            f"not all {started.count} processes that {started.engine} started arrived within {timeout_seconds:g} s "
+            f"to exchange their addresses, and it does not say which are missing; with {MASTER}=host:port for "
             "rank 0's node, they are named"
         ) from None
 
@@ -81,7 +81,7 @@ def _named(host: str, port: int, started: Started) -> MeetingPoint:
 
 
 def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
-    """An address for each name. Slurm's names need not be known to anybody else: ``scontrol`` is asked then."""
+    """An address for each name. Slurm's names may be unknown to the resolver: then ``scontrol`` is asked."""
     try:
         return tuple(_look_up(host) for host in hosts)
     except OSError as error:
@@ -96,7 +96,7 @@ def _look_up(host: str) -> str:
 
 
 def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
-    """Node -> NodeAddr. Empty where scontrol is not there: the error is then that of the name."""
+    """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS)
@@ -115,7 +115,7 @@ def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
 
 
 def _own_address(environ: Mapping[str, str]) -> str:
-    """The one that this machine's name has, then that of the default route, then the first that is not loopback."""
+    """The address of this machine's name, else of the default route, else the first that is not loopback."""
     outside = [address for address in network.local_addresses() if not network.is_loopback(address)]
     names = (environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""), socket.gethostname())  # Hydra's name for this host
     for name in filter(None, names):
@@ -132,7 +132,7 @@ def _own_address(environ: Mapping[str, str]) -> str:
 
 
 def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
-    """Without libpmix: Open MPI tells where its mpirun runs, which is where it puts rank 0 unless told otherwise."""
+    """Without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by default."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.search(r"tcp://([0-9.,]+):", uri)
     for address in found[1].split(",") if found else ():
@@ -140,5 +140,5 @@ def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
             return f"{address}:{started.port or DEFAULT_PORT}"
     raise ClusterError(
         "this process was started by mpirun, whose variables do not say where rank 0 is, and its library "
-        "(libpmix.so.2) is not there to be asked; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."
+        "(libpmix.so.2) was not found; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."
     )

@@ -1,8 +1,8 @@
-"""The wire protocol of PMI 1, as Hydra speaks it (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket.
+"""The wire protocol of PMI 1, as used by Hydra (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket.
 
-Rank 0 publishes where it will listen, the others read it. No MPI library is needed and MPI is not begun; Hydra lets a
-process do this once, so that MPI cannot be begun in it afterwards. Source of the protocol: Flux RFC 13, "Simple Process
-Manager Interface v1".
+Rank 0 publishes where it will listen, the others read it. No MPI library is needed and MPI is not initialized; Hydra
+allows this once per process, so MPI cannot be initialized in it afterwards. Source of the protocol: Flux RFC 13,
+"Simple Process Manager Interface v1".
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MOST_BYTES = 65_536
 
 
 def exchange(started: Started, own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
-    """What rank 0 has published, on every rank; ``own``: what this process publishes, as rank 0.
+    """The value that rank 0 published, on every rank; ``own``: the value to publish, on rank 0.
 
-    Raises TimeoutError where not all ranks come within the time, ClusterError where Hydra does not answer.
+    Raises TimeoutError if not all ranks arrive within the time, ClusterError if Hydra does not answer.
     """
     descriptor = environ.get("PMI_FD", "")
     if not is_number(descriptor):
         raise ClusterError(
-            f"{started.engine} has given this process no PMI_FD, over which its ranks could learn where rank 0 is; "
+            f"{started.engine} gave this process no PMI_FD, through which its ranks find rank 0; "
             "name rank 0's node: mpirun -genv FLEET_TRAIN_MASTER host:6170 ..."
         )
     try:
@@ -38,7 +38,7 @@ def exchange(started: Started, own: str | None, environ: Mapping[str, str], time
         raise
     except (OSError, ValueError, KeyError) as error:
         raise ClusterError(
-            f"{started.engine} did not tell where rank 0 is over PMI_FD ({error}); name rank 0's node: "
+            f"{started.engine} did not report rank 0's address over PMI_FD ({error}); name rank 0's node: "
             "mpirun -genv FLEET_TRAIN_MASTER host:6170 ..."
         ) from None
 
@@ -60,7 +60,7 @@ class _Pmi:
         self._rest = b""
 
     def ask(self, command: str, answer: str, **words: str) -> dict[str, str]:
-        """Raises OSError, and ValueError for an answer that is another one or an error."""
+        """Raises OSError, and ValueError for an error or an unexpected answer."""
         line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in words.items())])
         self._sock.sendall(f"{line}\n".encode())
         told = dict(word.split("=", 1) for word in self._line().split() if "=" in word)

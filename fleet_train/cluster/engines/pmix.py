@@ -1,8 +1,8 @@
-"""Speaks to a PMIx server (Open MPI's daemon) through libpmix: rank 0 publishes where it listens, the others read it.
+"""Uses a PMIx server (Open MPI's daemon) through libpmix: rank 0 publishes where it listens, the others read it.
 
-All meet in a fence that carries what was published to every server, as MPI_Init does. Asking rank 0's server instead
-hangs in Open MPI 4.1 when the question comes after rank 0 has ended PMIx. A process may begin and end PMIx several
-times, so MPI can be begun afterwards. Source: PMIx Standard 4, chapters 5 ("Initialization"), 6 and 7 (PMIx_Put,
+All ranks enter a fence that sends the published data to every server, as MPI_Init does. Asking rank 0's server instead
+hangs in Open MPI 4.1 if the request comes after rank 0 has finalized PMIx. A process may initialize PMIx several
+times, so MPI can be initialized afterwards. Source: PMIx Standard 4, chapters 5 ("Initialization"), 6 and 7 (PMIx_Put,
 PMIx_Commit, PMIx_Fence, PMIx_Get); structures as in ``pmix_common.h`` of versions 2 to 5.
 """
 
@@ -38,9 +38,9 @@ class _Info(ctypes.Structure):
 
 
 def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
-    """What rank 0 has published; ``own``: what this process publishes, as rank 0.
+    """The value that rank 0 published; ``own``: the value to publish, on rank 0.
 
-    "" without the library or without a server. Raises TimeoutError where not all ranks come within the time.
+    "" without the library or without a server. Raises TimeoutError if not all ranks arrive within the time.
     """
     if "PMIX_NAMESPACE" not in environ:
         return ""
@@ -48,7 +48,7 @@ def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float
     if library is None:
         return ""
     told: list[str] = []
-    # The library's calls have no bound of their own that all its versions know.
+    # The library's calls have no timeout that all its versions support.
     thread = threading.Thread(target=lambda: told.append(_exchange(library, own)), name="fleet_train PMIx", daemon=True)
     thread.start()
     thread.join(timeout_seconds)

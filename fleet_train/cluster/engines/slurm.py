@@ -1,7 +1,7 @@
-"""Slurm: a task of a job step (``srun``). A batch script and the shells of ``salloc`` and ``srun --pty`` are no tasks.
+"""Slurm: a task of a job step (``srun``). A batch script and the shells of ``salloc`` and ``srun --pty`` are not tasks.
 
-Variables: slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Those of the step are read, not those of the
-allocation, which say how many tasks there could be.
+Variables: slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". The step's variables are read, not those of the
+allocation, which give the possible number of tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleet_train.errors import ClusterError
 
 # The batch script, an interactive step and the like have numbers from here on (SLURM_MAX_NORMAL_STEP_ID).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Ports below the kernel's own choices (32768 and up), 64 of them for each job: one per rank of a node, and one more.
+# Ports below the kernel's ephemeral ones (32768 and up), 64 of them for each job: one per rank of a node, and one more.
 _FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
 
 
@@ -27,8 +27,8 @@ def read(environ: Mapping[str, str]) -> Started | None:
     of = Variables(environ, engine)
     if (of.number("SLURM_HET_SIZE") or 1) > 1:
         raise ClusterError(
-            f"{engine}: a heterogeneous job counts its tasks per component; give one component to the training, or "
-            "name the nodes yourself (--engine none --cluster_node_ips=...)"
+            f"{engine}: a heterogeneous job numbers its tasks per component; give one component to the training, or "
+            "list the nodes yourself (--engine none --cluster_node_ips=...)"
         )
     hosts = expand_hostlist(of.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     node = of.needed("SLURM_NODEID")
@@ -70,19 +70,19 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def _has_terminal() -> bool:
-    """Whether this process was typed into the shell of ``srun --pty``, whose variables its own job steps inherit."""
+    """Whether this process was started in the shell of ``srun --pty``, whose variables its own job steps inherit."""
     return any(os.isatty(descriptor) for descriptor in (0, 1, 2))
 
 
 def allocated_nodes(environ: Mapping[str, str]) -> int:
-    """How many nodes the allocation has in which this process runs without being a task; 0 elsewhere."""
+    """The number of nodes of the allocation in which this process runs without being a task; 0 elsewhere."""
     if is_task(environ) or not environ.get("SLURM_JOB_ID"):
         return 0
     return Variables(environ, "Slurm").number("SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 0
 
 
 def port_of(environ: Mapping[str, str]) -> int:
-    """The first port that Slurm has reserved for the step, else one by the job's number."""
+    """The first port that Slurm has reserved for the step, else one derived from the job's number."""
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0].strip()
     if reserved.isdigit():
         return int(reserved)

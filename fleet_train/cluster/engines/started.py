@@ -1,4 +1,4 @@
-"""What the variables of whoever started this process say of its place among those that were started with it."""
+"""This process's place among the processes of its engine, from the engine's variables."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ class Started:
     """One of ``count`` processes. To ``launch`` they are the nodes' launchers, to ``fleet.init`` the ranks."""
 
     engine: str
-    """Who started them, for messages: ``Slurm (job 17, step 0)``."""
+    """What started them, for messages: ``Slurm (job 17, step 0)``."""
     index: int
     count: int
     local_index: int = 0
     local_count: int | None = None
     """How many of them run on this node; None where the engine does not say."""
     node: int | None = None
-    """This node's number among the nodes, where the engine numbers them."""
+    """This node's number among the nodes, if the engine numbers them."""
     hosts: tuple[str, ...] = ()
-    """Names or addresses of all nodes in order, where the engine tells them; each process 0 of a node runs there."""
+    """Names or addresses of all nodes in order, if the engine lists them; process 0 of each node runs there."""
     master: str = ""
-    """Name or address of the node of process 0; empty where only process 0 itself can tell."""
+    """Name or address of the node of process 0; empty if only process 0 itself knows it."""
     port: int | None = None
-    """At which the processes may meet; None: nobody has said one."""
+    """The port of the rendezvous; None: not given."""
     job: str = ""
-    """What tells this job from others that run at the same time; what the store's connections are known by."""
+    """Distinguishes this job from others that run at the same time; authenticates the store's connections."""
     restarts: int = 0
     """How often the engine has started this job before."""
     run: str = ""
-    """What tells this job from every other that was ever started, the same when the engine starts it again; empty where
-    the engine has no such name."""
+    """A unique identifier of this job, the same when the engine restarts it; empty if the engine has no such
+    identifier."""
     processes: int | None = None
-    """How many ranks each process is to start, where the engine has an opinion."""
+    """How many ranks each process is to start, if the engine specifies it."""
 
     def in_words(self) -> str:
         return f"started by {self.engine}: process {self.index} of {self.count}"
 
 
 class Variables:
-    """An engine's variables, read with errors that name them; values of no other variable are ever told."""
+    """An engine's variables, read with errors that name them; messages never contain values of other variables."""
 
     def __init__(self, environ: Mapping[str, str], engine: str) -> None:
         self._environ = environ
         self._engine = engine
 
     def text(self, *names: str) -> str:
-        """The first that is set and not blank; "" where none is."""
+        """The first that is set and not blank; "" if none is."""
         return next((value for name in names if (value := self._environ.get(name, "").strip())), "")
 
     def number(self, *names: str) -> int | None:
-        """A whole number of 0 or more, from the first that is set; None where none is."""
+        """A whole number of 0 or more, from the first that is set; None if none is."""
         for name in names:
             text = self._environ.get(name, "").strip()
             if text:
                 if not is_number(text):
                     raise ClusterError(
-                        f"{name}={text}, as {self._engine} would set it, is no whole number; if this process was "
-                        f"not started by it, say FLEET_TRAIN_ENGINE=none (launch: --engine none)"
+                        f"{name}={text}, a variable of {self._engine}, is not a whole number; if this process was "
+                        f"not started by it, set FLEET_TRAIN_ENGINE=none (launch: --engine none)"
                     )
                 return int(text)
         return None
@@ -72,20 +72,20 @@ class Variables:
         number = self.number(*names)
         if number is None:
             raise ClusterError(
-                f"{self._engine} has started this process, but {' or '.join(names)} is not set; without it its place "
-                "is unknown. FLEET_TRAIN_ENGINE=none (launch: --engine none) makes it a job of its own"
+                f"{self._engine} started this process, but {' or '.join(names)} is not set; without it its rank "
+                "is unknown. FLEET_TRAIN_ENGINE=none (launch: --engine none) makes it a separate job"
             )
         return number
 
     def port(self, *names: str) -> int | None:
         number = self.number(*names)
         if number is not None and not 1 <= number <= _LAST_PORT:
-            raise ClusterError(f"{names[0]}={number} is no port; ports are 1 to {_LAST_PORT}")
+            raise ClusterError(f"{names[0]}={number} is not a port; ports are 1 to {_LAST_PORT}")
         return number
 
 
 def checked(started: Started, index_name: str, count_name: str) -> Started:
-    """Raises ClusterError where a process has no place among the others."""
+    """Raises ClusterError for a number outside those of the processes."""
     if started.count < 1:
         raise ClusterError(f"{count_name}={started.count}: a job has at least one process")
     if not 0 <= started.index < started.count:

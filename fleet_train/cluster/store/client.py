@@ -32,7 +32,7 @@ from fleet_train.cluster.store.protocol.wire import (
 )
 from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 
-# How much longer than the server's own bound a client waits for the server's answer.
+# How much longer than the server's own timeout a client waits for its answer.
 _ANSWER_GRACE_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 18
 
@@ -50,14 +50,14 @@ os.register_at_fork(after_in_child=_close_all_in_child)
 
 T = TypeVar("T")
 Read = Callable[[Header, Body], T]
-"""What a call makes of the server's answer."""
+"""Converts the server's answer to a call's result."""
 
 Variants = list[tuple[list[list[int]], Any]]
-"""(ranges of members, their JSON value) for each value that some bring."""
+"""(ranges of members, their JSON value) for each distinct value."""
 
 
 class StepNote(NamedTuple):
-    """What a member says of itself at a step barrier: how much it has done since the last."""
+    """A member's report at a step barrier: its work since the last one."""
 
     steps: int
     busy_ms: float
@@ -67,18 +67,18 @@ class StepNote(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What a step barrier tells every member, the same."""
+    """The result of a step barrier, the same for every member."""
 
     slowest_ms: float | None
-    """Of the slowest member's own work, per step; None where a member has told of no step."""
+    """The slowest member's own work, per step; None if a member reported no step."""
     stop: tuple[int, str] | None
-    """The lowest member that asks for a stop, and why."""
+    """The lowest member that requests a stop, and why."""
     number: int
-    """The barrier's, in the order of their completion."""
+    """The barrier's number, in the order of completion."""
 
 
 class StoreClient:
-    """One member's connection to the store. Calls from several threads take turns; a waiting call occupies it."""
+    """One member's connection to the store. Calls from several threads are serialized; a waiting call blocks others."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class StoreClient:
         """Connect, retrying for ``timeout_seconds`` until the server listens (0: one try). ``endpoint`` is
         ``host:port``, or ``host:port/round``.
 
-        A *watched* connection stands for the member: when it breaks without ``leave()``, the member counts as lost;
-        when it says nothing for ``silence_seconds``, so do all that have named the same ``machine``, in every round.
+        A *watched* connection represents the member: if it breaks without ``leave()``, the member counts as lost; if
+        it sends nothing for ``silence_seconds``, so do all members on the same ``machine``, in every round.
         ``answer_seconds`` is how long the server may take for an answer that needs no waiting, ``dial_seconds`` for
-        taking the connection.
-        Raises JoinTimeout when nobody listens within the bound, ClusterError when the member is connected already or
-        the server belongs to another job, has another secret, or does not hear this address.
+        accepting the connection.
+        Raises JoinTimeout if no server listens within the time, ClusterError if the member is already connected or
+        the server belongs to another job, has another secret, or does not accept this address.
         """
         address, _, round_name = endpoint.partition("/")
         describe = describe or (lambda i: f"{group} {i}")
@@ -162,7 +162,7 @@ class StoreClient:
                 word = caller.heard(self._receive()[0])
         except ProtocolError as error:
             self.close()
-            raise OSError(f"what listens there is no rendezvous store of this version: {error}") from None
+            raise OSError(f"the server there is not a rendezvous store of this version: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -172,7 +172,7 @@ class StoreClient:
     def barrier(
         self, name: str, note: StepNote | None, count: int, timeout_seconds: float, call: str = ""
     ) -> StepAnswer:
-        """Wait until members 0 .. count-1 of this group stand at the barrier of this name; raises as ``all_gather``."""
+        """Wait until members 0 .. count-1 of this group reach the barrier of this name; raises as ``all_gather``."""
         header: Header = {}
         if note is not None:
             header["slowest"] = note.busy_ms / note.steps if note.steps else None
@@ -181,27 +181,27 @@ class StoreClient:
         return self._meet("barrier", name, header, b"", count, timeout_seconds, call, _step_answer)
 
     def all_gather(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> dict[int, Json]:
-        """Wait until members 0 .. count-1 of this group have called with this name; everybody gets all values.
+        """Wait until members 0 .. count-1 of this group have called with this name; every member gets all values.
 
         ``value``: anything that JSON can hold, at most 64 MB.
-        ``call``: what the member's script has called to get here, for messages; empty for a step of training.
-        Raises JoinTimeout naming who did not arrive; WorkerFailed naming a member that died, left, or reported a
-        failure; ScheduleMismatch when the members do not agree on ``count``. The first two say in ``absent`` what the
-        members did that are to blame.
+        ``call``: the call in the member's script, for messages; empty for a step of training.
+        Raises JoinTimeout with the members that did not arrive; WorkerFailed with a member that died, left, or
+        reported a failure; ScheduleMismatch if the members do not agree on ``count``. The first two give in ``absent``
+        the members that caused the error, and what they did.
         """
         return self._meet("all_gather", name, {}, _json(value), count, timeout_seconds, call, _values)
 
     def broadcast(
         self, name: str, value: Json, source: int, count: int, timeout_seconds: float, call: str = ""
     ) -> Json:
-        """As ``all_gather``, but everybody gets the value of ``source`` only; what the others bring stays with them."""
+        """As ``all_gather``, but every member gets the value of ``source`` only; other values are not sent."""
         body = _json(value) if self.member == source else b""
         return self._meet("broadcast", name, {"source": source}, body, count, timeout_seconds, call, _value)
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
-        """As ``all_gather``, but all that travels is whether the values are equal: an empty list when they are.
+        """As ``all_gather``, but only compares the values: returns an empty list if they are equal.
 
-        Else ``(ranges of members, their value)`` for each value, the one of the lowest member first; ``None`` stands
+        Else ``(ranges of members, their value)`` for each value, the one of the lowest member first; ``None`` is used
         for the values beyond the first four.
         """
         return self._meet("compare", name, {}, _json(value), count, timeout_seconds, call, _variants)
@@ -227,7 +227,7 @@ class StoreClient:
         except WorkerFailed as error:
             raise with_absent(error, error.absent, f" while others waited for it at {call or name}") from None
 
-    # what needs no waiting for others
+    # calls that do not wait for other members
 
     def set(self, key: str, value: Json) -> None:
         self._call({"do": "set", "key": key}, _json(value), _nothing)
@@ -237,18 +237,18 @@ class StoreClient:
         return self._call({"do": "get", "key": key}, b"", lambda header, body: _value(header, body) if body else None)
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that have a value and begin so."""
+        """The keys with this prefix that have a value."""
         return self._call({"do": "keys", "prefix": prefix}, b"", lambda _, body: [str(key) for key in json.loads(body)])
 
     def times(self, number: int) -> dict[int, list[float]]:
-        """What all members have said of themselves up to the step barrier of that number, added up by member: steps,
-        milliseconds of own work, milliseconds at barriers."""
+        """The sums of all members' reports up to the step barrier of that number, by member: steps, milliseconds of
+        own work, milliseconds at barriers."""
         return self._call(
             {"do": "times", "group": self.group, "number": number}, b"", lambda _, body: dict(json.loads(body))
         )
 
     def fail(self, report: dict[str, Json]) -> None:
-        """Publish why this job has failed. The first report stands; every waiter is woken with it."""
+        """Publish why this job has failed. The first report counts; every waiting member receives it."""
         self._call({"do": "fail"}, _json(report), _nothing)
 
     def failure(self) -> dict[str, Json] | None:
@@ -257,12 +257,12 @@ class StoreClient:
         return reports[0][0] if reports else None
 
     def failures(self) -> list[tuple[dict[str, Json], float]]:
-        """Every failure that was reported and when, in the seconds of ``clock``; the first one first."""
+        """Every reported failure and its time, in the seconds of ``clock``; the first one first."""
         self._reports += self._call({"do": "failures", "known": len(self._reports)}, b"", _reports)
         return list(self._reports)
 
     def clock(self) -> float:
-        """Seconds since the server first heard of this round: one clock for all machines."""
+        """Seconds since the server created this round: one clock for all machines."""
         return self._call({"do": "clock"}, b"", lambda header, _: float(header["value"]))
 
     def gone(self, group: str | None = None) -> dict[int, str]:
@@ -270,23 +270,23 @@ class StoreClient:
         return self._call({"do": "gone", "group": group or self.group}, b"", _gone)
 
     def beat(self) -> None:
-        """Be heard: resets the server's ``silence_seconds``. Raises WorkerFailed when the server does not answer."""
+        """Heartbeat: resets the server's ``silence_seconds``. Raises WorkerFailed if the server does not answer."""
         self._call({"do": "beat"}, b"", _nothing)
 
     def ended(self, group: str, member: int) -> None:
-        """Say that a member's process has ended well: whoever waits for it without its having come need not."""
+        """Report that a member's process ended with 0: if it has not connected, the others need not wait for it."""
         self._call({"do": "ended", "group": group, "member": member}, b"", _nothing)
 
     def leave(self) -> None:
-        """Say goodbye: from now on this member counts as finished, not as lost."""
+        """Disconnect properly: from now on this member counts as finished, not as lost."""
         self._call({"do": "leave"}, b"", _nothing)
 
     # the connection
 
     def close_in_child(self) -> None:
-        """In a process that was forked from ours: let go of the connection, without a word to the server.
+        """In a process that was forked from ours: close the connection, without a message to the server.
 
-        While a child holds it too, the server does not notice that we have died. No lock is taken: a thread of the
+        While a child holds it too, the server does not notice our death. No lock is taken: a thread of the
         parent may have held it.
         """
         self._is_in_child = True
@@ -301,7 +301,7 @@ class StoreClient:
         if self._is_in_child:
             raise ClusterError(
                 f"process {os.getpid()} was forked from {self._describe(self.member)} and has no place in the job: "
-                "call fleet in the process that called fleet.init only"
+                "call fleet only in the process that called fleet.init"
             )
         if len(body) > MOST_BODY_BYTES:
             raise ClusterError(
@@ -320,7 +320,7 @@ class StoreClient:
                 return read(answer, body)
             told = self._words.error(answer, body)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError, ProtocolError) as nonsense:
-            raise WorkerFailed(self._words.lost_server(f"it answered nonsense: {nonsense!r}"[:200])) from None
+            raise WorkerFailed(self._words.lost_server(f"its answer is invalid: {nonsense!r}"[:200])) from None
         raise told
 
     def _receive(self) -> tuple[Header, Body]:
@@ -334,7 +334,7 @@ class StoreClient:
 
 
 def _nothing(_: Header, __: Body) -> None:
-    """The answer says no more than that it was done."""
+    """The answer only confirms the call."""
 
 
 def _value(_: Header, body: Body) -> Any:
@@ -372,7 +372,7 @@ def _gone(_: Header, body: Body) -> dict[int, str]:
 
 
 def _dial(address: str, access: Access, timeout_seconds: float) -> socket.socket:
-    """A connection from this node's own address, so that the other side can tell that it is a node's."""
+    """A connection from this node's own address, so that the other side recognizes the node."""
     host, port = address.rsplit(":", 1)
     if access.source:
         with contextlib.suppress(_Unbindable):
@@ -383,8 +383,8 @@ def _dial(address: str, access: Access, timeout_seconds: float) -> socket.socket
 
 
 class _Unbindable(Exception):
-    """No connection can begin at that address: it is none of this machine's (behind a translation of addresses), or it
-    is a loopback address and the way leads outside."""
+    """No connection can start from that address: it is not one of this machine's (behind network address translation),
+    or it is a loopback address and the destination is another machine."""
 
 
 _NO_WAY = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.ENETUNREACH)

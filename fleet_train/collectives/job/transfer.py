@@ -106,7 +106,7 @@ def _each_piece(
 
 
 def _bytes_of(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    return array.reshape(-1).view(np.uint8)
 
 
 def _tensor(job: Job, piece: Array) -> Any:

@@ -77,6 +77,11 @@ class ProgramPasses:
         return pairs
 
     @property
+    def loss_scale(self) -> Any:
+        """The value that the loss is multiplied by, float32 [1]; None while there is none."""
+        return None if self._scaler is None else self._scaler.scale
+
+    @property
     def loss_scale_name(self) -> str | None:
         """The variable with the loss scale; None while there is none."""
         return None if self._scaler is None else str(self._scaler.scale.name)

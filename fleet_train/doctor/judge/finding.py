@@ -1,4 +1,4 @@
-"""One finding: a check of one host or of a pair, what was measured, the threshold, and the command that mends it."""
+"""One finding: a check of one host or of a pair, the measured value, the threshold, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def size(number: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """``941 Mb/s``: as networks are sold."""
+    """``941 Mb/s``: the usual unit of networks."""
     bits = bytes_per_second * 8
     return f"{bits / 1e9:.1f} Gb/s" if bits >= 10e9 else f"{bits / 1e6:.{0 if bits >= 10e6 else 2}f} Mb/s"

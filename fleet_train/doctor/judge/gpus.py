@@ -1,4 +1,4 @@
-"""Findings of GPUs. Judged on recorded outputs only: no GPU was there when this was written."""
+"""Findings of GPUs. Tested on recorded outputs only, never on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleet_train.doctor.judge.finding import FAIL, PASS, WARN, Finding, size
 
 GROUP = "gpus"
 MEMORY_USED_WARN = 1 << 30
-"""Of a GPU before a job: somebody else computes on it."""
+"""Memory in use of a GPU before a job: another process computes on it."""
 
 
 def findings(examined: Examination) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def _of_node(host: str, found: Gpus) -> Iterator[Finding]:
             told, fix = f"{gpu.links_down} NVLinks are inactive", f"nvidia-smi nvlink --status -i {gpu.index}"
             yield Finding(GROUP, "nvlink", WARN, place, told, "none", fix)
         if gpu.memory_used > MEMORY_USED_WARN:
-            told, fix = f"{size(gpu.memory_used)} are in use already", "nvidia-smi, and end what computes there"
+            told, fix = f"{size(gpu.memory_used)} are in use already", "nvidia-smi, and end the processes there"
             yield Finding(GROUP, "gpu_memory", WARN, place, told, size(MEMORY_USED_WARN), fix)
     yield Finding(GROUP, "gpu", PASS, (host,), f"{len(found.found)} x {_models(found)}", "nvidia-smi answers")
 

@@ -1,4 +1,4 @@
-"""Findings of one machine alone: memory, processors, limits, folders; and which node is slower than the others."""
+"""Findings of one machine: memory, processors, limits, folders; and which node is slower than the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleet_train.doctor.judge.finding import FAIL, PASS, WARN, Finding, size
 MEMORY_FAIL, MEMORY_WARN = 512 << 20, 1 << 30
 """Bytes available per process: Paddle imported and a small network take the first."""
 SHM_FAIL, SHM_WARN = 32 << 20, 256 << 20
-"""Free bytes of /dev/shm per process; a container has 64 MB in all unless told otherwise."""
+"""Free bytes of /dev/shm per process; a container has 64 MB in total by default."""
 FILES_BASE, FILES_PER_RANK, FILES_WARN = 256, 4, 1024
 """Open files: Paddle, logs and data take the first; four process groups connect each rank with every other one."""
 DISK_FAIL, DISK_WARN = 100 << 20, 2 << 30
@@ -20,9 +20,9 @@ DISK_FILES_FAIL, DISK_FILES_WARN = 100, 10_000
 WRITING_FAIL, WRITING_WARN = 1e6, 10e6
 """Bytes per second: a checkpoint of 100 MB would take 100 s, 10 s."""
 SPEED_FAIL, SPEED_WARN = 0.5, 0.8
-"""Of the median of all nodes: synchronous training goes at the pace of the slowest."""
+"""Of the median of all nodes: synchronous training runs at the speed of the slowest."""
 SHARE_WARN = 0.75
-"""Of a processor, what a busy thread gets. What takes the rest may end in a moment: never more than suspicious."""
+"""The share of a processor that a busy thread gets. The cause may be temporary: never more than suspicious."""
 
 
 def findings(examined: Examination) -> Iterator[Finding]:
@@ -51,13 +51,13 @@ def _level(value: float, fail_below: float, warn_below: float) -> str:
 def memory(host: str, found: Memory, processes: int) -> Finding:
     each = found.available / processes
     limit = f", limit of the control group {size(found.limit)}" if found.limit != UNLIMITED else ""
-    killed = f"; {found.oom_kills} processes were killed for want of memory" if found.oom_kills else ""
+    killed = f"; {found.oom_kills} processes were killed for lack of memory" if found.oom_kills else ""
     level = _level(each, MEMORY_FAIL, MEMORY_WARN)
     return Finding(
         "machine", "memory", WARN if killed and level == PASS else level, (host,),
         f"{size(found.available)} available for {_processes(processes)}{limit}{killed}",
         f"{size(MEMORY_WARN)} per process",
-        "ps aux --sort=-rss | head, and end what is not needed; in a container raise its limit: docker run --memory",
+        "ps aux --sort=-rss | head, and end unneeded processes; in a container raise its limit: docker run --memory",
     )  # fmt: skip
 
 
@@ -83,10 +83,10 @@ def open_files(host: str, found: Limits, world: int) -> Finding:
 
 
 def locked_memory(host: str, found: Limits) -> Finding:
-    """It matters to InfiniBand alone, which registers the memory that it sends from."""
+    """It matters only to InfiniBand, which registers the memory that it sends from."""
     is_short = found.has_infiniband and found.locked_memory != UNLIMITED
     told = "unlimited" if found.locked_memory == UNLIMITED else size(found.locked_memory)
-    why = "" if found.has_infiniband else "; no InfiniBand here, which alone would need it"
+    why = "" if found.has_infiniband else "; only InfiniBand needs it, and there is none here"
     return Finding(
         "machine", "locked_memory", FAIL if is_short else PASS, (host,), f"ulimit -l: {told}{why}",
         "unlimited for InfiniBand", "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
@@ -108,12 +108,12 @@ def share(host: str, found: Processors) -> Finding:
     return Finding(
         "machine", "busy", WARN if found.share < SHARE_WARN else PASS, (host,),
         f"a busy thread gets {found.share:.0%} of a processor: {_others(found)}", f"{SHARE_WARN:.0%}",
-        "top -o %CPU, and end what is not of this job; on virtual machines look at %st: the host is overbooked",
+        "top -o %CPU, and end other programs; on virtual machines look at %st: the host is overcommitted",
     )  # fmt: skip
 
 
 def _others(found: Processors) -> str:
-    return "nothing else takes it" if found.share >= SHARE_WARN else "other programs, a quota or the host take the rest"
+    return "nothing else uses it" if found.share >= SHARE_WARN else "other programs, a quota or the host take the rest"
 
 
 def disk(host: str, found: Folder) -> Finding:
@@ -129,23 +129,23 @@ def disk(host: str, found: Folder) -> Finding:
         "machine", "disk", max(levels, key=(PASS, WARN, FAIL).index), (host,),
         f"{where}: {size(found.free)} free{files}, writes {size(found.bytes_per_second)}/s",
         f"{size(DISK_WARN)} free, {size(WRITING_WARN)}/s",
-        f"df -h {shlex.quote(found.path)}, and make room; or choose another folder",
+        f"df -h {shlex.quote(found.path)}, and free space; or choose another folder",
     )  # fmt: skip
 
 
 def space(host: str, found: Folder) -> Finding:
-    """Of a folder that nothing was written to for this."""
+    """For a folder that was not written to."""
     told = f"{found.path} ({found.purpose}): {size(found.free)} free"
-    fix = f"df -h {shlex.quote(found.path)}, and make room; or choose another folder"
+    fix = f"df -h {shlex.quote(found.path)}, and free space; or choose another folder"
     return Finding("machine", "disk", _level(found.free, DISK_FAIL, DISK_WARN), (host,), told, size(DISK_FAIL), fix)
 
 
 def sharing(examined: Examination, index: int, folder: Folder) -> Finding:
-    """Which of the two it is matters for checkpoints; that some share it and some do not is hardly meant."""
+    """Either is valid, and matters for checkpoints; a folder that only some nodes share is suspicious."""
     others = set(examined.reports) - {index}
     both = {other for other in folder.shared_with if other in others}
     named = ", ".join(f"node {other}" for other in sorted(both))
-    told = "seen by this node alone" if not both else "seen by all nodes" if both == others else f"shared with {named}"
+    told = "seen by this node only" if not both else "seen by all nodes" if both == others else f"shared with {named}"
     level = WARN if both and both != others else PASS
     return Finding(
         "machine", "shared_folder", level, (examined.host(index),), f"{folder.path} ({folder.purpose}) is {told}",
@@ -154,7 +154,7 @@ def sharing(examined: Examination, index: int, folder: Folder) -> Finding:
 
 
 def speeds(examined: Examination) -> Iterator[Finding]:
-    """Each node's processor beside the others'."""
+    """Each node's processor compared with the others'."""
     found = {
         index: report.facts.processors
         for index, report in examined.reports.items()

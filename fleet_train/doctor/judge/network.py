@@ -1,4 +1,4 @@
-"""Findings of one node's place in the network: its name, routes, ports and variables; and who did not connect."""
+"""Findings of one node's network: its name, routes, ports and variables; and nodes that did not connect."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def absent(examined: Examination) -> Iterator[Finding]:
             (one for r in examined.reports.values() for one in r.tries if one.target == index and one.seen_as), None
         )
         why = f"; seen by {', '.join(met)}, but its report did not arrive" if met else ""
-        why += f"; it said: {tried.outcome}: {tried.seen_as}" if tried and not met else ""
+        why += f"; its answer: {tried.outcome}: {tried.seen_as}" if tried and not met else ""
         yield Finding(
             GROUP, ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
             f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",
         )  # fmt: skip
     if not missing:
         hosts = tuple(examined.host(index) for index in examined.reports)
-        yield Finding(GROUP, ABSENT, PASS, (f"all {len(hosts)} nodes",), "nobody is missing")
+        yield Finding(GROUP, ABSENT, PASS, (f"all {len(hosts)} nodes",), "all connected")
 
 
 def name(examined: Examination, index: int, found: Network) -> Finding:
@@ -55,15 +55,15 @@ def name(examined: Examination, index: int, found: Network) -> Finding:
     fix = f"sudo sed -i '/^127/ s/[[:space:]]{found.host_name}\\b//g' /etc/hosts && {add}"
     rule = "an address that the other nodes reach"
     if not found.resolved:
-        told = f"its own name {found.host_name!r} is not known here"
+        told = f"its own name {found.host_name!r} cannot be resolved here"
         return Finding(GROUP, "own_name", WARN, host, told, rule, add)
-    told = f"its own name {found.host_name!r} means {found.resolved}"
+    told = f"its own name {found.host_name!r} resolves to {found.resolved}"
     if found.is_named:
-        return Finding(GROUP, "own_name", FAIL, host, f"{told} here, and the node list calls it so", rule, fix)
+        return Finding(GROUP, "own_name", FAIL, host, f"{told} here, and the node list uses that name", rule, fix)
     if found.resolved.startswith("127.") and not address.startswith("127."):
         return Finding(GROUP, "own_name", WARN, host, told, rule, fix)
     if found.resolved not in own and not found.resolved.startswith("127."):
-        return Finding(GROUP, "own_name", WARN, host, f"{told}, which is no address of this machine", rule, fix)
+        return Finding(GROUP, "own_name", WARN, host, f"{told}, which is not an address of this machine", rule, fix)
     return Finding(GROUP, "own_name", PASS, host, told, rule)
 
 
@@ -85,7 +85,7 @@ def routes(examined: Examination, index: int, found: Network) -> Iterator[Findin
     if len(used) > 1:
         wrong = True
         told = f"the routes to the nodes leave by different interfaces: {', '.join(sorted(used))}"
-        fix = "ip route get ADDRESS for each node, and remove the route that is not meant: sudo ip route del"
+        fix = "ip route get ADDRESS for each node, and remove the wrong route: sudo ip route del"
         yield Finding(GROUP, "route", WARN, (host,), told, "one interface", fix)
     if not wrong:
         yield Finding(GROUP, "route", PASS, (host,), f"by {', '.join(sorted(used)) or 'no interface'}", "one interface")
@@ -95,7 +95,7 @@ def ports_held(examined: Examination, index: int, found: Network) -> Finding:
     host = (examined.host(index),)
     if not found.held:
         return Finding(GROUP, "ports_held", PASS, host, "the ports of a job are free here", "free")
-    told = "; ".join(f"port {port} is held by {who}" for port, who in sorted(found.held.items()))
+    told = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(found.held.items()))
     port = next(iter(sorted(found.held)))
     fix = f"sudo ss -ltnp 'sport = :{port}', and end that process; or choose another --started_port on every node"
     return Finding(GROUP, "ports_held", FAIL, host, told, "free", fix)
@@ -107,17 +107,17 @@ def ports_outgoing(examined: Examination, index: int, found: Network) -> Finding
     return Finding(
         GROUP, "ports_range", WARN if is_inside else PASS, (examined.host(index),),
         f"first port {examined.started_port}, outgoing connections take {first} to {last}", "outside of these",
-        f"choose --started_port below {first}: the kernel gives ports of that range to any connection",
+        f"choose --started_port below {first}: the kernel uses ports of that range for outgoing connections",
     )  # fmt: skip
 
 
 def proxies(examined: Examination, index: int, found: Network) -> Finding:
     host = (examined.host(index),)
     if not found.proxies:
-        return Finding(GROUP, "proxy", PASS, host, "no proxy stands between the nodes", "no_proxy names all nodes")
-    told = f"{', '.join(found.proxies)} set, and no_proxy does not name all nodes (values are not shown)"
+        return Finding(GROUP, "proxy", PASS, host, "no proxy between the nodes", "no_proxy lists all nodes")
+    told = f"{', '.join(found.proxies)} set, and no_proxy does not list all nodes (values are not shown)"
     fix = f"export no_proxy=$no_proxy,{','.join(examined.addresses)}"
-    return Finding(GROUP, "proxy", WARN, host, told, "no_proxy names all nodes", fix)
+    return Finding(GROUP, "proxy", WARN, host, told, "no_proxy lists all nodes", fix)
 
 
 def variables(examined: Examination, index: int, found: Network) -> Finding:
@@ -131,7 +131,7 @@ def variables(examined: Examination, index: int, found: Network) -> Finding:
 
 
 def cards(examined: Examination) -> Iterator[Finding]:
-    """What real network cards have agreed on with the switch."""
+    """The speeds that real network cards negotiated with the switch."""
     speeds: dict[int, int] = {}
     for index, report in examined.reports.items():
         found = report.facts.network

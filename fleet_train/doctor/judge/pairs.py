@@ -12,13 +12,13 @@ GROUP = "network"
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
-"""Seconds of the fastest message there and back (busy processors slow others down), of a network in one room; an
+"""Seconds of the fastest round trip (busy processors slow others down), of a network in one room; an
 allreduce of n nodes waits 2 (n - 1) times for half of it."""
 BANDWIDTH_SHARE, BANDWIDTH_LEAST, BANDWIDTH_ENOUGH = 0.5, 6.25e6, 312.5e6
 """Of the median of all pairs; bytes per second (50 Mb/s), below which no strategy helps a model of usual size; and
 (2.5 Gb/s) beyond which pairs are not compared: one connection of one process then measures the processors."""
 RETRANSMITS_WARN, RETRANSMITS_FAIL = 0.01, 0.05
-"""Share of segments sent again: TCP's speed falls with the square root of the loss."""
+"""Share of retransmitted segments: TCP's speed falls with the square root of the loss."""
 FEWEST_SEGMENTS = 100
 
 
@@ -34,7 +34,7 @@ def findings(examined: Examination) -> Iterator[Finding]:
 
 
 def ports(examined: Examination, index: int, tries: Iterable[PortTry]) -> Iterator[Finding]:
-    """Of one node towards each other one: closed ports by how they are closed, and addresses that are translated."""
+    """Of one node to each other one: closed ports by how they are closed, and addresses that are translated."""
     by_target: dict[int, list[PortTry]] = {}
     for one in tries:
         by_target.setdefault(one.target, []).append(one)
@@ -58,7 +58,7 @@ def ports(examined: Examination, index: int, tries: Iterable[PortTry]) -> Iterat
 
 
 def _open(examined: Examination, source: int, closed: list[PortTry]) -> str:
-    """What opens them on the target: Gloo and NCCL take ports of the kernel's choice, so the whole host is let in."""
+    """The command to open them on the target: Gloo and NCCL use ports chosen by the kernel, so it admits the host."""
     address, target = examined.addresses[source], examined.host(closed[0].target)
     return f"on {target}: sudo iptables -I INPUT -p tcp -s {address} -j ACCEPT (ufw: sudo ufw allow from {address})"
 
@@ -70,13 +70,13 @@ def mtus(examined: Examination, index: int, found: Iterable[Datagrams]) -> Itera
         need = min(one.tried, there) if there else one.tried
         rule = f"packets of {need} bytes, as the interfaces are set"
         if not one.largest:
-            told = "no packet of UDP is answered: the MTU could not be measured"
+            told = "no UDP packet is answered: the MTU could not be measured"
             yield Finding(
                 GROUP, "mtu", WARN, pair, told, rule, f"ping -M do -s {need - 28} {examined.addresses[one.target]}"
             )
         elif one.largest < need:
             is_told = bool(one.known) and one.known < need
-            end = "; a router says so, and TCP adapts" if is_told else "; nobody says so, and large messages hang"
+            end = "; a router reports it, and TCP adapts" if is_told else "; no router reports it: large messages hang"
             told = f"packets of {one.largest} bytes arrive, of {need} do not{end}"
             fix = f"sudo ip link set dev {_interface(examined, index, one.target)} mtu {one.largest} on both nodes"
             yield Finding(GROUP, "mtu", WARN if is_told else FAIL, pair, told, rule, fix)
@@ -116,9 +116,9 @@ def latencies(examined: Examination, index: int, echoes: Iterable[Echo]) -> Iter
         fastest = 2 * one.uncertainty
         level = FAIL if fastest > LATENCY_FAIL else WARN if fastest > LATENCY_WARN else PASS
         there = examined.addresses[one.target]
-        fix = f"mtr {there}; for links that are slow by nature: python -m fleet_train recommend"
+        fix = f"mtr {there}; for inherently slow links: python -m fleet_train recommend"
         pair = (examined.host(index), examined.host(one.target))
-        told = f"{one.median * 1e3:.2f} ms there and back, the fastest {fastest * 1e3:.2f} ms"
+        told = f"round trip {one.median * 1e3:.2f} ms, the fastest {fastest * 1e3:.2f} ms"
         yield Finding(GROUP, "latency", level, pair, told, f"{LATENCY_WARN * 1e3:g} ms", fix)
 
 
@@ -132,7 +132,7 @@ def bandwidths(examined: Examination, streams: Iterable[Stream]) -> Iterator[Fin
         there = examined.addresses[one.target]
         fix = f"iperf3 -s there, then iperf3 -c {there}; sudo ethtool IFACE on both: speed, duplex, errors"
         if one.error:
-            told = "bytes stop flowing" if one.error == "stalled" else f"no bytes could be sent: {one.error}"
+            told = "the transfer stalls" if one.error == "stalled" else f"no bytes could be sent: {one.error}"
             yield Finding(GROUP, "bandwidth", FAIL, pair, told, "flows", f"{fix}; a smaller MTU if mtu fails, too")
             continue
         least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if one.alone else 0.0)
@@ -147,6 +147,6 @@ def retransmits(examined: Examination, streams: Iterable[Stream]) -> Iterator[Fi
         share = one.retransmits / one.segments
         level = FAIL if share > RETRANSMITS_FAIL else WARN if share > RETRANSMITS_WARN else PASS
         pair = (examined.host(one.source), examined.host(one.target))
-        told = f"{share:.2%} of {one.segments} segments were sent again"
+        told = f"{share:.2%} of {one.segments} segments were retransmitted"
         fix = "ethtool -S IFACE | grep -iE 'err|drop' on both; change the cable or the switch's port"
         yield Finding(GROUP, "retransmits", level, pair, told, f"{RETRANSMITS_WARN:.0%}", fix)

@@ -1,4 +1,4 @@
-"""Findings of what the nodes would run: it must be the same on all."""
+"""Findings of the software that the nodes would run, which must be the same on all."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def findings(examined: Examination) -> Iterator[Finding]:
 
 
 def _compare(examined: Examination, values: dict[int, str], rule: _Rule) -> Iterator[Finding]:
-    """Who differs is whoever has not what most have; of equally many, what the lowest node has counts."""
+    """A node differs if its value is not that of the majority; of equally many, the lowest node's value counts."""
     values = {index: value for index, value in values.items() if value}
     if not values:
         return

@@ -18,18 +18,18 @@ _PIECE = 1 << 20
 _WRITING_SECONDS = 3.0
 _HANGS_SECONDS = 6.0
 MARK = ".fleet_train-doctor-"
-# A doctor ends within minutes: what is older was left by one that was killed.
+# A doctor ends within minutes: older files are from a killed one.
 _LEFT_BEHIND_SECONDS = 3600.0
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
 def examine(purpose: str, folder: Path, mark: str) -> Folder:
-    """Write into it, in a process of its own: a disk that hangs must not hang the doctor. The file ``mark`` stays."""
+    """Write into it, in a separate process: a hanging disk must not block the doctor. The file ``mark`` stays."""
     command = [sys.executable, "-m", "fleet_train.doctor.measure.folders", str(folder.absolute()), mark]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -37,15 +37,15 @@ def examine(purpose: str, folder: Path, mark: str) -> Folder:
         told, _ = child.communicate(timeout=_HANGS_SECONDS)
         found = json.loads(told)
     except subprocess.TimeoutExpired:
-        child.kill()  # and not waited for: it may be in a call that does not end
-        return Folder(purpose, str(folder), error=f"has not answered within {_HANGS_SECONDS:g} s")
+        child.kill()  # without waiting: it may be in a call that does not end
+        return Folder(purpose, str(folder), error=f"did not answer within {_HANGS_SECONDS:g} s")
     except ValueError:
         return Folder(purpose, str(folder), error="could not be examined")
     return Folder(purpose, **found)
 
 
 def write_into(folder: Path, mark: str) -> dict[str, object]:
-    """Free space and files, bytes per second with the content on the disk at the end, what went wrong."""
+    """Free space and files, bytes per second including the sync to disk, and the error, if any."""
     there = nearest(folder)
     found: dict[str, object] = {"path": str(there)}
     trial = there / f"{mark}.trial"
@@ -83,7 +83,7 @@ def _speed(path: Path) -> float:
 
 
 def seen(folder: Folder, mark: str) -> bool:
-    """Whether a mark that another node has left in its folder is in ours."""
+    """Whether a mark that another node wrote into its folder is in ours."""
     return os.path.lexists(Path(folder.path) / mark)
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, asked from nvidia-smi with a bound. Never run on a GPU so far: the formats are those of its manual."""
+"""NVIDIA GPUs, from nvidia-smi with a timeout. Never run on a GPU so far: the formats are those of its manual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINKS = ("nvidia-smi", "nvlink", "--status")
 
 
 def gpus(devices: Path = Path("/dev")) -> Gpus | None:
-    """None where the machine has none."""
+    """None if the machine has none."""
     if not any(devices.glob("nvidia[0-9]*")):
         return None
     table, error = _ask(_QUERY)
@@ -28,20 +28,20 @@ def gpus(devices: Path = Path("/dev")) -> Gpus | None:
 
 
 def _ask(command: Iterable[str]) -> tuple[str, str]:
-    """(what it says, why it says nothing)."""
+    """(its output, why there is none)."""
     try:
         done = subprocess.run([*command], capture_output=True, text=True, timeout=_SECONDS, check=False)
     except FileNotFoundError:
         return "", "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError):
-        return "", f"nvidia-smi has not answered within {_SECONDS:g} s"
+        return "", f"nvidia-smi did not answer within {_SECONDS:g} s"
     if done.returncode:
         return "", f"nvidia-smi: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[:200]}"
     return done.stdout, ""
 
 
 def parse_table(table: str, links_down: dict[int, int]) -> tuple[Gpu, ...]:
-    """Of ``--query-gpu``; what a GPU does not have is ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
+    """From ``--query-gpu``; values that a GPU lacks are ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(table))]
     found = []
     for row in rows:
@@ -56,7 +56,7 @@ def _whole(text: str) -> int:
 
 
 def parse_links(status: str) -> dict[int, int]:
-    """GPU -> inactive links of ``nvlink --status``, for those that have active ones, too."""
+    """GPU -> inactive links of ``nvlink --status``, for those that also have active ones."""
     up: dict[int, int] = {}
     down: dict[int, int] = {}
     index = -1
@@ -71,7 +71,7 @@ def parse_links(status: str) -> dict[int, int]:
 
 
 def nccl_version() -> str:
-    """Of the package that Paddle's GPU build installs beside it; empty: unknown."""
+    """Of the package that Paddle's GPU build installs with it; empty: unknown."""
     for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11"):
         try:
             return metadata.version(name)

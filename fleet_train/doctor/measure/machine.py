@@ -21,7 +21,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 def memory() -> Memory:
-    """Without psutil: what /proc and the control groups say."""
+    """Without psutil: from /proc and the control groups."""
     system = meminfo()
     total, available = system.get("MemTotal", 0), system.get("MemAvailable", 0)
     limit, left, kills = quota.memory()
@@ -34,7 +34,7 @@ def memory() -> Memory:
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by name; empty where the system does not tell."""
+    """Bytes by name; empty if the system does not report them."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 
 def space_of(folder: Path) -> tuple[int, int]:
-    """(size, free bytes) of the file system; zeros where there is none."""
+    """(size, free bytes) of the file system; zeros if there is none."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -67,7 +67,7 @@ def _or_unlimited(number: int) -> int:
 
 
 def processors() -> Processors:
-    """With the speed of one of them, measured by a process of its own: numpy reads how many threads at its import."""
+    """With the speed of one of them, measured by a separate process: numpy reads the number of threads at import."""
     gflops, share = 0.0, 1.0
     command = [sys.executable, "-m", "fleet_train.doctor.measure.speed"]
     environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

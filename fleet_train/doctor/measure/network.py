@@ -1,4 +1,4 @@
-"""Names, interfaces, routes, ports and proxies, as this machine has them."""
+"""Names, interfaces, routes, ports and proxies of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def network(
     addresses: Sequence[str], index: int, held: Mapping[int, str], is_named: bool, environ: Mapping[str, str]
 ) -> Network:
-    """``held``: ports that could not be opened, and by whom they are held."""
+    """``held``: ports that could not be opened, and the processes that use them."""
     name = socket.gethostname()
     found = addresses_here.interface_addresses()
     return Network(
@@ -39,7 +39,7 @@ def network(
 
 
 def own_address(name: str) -> str:
-    """What the own host name means here; empty: nothing."""
+    """The address of this machine's own host name here; empty: none."""
     try:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
@@ -60,7 +60,7 @@ def _route(address: str, interfaces: dict[str, tuple[str, ...]]) -> Route:
 
 
 def _interface_by_route(address: str) -> str:
-    """Asked from ``ip``, because a packet may leave by another interface than the one that has its source address."""
+    """From ``ip``, because a packet may leave by another interface than the one that has its source address."""
     command = ["ip", "-o", "-4", "route", "get", address]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=_IP_SECONDS, check=True).stdout
@@ -71,7 +71,7 @@ def _interface_by_route(address: str) -> str:
 
 
 def proxies_in_the_way(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[str, ...]:
-    """Names of the proxy variables that are set, unless no_proxy leaves out every node. Values are never returned."""
+    """Names of the proxy variables that are set, unless no_proxy excludes every node. Values are never returned."""
     said = {name.lower(): name for name, value in environ.items() if name.lower() in _PROXIES and value.strip()}
     excepted = [word.strip() for name in ("no_proxy", "NO_PROXY") for word in environ.get(name, "").split(",")]
     outside = [one for one in addresses if not addresses_here.is_loopback(one)]
@@ -95,7 +95,7 @@ def _is_excepted(address: str, excepted: Sequence[str]) -> bool:
 def wrong_interfaces(
     environ: Mapping[str, str], interfaces: Mapping[str, tuple[str, ...]], own: str
 ) -> tuple[str, ...]:
-    """Which variables name no interface that has an address here. NCCL's may be a list of beginnings, ``=``, ``^``."""
+    """The variables that name no interface with an address here. NCCL's may be a list of prefixes, ``=``, ``^``."""
     wrong = []
     for variable in _INTERFACE_VARIABLES:
         value = environ.get(variable, "").strip()
@@ -110,7 +110,7 @@ def wrong_interfaces(
 
 
 def outgoing_ports(path: Path = _PORT_RANGE) -> tuple[int, int]:
-    """From which the kernel takes the ports of outgoing connections."""
+    """The range from which the kernel takes the ports of outgoing connections."""
     try:
         first, last = path.read_text().split()
         return int(first), int(last)
@@ -119,7 +119,7 @@ def outgoing_ports(path: Path = _PORT_RANGE) -> tuple[int, int]:
 
 
 def holder(address: str, port: int) -> str:
-    """Who listens on a port that could not be opened."""
+    """The process that listens on a port that could not be opened."""
     return str(addresses_here.port_owner(port, address))
 
 

@@ -1,4 +1,4 @@
-"""What control groups (v1 and v2) leave to this process of memory and processors."""
+"""Memory and processors that control groups (v1 and v2) leave to this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fleet_train.doctor.facts import UNLIMITED
 
 _ROOT = Path("/sys/fs/cgroup")
 _CGROUPS = Path("/proc/self/cgroup")
-# Version 1 has no word for "no limit": it shows the largest number of whole pages.
+# Version 1 has no value for "no limit": it shows the largest number of whole pages.
 _NO_LIMIT_OF_V1 = 1 << 60
 
 
 def folders(controller: str, root: Path = _ROOT, cgroups: Path = _CGROUPS) -> Iterator[Path]:
     """The control groups of this process for ``memory`` or ``cpu``, the innermost first: each may limit it.
 
-    In a container the path in /proc may be the host's, which is not there: the root is then its own.
+    In a container the path in /proc may be the host's, which does not exist: the root is then its own.
     """
     try:
         lines = cgroups.read_text().splitlines()
@@ -36,7 +36,7 @@ def folders(controller: str, root: Path = _ROOT, cgroups: Path = _CGROUPS) -> It
 
 
 def memory(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int, int]:
-    """(limit, bytes left below it, processes killed for want of memory); (UNLIMITED, UNLIMITED, n) without a limit."""
+    """(limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n) without a limit."""
     limit, left, kills = UNLIMITED, UNLIMITED, 0
     for index, folder in enumerate(folders("memory", root, cgroups)):
         most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
@@ -45,7 +45,7 @@ def memory(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int, int]
         if most is None or most >= _NO_LIMIT_OF_V1:
             continue
         used = _first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
-        # What files take in it is given back when memory is asked for.
+        # The page cache in it is reclaimed on demand.
         cached = _field(folder, "inactive_file", "memory.stat") or _field(folder, "total_inactive_file", "memory.stat")
         free = max(0, most - used + cached)
         limit = most if limit == UNLIMITED else min(limit, most)
@@ -54,7 +54,7 @@ def memory(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int, int]
 
 
 def processors(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> float:
-    """Processors' worth of time; UNLIMITED without a quota."""
+    """Number of processors; UNLIMITED without a quota."""
     found = [quota for folder in folders("cpu", root, cgroups) if (quota := _quota(folder)) is not None]
     return min(found, default=float(UNLIMITED))
 

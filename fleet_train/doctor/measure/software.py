@@ -1,4 +1,4 @@
-"""What this machine would run: versions, the package's files, the profile, the script."""
+"""The software that this machine would run: versions, the package's files, the profile, the script."""
 
 from __future__ import annotations
 

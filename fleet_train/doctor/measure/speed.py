@@ -1,6 +1,6 @@
-"""``python -m fleet_train.doctor.measure.speed``: how fast one processor is, and how much of it a busy thread gets.
+"""``python -m fleet_train.doctor.measure.speed``: the speed of one processor, and the share that a busy thread gets.
 
-The speed is the best of many short products, which other programs do not disturb; the share is what they take away.
+The speed is the best of many short products, which other programs do not affect; they reduce the share.
 """
 
 from __future__ import annotations

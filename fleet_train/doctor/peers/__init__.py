@@ -1,1 +1,1 @@
-"""The doctors of all machines: how they find each other, what they measure between them, how all learn everything."""
+"""The doctors of all machines: how they connect, measure the network between them, and exchange all results."""

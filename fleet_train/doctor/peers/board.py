@@ -1,4 +1,4 @@
-"""What all nodes know, brought from each to each: values that never change, under keys such as ``report/2``."""
+"""State replicated to all nodes: values that never change, under keys such as ``report/2``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_KEYS = 4096
 
 
 class Board:
-    """This node's copy. Two nodes that talk give each other what the other one does not have."""
+    """This node's copy. Two connected nodes send each other the values that the other one lacks."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -20,7 +20,7 @@ class Board:
         self.take({key: value})
 
     def take(self, told: dict[str, Any]) -> None:
-        """What another node has told; the first value of a key stands."""
+        """Values from another node; the first value of a key counts."""
         with self._lock:
             for key, value in told.items():
                 if len(self._values) < MOST_KEYS:
@@ -28,7 +28,7 @@ class Board:
             self._lock.notify_all()
 
     def get(self, key: str) -> Any:
-        """None: nobody has told it."""
+        """None: there is no value yet."""
         with self._lock:
             return self._values.get(key)
 
@@ -37,17 +37,17 @@ class Board:
             return list(self._values)
 
     def beyond(self, known: Iterable[str]) -> dict[str, Any]:
-        """What somebody who knows these keys does not know."""
+        """The values that a node with these keys lacks."""
         with self._lock:
             known = set(known)
             return {key: value for key, value in self._values.items() if key not in known}
 
     def nodes(self, kind: str) -> set[int]:
-        """Those for whom there is a value of this kind (``report`` for ``report/2``)."""
+        """The nodes with a value of this kind (``report`` for ``report/2``)."""
         names = (key.partition("/") for key in self.keys())
         return {int(number) for name, _, number in names if name == kind and number.isdigit()}
 
     def wait(self, seconds: float) -> None:
-        """Until somebody tells something, at most so long."""
+        """Wait until a value arrives, at most this long."""
         with self._lock:
             self._lock.wait(seconds)

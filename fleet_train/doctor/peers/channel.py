@@ -1,4 +1,4 @@
-"""A connection between two doctors: the store's frames and greeting, with a bound on every word."""
+"""A connection between two doctors: the store's frames and handshake, with a timeout for every message."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fleet_train.cluster.store.protocol.wire import STRANGERS_BYTES, Decoder, He
 MOST_BYTES = 8 << 20
 WORD_SECONDS = 4.0
 DIAL_SECONDS = 2.5
-"""A first packet that is lost is sent again after 1 s."""
+"""A lost first packet is retransmitted after 1 s."""
 _UNBINDABLE = (errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class Channel:
-    """Frames, one after the other. Raises OSError and ProtocolError where the other side does not do its part."""
+    """Frames, one after the other. Raises OSError and ProtocolError if the other side does not respond properly."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -31,7 +31,7 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def trust(self) -> None:
-        """The other side is a doctor of this job: it may say more."""
+        """The other side is a doctor of this job: larger messages are allowed."""
         self._decoder.most_bytes = MOST_BYTES
 
     def say(self, header: Header, value: Any = None) -> None:
@@ -48,7 +48,7 @@ class Channel:
         try:
             return heard, json.loads(bytes(told)) if told else None
         except (ValueError, RecursionError):
-            raise ProtocolError("a body is no JSON") from None
+            raise ProtocolError("a body is not JSON") from None
 
     def ask(self, header: Header, value: Any = None) -> tuple[Header, Any]:
         self.say(header, value)
@@ -61,7 +61,7 @@ class Channel:
 
 @contextlib.contextmanager
 def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Channel]:
-    """A greeted connection to a doctor. Raises OSError (nobody listens), ProtocolError and Refused (somebody else)."""
+    """Authenticated connection to a doctor. Raises OSError (no listener), ProtocolError and Refused (another job)."""
     channel = Channel(connect(address, port, access.source))
     try:
         caller = Caller(access, {"round": "", "group": "doctor", "member": node})
@@ -71,7 +71,7 @@ def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Chan
                 channel.say(word)
                 word = caller.heard(channel.hear()[0])
         except (ConnectionError, TimeoutError) as error:
-            raise ProtocolError(f"it does not speak as a doctor does: {error}") from None
+            raise ProtocolError(f"it does not use the doctor's protocol: {error}") from None
         except OSError as error:
             raise ProtocolError(str(error)) from None
         channel.trust()
@@ -81,7 +81,7 @@ def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Chan
 
 
 def connect(address: str, port: int, source: str, seconds: float = DIAL_SECONDS) -> socket.socket:
-    """From the address that the node list calls this machine by, as a job does. Raises OSError."""
+    """From this machine's address in the node list, as a job does. Raises OSError."""
     try:
         return _connect(address, port, source, seconds)
     except OSError as error:
@@ -104,7 +104,7 @@ def _connect(address: str, port: int, source: str, seconds: float) -> socket.soc
 
 
 def outcome_of(error: Exception) -> str:
-    """Why a connection did not come about, in the words of `PortTry`."""
+    """Why a connection failed, in the terms of `PortTry`."""
     if isinstance(error, (ProtocolError, Refused)):
         return "another program"
     if isinstance(error, ConnectionRefusedError):

@@ -1,4 +1,4 @@
-"""This node among the others: finds them, measures what lies between, and learns what they know."""
+"""This node among the others: connects to them, measures the network between, and exchanges results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fleet_train.doctor.peers.rounds import rounds, stream_seconds
 T = TypeVar("T")
 _PAUSE_SECONDS = 0.25
 _SETTLE_SECONDS = 1.0
-"""So long after a node has ended the meeting, the others may still say that they are there."""
+"""How long after the first node ends the rendezvous other nodes may still report their presence."""
 ERRORS = (OSError, ProtocolError, Refused)
 
 
@@ -31,14 +31,14 @@ class Circle:
         self.board = board
         self.responder = responder
         self.refusals: dict[int, PortTry] = {}
-        """What nodes said that do not hear this one."""
+        """The answers of nodes that refuse this one."""
         self._doors: dict[int, int] = {}
         self._complete: set[int] = set()
 
     # meeting
 
     def meet(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
-        """Until all nodes are there, or the time is over for one of those that are. Who is there, this one included."""
+        """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
         deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
         everybody = set(range(len(self.participants.addresses)))
         while True:
@@ -58,7 +58,7 @@ class Circle:
         return tuple(sorted(self.board.nodes("here")))
 
     def bring(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
-        """Exchange until everybody who is present has said these; returns who has not within the time."""
+        """Exchange until all present nodes have sent these; returns the nodes that have not within the time."""
         wanted, deadline = set(present), time.monotonic() + seconds
         while True:
             missing = {node for node in wanted if any(node not in self.board.nodes(kind) for kind in kinds)}
@@ -68,9 +68,9 @@ class Circle:
             self.board.wait(_PAUSE_SECONDS)
 
     def part(self, present: Iterable[int], seconds: float) -> None:
-        """Stay until all others know what this node knows, at most so long."""
+        """Wait until all others have this node's values, at most this long."""
         deadline = time.monotonic() + seconds
-        self._complete.clear()  # of what was known before the last part
+        self._complete.clear()  # from before the last part
         others = set(present) - {self.participants.index}
         while (waiting := others - self._complete) and time.monotonic() < deadline:
             gone = self._sync_with(waiting)
@@ -92,7 +92,7 @@ class Circle:
                 ) as channel:
                     _, told = channel.ask({"do": "sync"}, self.board.keys())
                     if not isinstance(told, dict):
-                        raise ProtocolError("nothing was told")
+                        raise ProtocolError("the answer is empty")
                     self.board.take(dict(told["values"]))
                     channel.ask({"do": "tell"}, self.board.beyond(map(str, told["keys"])))
                     if set(told["keys"]) | set(told["values"]) >= set(self.board.keys()):
@@ -106,7 +106,7 @@ class Circle:
         return False
 
     def _candidates(self, node: int) -> list[int]:
-        """The port at which the node answered last; else all at which its doctor may listen."""
+        """The port on which the node answered last; else all on which its doctor may listen."""
         if node in self._doors:
             return [self._doors[node]]
         told = self.board.get(f"here/{node}") or {}
@@ -114,7 +114,7 @@ class Circle:
         return [*ports, *([told["extra"]] if "extra" in told else [])]
 
     def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
-        """For all nodes at a time."""
+        """For all nodes at once."""
         if not nodes:
             return {}
         with ThreadPoolExecutor(len(nodes), "doctor dials") as pool:
@@ -123,7 +123,7 @@ class Circle:
     # measuring
 
     def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
-        """Every port of every other node at which a doctor listens."""
+        """Every port of every other node on which a doctor listens."""
         wanted = []
         for node in sorted(set(present) - {self.participants.index}):
             told = self._told(node)
@@ -147,7 +147,7 @@ class Circle:
         return PortTry(node, port, "open", "" if seen == self.participants.address else seen)
 
     def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
-        """``mtus``: of this node's interface towards each other node."""
+        """``mtus``: of this node's interface to each other node."""
 
         def one(node: int) -> Datagrams:
             port, mtu = int(self._told(node)["udp"]), mtus.get(node) or 1500
@@ -157,8 +157,8 @@ class Circle:
         return tuple(self._each(sorted(set(present) - {self.participants.index}), one).values())
 
     def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
-        """Latency, clocks and bandwidth of the pairs that this node begins: with higher nodes that it can dial, and
-        with lower ones that could not dial it."""
+        """Latency, clocks and bandwidth of the pairs that this node initiates: with higher nodes that it can reach, and
+        with lower ones that could not reach it."""
         began = time.monotonic()
         flow = stream_seconds(len(present), seconds)
         echoes: list[Echo] = []

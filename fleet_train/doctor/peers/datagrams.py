@@ -1,4 +1,4 @@
-"""Which sizes of packets reach a node whole: UDP with Don't Fragment set, each answered with its size."""
+"""The packet sizes that reach a node unfragmented: UDP with Don't Fragment set, each answered with its size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import time
 
 HEADERS_BYTES = 28
-"""Of IPv4 and UDP; the sizes here are those of whole packets, as an interface's MTU is."""
+"""Headers of IPv4 and UDP; sizes here are those of whole packets, like an interface's MTU."""
 SIZES = (
     576,
     1000,
@@ -38,7 +38,7 @@ _HEAD = struct.Struct(">8sI")
 
 
 def sizes_up_to(mtu: int) -> list[int]:
-    """What is tried on an interface of this MTU, which is tried itself."""
+    """The sizes to try on an interface of this MTU, itself included."""
     return sorted({size for size in SIZES if size < mtu} | {mtu})
 
 
@@ -65,7 +65,7 @@ def sweep(address: str, port: int, source: str, nonce: bytes, mtu: int) -> tuple
 
 def _send(sock: socket.socket, nonce: bytes, size: int) -> None:
     head = _HEAD.pack(nonce, size)
-    with contextlib.suppress(OSError):  # larger than the interface takes, or a router has said so: no answer will come
+    with contextlib.suppress(OSError):  # larger than the interface or a known path MTU allows: no answer will arrive
         sock.send(head + bytes(max(0, size - HEADERS_BYTES - len(head))))
 
 
@@ -78,7 +78,7 @@ def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
         try:
             answer = sock.recv(64)
         except OSError:
-            continue  # what ICMP has to say of an earlier packet
+            continue  # an ICMP error for an earlier packet
         if len(answer) == _HEAD.size and answer[:8] == nonce:
             found.add(_HEAD.unpack(answer)[1])
     return found & missing
@@ -96,7 +96,7 @@ def _path_mtu(address: str, port: int, source: str) -> int:
 
 
 def answer(sock: socket.socket, nonce: bytes) -> None:
-    """One packet that has come: its first bytes back, which name its size. Never more bytes than came."""
+    """Answers one received packet with its first bytes, which contain its size. Never with more bytes than received."""
     try:
         packet, sender = sock.recvfrom(1 << 16)
         if len(packet) >= _HEAD.size and packet[:8] == nonce:

@@ -1,4 +1,4 @@
-"""One process per node forms a process group and adds exact integers: the selftest's subject, on ports of its own."""
+"""One process per node forms a process group and adds exact integers: the selftest's subject, on separate ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TICK_SECONDS = 0.05
 
 
 def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, seconds: float) -> GroupResult:
-    """Of these nodes, in this order; ``ports``: one of each that is free there."""
+    """Of these nodes, in this order; ``ports``: a free one on each."""
     ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
     cluster = Cluster(ranks, rank, formed_by="the doctor")
     options = replace(SelftestOptions(groups=("collectives",)), join_timeout_seconds=seconds)
@@ -40,7 +40,7 @@ def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, s
 
 def _result(child: Child, has_ended: bool, results: Sequence[Result], seconds: float, ranks: int) -> GroupResult:
     if not has_ended:
-        return GroupResult(False, f"has not come to its end within {seconds:.0f} s", seconds)
+        return GroupResult(False, f"did not finish within {seconds:.0f} s", seconds)
     wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
     if wrong:
         return GroupResult(False, wrong[0][:300], seconds)
@@ -51,7 +51,7 @@ def _result(child: Child, has_ended: bool, results: Sequence[Result], seconds: f
 
 
 def _on_our_interface(environ: dict[str, str], address: str) -> dict[str, str]:
-    """As the launcher does it: Gloo and NCCL would take another interface, or the own host name's address."""
+    """As in the launcher: otherwise Gloo and NCCL might use another interface, or the address of the host name."""
     interface = interface_of(address, interface_addresses())
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface is not None:

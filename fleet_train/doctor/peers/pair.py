@@ -1,4 +1,4 @@
-"""What is measured between this node and another one, over a greeted connection."""
+"""Measurements between this node and another one, over an authenticated connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PINGS_SECONDS = 0.4
 
 
 def echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
-    """Median of a small message there and back; how far this node's clock is ahead, from the fastest one (as NTP)."""
+    """Median round trip of a small message; how far this node's clock is ahead, from the fastest one (as NTP)."""
     times: list[float] = []
     best = (float("inf"), 0.0)
     began = time.perf_counter()
@@ -32,7 +32,7 @@ def echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
 
 
 def stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: float) -> Stream:
-    """Raises TimeoutError where bytes do not arrive, OSError, ProtocolError."""
+    """Raises TimeoutError if bytes do not arrive, OSError, ProtocolError."""
     do = "stream to you" if outgoing else "stream to me"
     alone = channel.ask({"do": do, "seconds": seconds})[0].get("ready") is True
     if outgoing:

@@ -1,4 +1,4 @@
-"""This node's ear: listens on the ports of the job, answers other doctors, and does its part of what they measure."""
+"""This node's server: listens on the ports of the job, answers other doctors, and takes part in their measurements."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fleet_train.doctor.peers.channel import Channel
 
 _MOST_CONNECTIONS = 128
 _TURN_SECONDS = 3.0
-"""How long a stream waits for the one that runs."""
+"""How long a stream waits for the running one."""
 _MOST_STREAM_SECONDS = 5.0
 
 
 class Responder:
-    """``held``: ports that could not be opened, and who has them. ``callers``: nodes that have dialled this one."""
+    """``held``: ports that could not be opened, and their processes. ``callers``: nodes that have reached this one."""
 
     def __init__(
         self, address: str, ports: Iterable[int], access: Access, hosts: Iterable[str], board: Board,
@@ -78,7 +78,7 @@ class Responder:
 
     def _listen_or_note(self, address: str, port: int) -> None:
         try:
-            if not port_is_free(address, port):  # also one that only a second listener would be refused at
+            if not port_is_free(address, port):  # also a port that would refuse only a second listener
                 raise OSError
             self._listen(address, port)
         except OSError:
@@ -127,7 +127,7 @@ class Responder:
             while True:
                 self._answer(channel, *channel.hear(), address)
         except (OSError, ProtocolError, Refused, ValueError):
-            pass  # the caller has gone, or is none of ours
+            pass  # the caller has gone, or does not belong to this job
         finally:
             channel.close()
             self._connections -= 1
@@ -161,14 +161,14 @@ class Responder:
                 channel.say({"speed": received.mean, "best": received.best})
             case "stream to me":
                 with self.my_turn() as alone:
-                    channel.ask({"ready": alone})  # what follows is no frame: the caller must be ready for it
+                    channel.ask({"ready": alone})  # unframed bytes follow: the caller must be ready for them
                     sent = streams.send(channel.sock, _seconds(header))
                 channel.say({"segments": sent.segments, "retransmits": sent.retransmits})
             case other:
-                raise ProtocolError(f"{other!r} is not known")
+                raise ProtocolError(f"{other!r} is unknown")
 
     def _sync(self, channel: Channel, body: object) -> None:
-        """Say what the caller does not know, and hear what we do not know."""
+        """Send the values that the caller lacks, and receive those that we lack."""
         if not isinstance(body, list):
             raise ProtocolError("no list of keys")
         channel.say({"do": "told"}, {"keys": self.board.keys(), "values": self.board.beyond(map(str, body))})
@@ -180,7 +180,7 @@ class Responder:
 
     @contextlib.contextmanager
     def my_turn(self) -> Iterator[bool]:
-        """While bytes flow, so that one stream does not slow another down. False: the wait for it was too long."""
+        """Held during a transfer, so that one stream does not slow another down. False: the wait was too long."""
         alone = self._turn.acquire(timeout=_TURN_SECONDS)
         try:
             yield alone
@@ -197,5 +197,5 @@ def _seconds(header: Header) -> float:
 
 
 def nonce_of(access: Access) -> bytes:
-    """What this job's datagrams begin with."""
+    """The prefix of this job's datagrams."""
     return sha256(access.job.encode()).digest()[:8]

@@ -1,4 +1,4 @@
-"""In which order pairs of nodes are measured: each node is in one pair at a time. Pure."""
+"""The order in which pairs of nodes are measured: each node is in one pair at a time. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Every pair once, in as few rounds as can be (the circle method of tournaments); the smaller number first."""
+    """Every pair once, in as few rounds as possible (the circle method of tournaments); the smaller number first."""
     seats: list[int | None] = [*sorted(nodes)]
     if len(seats) % 2:
         seats.append(None)
@@ -20,7 +20,7 @@ def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def stream_seconds(nodes: int, left_seconds: float) -> float:
-    """How long bytes may flow in each direction of a pair, so that all rounds end within the time that is left."""
+    """Transfer time per direction of a pair, so that all rounds end within the remaining time."""
     if nodes < 2:
         return 0.0
     number = len(rounds(range(nodes)))

@@ -1,4 +1,4 @@
-"""Bytes over one connection, as fast as they go: blocks of one size, the last one marked."""
+"""Bytes over one connection, at full speed: blocks of one size, the last one marked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 _BLOCK_BYTES = 1 << 17
 _MORE, _LAST = b"\0", b"\1"
 STALLED_SECONDS = 2.5
-"""A connection that takes no byte for so long stands still."""
+"""A connection that accepts no byte for this long has stalled."""
 # struct tcp_info of linux/tcp.h: total_retrans and segs_out.
 _RETRANSMITS_AT, _SEGMENTS_AT = 100, 136
 _TCP_NOTSENT_LOWAT, _UNSENT_BYTES = 25, 1 << 18
-"""What waits in the kernel unsent: on a slow link more of it would outlast the measurement."""
+"""Unsent bytes in the kernel: on a slow link more of them would outlast the measurement."""
 _WINDOW_SECONDS, _WINDOW_BLOCKS = 0.05, 4
 _WARM_UP = 0.2
-"""Share of the time that is not counted: a connection begins slowly."""
+"""Share of the time that is not counted: a connection starts slowly."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sent:
 
 
 def send(sock: socket.socket, seconds: float) -> Sent:
-    """Raises OSError, TimeoutError where the path takes no more."""
+    """Raises OSError, TimeoutError if the path stalls."""
     block = memoryview(_MORE + bytes(_BLOCK_BYTES - 1))
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     before = _counters(sock)
@@ -42,14 +42,14 @@ def send(sock: socket.socket, seconds: float) -> Sent:
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes per second: of all that came behind the first fifth, and of the best window."""
+    """Bytes per second: of everything after the first fifth, and of the best window."""
 
     mean: float
     best: float
 
 
 def receive(sock: socket.socket, seconds: float) -> Received:
-    """What `send` sends there. Raises OSError, TimeoutError where no more comes."""
+    """Receives from `send`. Raises OSError, TimeoutError if no more bytes arrive."""
     sock.settimeout(STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
@@ -79,7 +79,7 @@ def receive(sock: socket.socket, seconds: float) -> Received:
 
 
 def _counters(sock: socket.socket) -> Sent:
-    """Of the connection so far; zeros where the kernel does not tell."""
+    """Of the connection so far; zeros if the kernel does not report them."""
     try:
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""One launcher from start to end: join the membership, run attempt after attempt, say how the job ended."""
+"""One launcher from start to end: join the membership, run attempt after attempt, report how the job ended."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _EXIT_BARRIER_SECONDS = 12.0
 
 
 def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] = str) -> int:
-    """Carry out the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank.
+    """Run the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank.
 
-    ``diagnose`` is asked after a failure for a line about its likely cause on this node; empty: nothing is known.
+    ``diagnose`` is called after a failure and returns a line about its likely cause on this node; empty: unknown.
     """
     node = launch.node
     membership: Membership | None = None
@@ -64,7 +64,7 @@ def _run_attempts(
                 return _tell(result, diagnose)
             attempt = following
     except JobEnded as end:
-        say(f"the job has ended before this node could join: {end}")
+        say(f"the job ended before this node could join: {end}")
         return end.exit_code
     except StopRequested as stop:
         coordinator.stop(stop.exit_code, _stop_message(launch, stop))
@@ -78,7 +78,7 @@ def _stop_message(launch: Launch, stop: StopRequested) -> str:
 def _run_one(
     launch: Launch, coordinator: Coordinator, attempt: Attempt, environ: Mapping[str, str], stopping: Stopping
 ) -> tuple[Attempt, RunResult]:
-    """One attempt, with the number that the nodes agreed on. Raises FleetTrainError when the first one cannot begin."""
+    """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
     membership, round_name = coordinator.membership, str(attempt.round)
     launch = launch.at(membership.place_of(attempt.nodes))
     timeout = launch.join_timeout_seconds
@@ -116,7 +116,7 @@ def _run_one(
 
 
 def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
-    """Say how the job has ended; returns the exit code."""
+    """Report how the job ended; returns the exit code."""
     if result.kind is Kind.DONE:
         return 0
     if result.kind is not Kind.FAILED or result.without_root_cause:

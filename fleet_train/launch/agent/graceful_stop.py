@@ -1,4 +1,4 @@
-"""The graceful stop of one attempt: who wants it, who is told, how long ranks may take."""
+"""The graceful stop of one attempt: who requested it, which nodes are notified, how long ranks may take."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fleet_train.launch.workers import processes
 from fleet_train.launch.workers.signals import Stopping, request_name
 from fleet_train.launch.workers.watching import RankFiles
 
-# Beyond another node's grace: how long the news of its end may take.
+# In addition to another node's grace: how long the notice of its end may take.
 _NEWS_SECONDS = 5.0
-# Before that, ranks may still be starting: they would not know what SIGTERM asks of them.
+# Before that, ranks may still be starting and have no handler for SIGTERM.
 _SETTLED_SECONDS = 20.0
 
 WaitingNodes = Callable[[], str | None]
 
 
 class GracefulStop:
-    """From its first sign on, wherever it was asked for, the ranks of this node have a bounded time to end.
+    """Once a stop has been requested, on any node, the ranks of this node have a bounded time to end.
 
-    A signal to this launcher ends the job. Waiting nodes (the leader sees which have come back and are ready) lead to
-    another attempt, with them.
+    A signal to this launcher ends the job. Waiting nodes (the leader sees which have come back and are ready) cause
+    another attempt that includes them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GracefulStop:
         self._clock = clock
         self._until: float | None = None
         self.is_announced = False
-        """On some node: ranks that end or are lost until the bound is over belong to it."""
+        """Announced on some node: ranks that end or are lost within the bound count as part of it."""
 
     @property
     def wanted_here(self) -> bool:
@@ -56,11 +56,11 @@ class GracefulStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the ranks have had their time."""
+        """Whether the ranks' time is over."""
         return self._until is not None and self._clock() > self._until
 
     def heed(self, *, one_has_stopped: bool) -> None:
-        """Once per tick: signals, and ranks that were told to stop by somebody else."""
+        """Once per tick: signals, and ranks that another process asked to stop."""
         if self._stopping.asked and not self.by_signal:
             self.by_signal = True
             self._ask(f"{self._files.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
@@ -68,7 +68,7 @@ class GracefulStop:
             self._until = self._clock() + self._grace_seconds
 
     def ask_store(self) -> None:
-        """Now and then: what other nodes have announced, and who has come back."""
+        """Periodically: what other nodes have announced, and which nodes have come back."""
         if self._until is not None:
             return
         notice: dict[str, Any] | None = self._rendezvous.stop_announced()

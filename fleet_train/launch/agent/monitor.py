@@ -1,4 +1,4 @@
-"""Watches the ranks of this node until all have ended well, one has failed, or somebody wants the job to end."""
+"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
 _TICK_SECONDS = 0.1
 _STORE_EVERY_SECONDS = 0.5
-# How long a failure that may only be an echo (another rank was lost) waits for the news of its cause.
+# How long a failure that may be secondary (another rank was lost) waits for its root cause.
 _ECHO_SECONDS = 2.0
-# A rank whose failure the store knows is about to exit: its own exit code and its last lines are worth this wait. It
-# may take longer (exit handlers, threads); then we end it.
+# A rank whose failure the store knows is about to exit: wait this long for its exit code and last lines. It may take
+# longer (exit handlers, threads); then the launcher stops it.
 _EXIT_SECONDS = 5.0
-# One that others have missed (frozen, in a loop) will not end by itself: this is for those who have noticed.
+# A rank that others report as missing (frozen, in a loop) will not exit by itself: the time for those that report it.
 _MISSED_SECONDS = 2.0
 _NOTICED_SECONDS = 1.0
-# How long the launcher of another node may need to say how such a rank has ended, beyond that.
+# How much longer the launcher of another node may need to report how such a rank ended.
 _NEWS_SECONDS = 3.0
 # After the stock launcher's end, for records that are being written.
 _RECORD_SECONDS = 1.0
 
 
 class Cause(Enum):
-    ALL_ENDED_WELL = "all ranks of this node have ended with 0"
-    PREEMPTED = "all ranks of this node have ended, and some stopped gracefully because they were asked to"
-    STOPPED = "the job was asked to stop, and the ranks of this node have not stopped gracefully"
-    RANK_FAILED = "a rank of this node has failed"
-    TOLD = "somebody else has reported a failure"
-    STORE_LOST = "the leader's launcher has vanished"
+    ALL_ENDED_WELL = "all ranks of this node ended with 0"
+    PREEMPTED = "all ranks of this node ended, and some stopped gracefully because they were asked to"
+    STOPPED = "the job was asked to stop, and the ranks of this node did not stop gracefully"
+    RANK_FAILED = "a rank of this node failed"
+    TOLD = "another process reported a failure"
+    STORE_LOST = "the leader's launcher was lost"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why watching ended. ``report`` is what the store was told, where there is one."""
+    """Why monitoring ended. ``report`` is the report in the store, if there is one."""
 
     cause: Cause
     report: dict[str, object] | None = None
@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Monitor:
-    """One look per tick at: rank 0's output, the end records, signals, the store, and the stock launcher itself."""
+    """Each tick checks rank 0's output, the end records, signals, the store, and the stock launcher itself."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Monitor:
         self._failed_at = self._failed_at or self._clock()
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
-            return None  # ranks that have stopped are missed by others
+            return None  # other ranks report ranks that have stopped as missing
         if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
             return None
         if root_cause.rank in node.ranks:
@@ -138,7 +138,7 @@ class Monitor:
         return None
 
     def ends(self) -> list[WorkerResult]:
-        """How ranks have ended so far; when the stock launcher is gone, the rest has ended without a trace."""
+        """How ranks have ended so far; when the stock launcher is gone, the others ended without a trace."""
         since_start = self._clock() - self.rendezvous.start
         ends = self.files.ends(self.rendezvous.start)
         for local in self.files.without_wrapper():
@@ -152,7 +152,7 @@ class Monitor:
 
 
 def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
-    """How long after the first sign of a failure its conclusion is drawn, when this is the root cause so far."""
+    """How long after the first sign of a failure to decide, given the root cause so far."""
     report = root_cause.report
     if report is None:
         return _ECHO_SECONDS if root_cause.secondary else 0.0

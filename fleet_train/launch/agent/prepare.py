@@ -1,4 +1,4 @@
-"""Checks everything that can be checked before a process starts, and puts the launch together. Starts nothing."""
+"""Checks everything that can be checked before a process starts, and builds the launch. Starts nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """A checked launch: everything that ``run`` carries out and ``--dry-run`` prints."""
+    """A checked launch: what ``run`` executes and ``--dry-run`` prints."""
 
     node: Node
     program: tuple[str, ...]
@@ -51,17 +51,17 @@ class Launch:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     direct_ranks: int = FAN_IN
     restarts: int = 0
-    """How often an engine has started this job before; attempts are counted on from there."""
+    """How often an engine has started this job before; attempts are numbered on from there."""
     run: str = ""
-    """The job's name over these restarts; empty: each launch is a job of its own."""
+    """The job's name across these restarts; empty: each launch is a separate job."""
     verbose: bool = False
 
     def at(self, node: Node) -> Launch:
-        """The same launch with this place, among some nodes of the list: ranks are counted anew."""
+        """The same launch for this subset of the nodes: ranks are renumbered."""
         return replace(self, node=node)
 
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one attempt's ranks: where they meet (``host:port/round``), and which attempt of which
+        """The environment of one attempt's ranks: their rendezvous (``host:port/round``), and which attempt of which
         job it is."""
         attempt = str(self.restarts + number)
         told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
@@ -91,12 +91,12 @@ class Launch:
         ]
         lines += [self.faults.in_words(len(self.node.addresses)), "set for the ranks:", *ours]
         if self.environment.removed:
-            lines.append(f"taken out of the environment: {', '.join(sorted(self.environment.removed))}")
+            lines.append(f"removed from the environment: {', '.join(sorted(self.environment.removed))}")
         return "\n".join([*lines, "would start:", f"  {command}"])
 
     def _heard(self) -> str:
         by = "a shared secret" if self.access.secret else "the addresses of the node list"
-        return f"job id {self.access.job}, its connections are known by {by}"
+        return f"job id {self.access.job}, its connections are authenticated by {by}"
 
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
@@ -138,8 +138,8 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
 
 
 def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, str]) -> Access:
-    """What connections of this job are known by. Without --job_id, script, node list and port give one: arguments may
-    differ between nodes."""
+    """How this job's connections are authenticated. The default job id follows from script, node list and port:
+    arguments may differ between nodes."""
     if request.secret_file is not None:
         environ = {**environ, SECRET_FILE: str(request.secret_file)}
     told = "\0".join([*node.addresses, str(node.started_port)])
@@ -151,7 +151,7 @@ def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, 
 
 
 def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
-    """What must be equal on every node, under the names that the difference is reported with."""
+    """What must be equal on every node, by the names used to report a difference."""
     return check_told(
         {
             "the node list": ",".join(node.every_host),
@@ -182,7 +182,7 @@ def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
     if (faults.min_nodes is not None or waits) and faults.max_restarts == 0:
         flag = "--rejoin_timeout" if faults.min_nodes is None else "--min_nodes"
         raise ClusterError(
-            f"{flag} has no effect without restarts: waiting for a lost node, or going on without it, means a restart "
+            f"{flag} has no effect without restarts: waiting for a lost node, or continuing without it, is a restart "
             "from the last checkpoint; add --max_restarts=3"
         )
     return faults
@@ -206,7 +206,7 @@ def check_program(request: LaunchRequest) -> None:
 
 
 def check_name(what: str, path: Path) -> None:
-    """Raise ClusterError for a path that cannot even be asked for: too long, a NUL in it, in a closed folder."""
+    """Raise ClusterError for a path that cannot be looked up: too long, with a NUL, in an inaccessible folder."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -220,11 +220,11 @@ def check_log_dir(log_dir: Path) -> None:
     check_name("--log_dir=", log_dir)
     nearest = next(folder for folder in [log_dir.absolute(), *log_dir.absolute().parents] if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a folder that can be written to; choose another")
+        raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a writable folder; choose another")
 
 
 def load_strategy(asked: str | None) -> tuple[str | None, Profile | None]:
-    """(profile name or absolute path, profile): ranks may run in another working directory than ours."""
+    """(profile name or absolute path, profile): ranks may run in a different working directory."""
     if asked is None:
         return None, None
     from fleet_train.profile import load_profile, profile_names  # pydantic: only when a profile was asked for
@@ -246,13 +246,13 @@ def check_paddle(machine: Machine, profile: Profile | None) -> None:
 
 
 def known_paddle_flags() -> frozenset[str]:
-    """Every FLAGS_* name of the installed Paddle. Takes seconds: a process of its own imports Paddle."""
+    """Every FLAGS_* name of the installed Paddle. Takes seconds: a separate process imports Paddle."""
     code = "import paddle; print(' '.join(paddle.base.core.globals().keys()))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     names = frozenset(name for name in asked.stdout.split() if name.startswith("FLAGS_"))
     if asked.returncode != 0 or not names:
         last = asked.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise PaddleUnusable(f"the installed Paddle cannot be imported to ask for its flags: {last[0]}")
+        raise PaddleUnusable(f"the installed Paddle cannot be imported to read its flags: {last[0]}")
     return names
 
 

@@ -1,4 +1,4 @@
-"""This node's share of one attempt: start the ranks, watch them, end them, say how they ended."""
+"""This node's ranks in one attempt: start them, monitor them, stop them, report how they ended."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
 _EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
-# Whoever misses a rank has a line to say, before the launchers end it.
+# A process that misses a rank can print its message before the launchers stop it.
 _LAST_LINE_SECONDS = 1.0
 
 
 @dataclass
 class _WorkerGroup:
-    """What has to be ended and looked at: the stock launcher and the ranks of this node, which it started."""
+    """What has to be stopped and examined: the stock launcher and the ranks of this node, which it started."""
 
     launch: Launch
     rendezvous: Rendezvous
@@ -50,7 +50,7 @@ class _WorkerGroup:
     say: Say
 
     def end(self) -> list[WorkerResult]:
-        """Stop everything; how every rank of this node has ended, with its last lines."""
+        """Stop everything; returns how every rank of this node ended, with its last lines."""
         processes.end_everything(self.stock, self.files.wrapper_pids())
         self.follower.close()
         found = self.files.ends(self.rendezvous.start)
@@ -60,7 +60,7 @@ class _WorkerGroup:
         return self.tell(found)
 
     def tell(self, found: Mapping[int, WorkerResult]) -> list[WorkerResult]:
-        """Let the other nodes know how the ranks of this one have ended (by local index)."""
+        """Report to the other nodes how the ranks of this one ended (by local index)."""
         ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
         self.rendezvous.tell_results(ends)
         return ends
@@ -75,7 +75,7 @@ def run_worker_group(
     waiting_nodes: WaitingNodes,
     say: Say,
 ) -> RunResult:
-    """Start this node's ranks and stay with them until the attempt is over, here and (within bounds) elsewhere."""
+    """Start this node's ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
     node = launch.node
     processes.adopt_orphans()
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -106,7 +106,7 @@ def run_worker_group(
 
 @contextmanager
 def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int, say: Say) -> Iterator[None]:
-    """A first attempt must be able to write logs: raises ClusterError, on the other nodes too. A later one goes on."""
+    """The first attempt must be able to write logs: raises ClusterError, on all nodes. Later attempts continue."""
     try:
         yield
     except OSError as error:
@@ -115,13 +115,13 @@ def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int
             message += "; make room, or choose another folder"
             rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)
             raise ClusterError(message) from None
-        say(f"{message}; the job goes on, logs are not complete")
+        say(f"{message}; the job continues, logs are incomplete")
 
 
 def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous, say: Say) -> Launch:
-    """Where nodes share a folder, the first of them keeps it and each other gets one of its own below it.
+    """Nodes that share a folder: the first one keeps it, and each other node gets a folder of its own below it.
 
-    Another job's folder is nobody's to share: two of them would write into the same files.
+    A folder that another job uses is not shared: both would write into the same files.
     """
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
@@ -139,7 +139,7 @@ def _preempted(group: _WorkerGroup, _: Verdict) -> RunResult:
     if notice.get("again"):
         group.say(f"{notice['why']}: the ranks have saved their state")
         return _end_well(group, RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
-    message = f"{notice['why']}; the job has saved its state and stopped: start it again to go on"
+    message = f"{notice['why']}; the job has saved its state and stopped: start it again to continue"
     return _end_well(group, RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
 
 
@@ -153,19 +153,19 @@ def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
     ends = group.tell(group.files.ends(group.rendezvous.start))
     patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.faults.grace_seconds)
     if result.kind is Kind.DONE:
-        # Another rank may still need those of this node, at its next step, whenever that is: then their end is a
-        # failure. A launcher that is lost ends the wait.
+        # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank is a
+        # failure. A lost launcher ends the wait.
         patience = math.inf
     failure = group.rendezvous.exit_barrier(patience, group.say)
     if failure is None:
         return replace(result, ends=tuple(ends))
-    # A job that has failed elsewhere in the meantime has failed, although this node's ranks ended well.
+    # If the job has failed elsewhere in the meantime, it has failed although this node's ranks succeeded.
     _own_up(group, ends)
     return _told(group, ends, failure)
 
 
 def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
-    """Where a rank of this node has left too early, it is this launcher that says so: others wait for its word."""
+    """If a rank of this node has left too early, this launcher reports it: the others wait for its report."""
     node = group.launch.node
     root_cause = choose_root_cause(with_reports(ends, group.rendezvous.reports(), node))
     if root_cause is not None and root_cause.rank in node.ranks:
@@ -186,8 +186,8 @@ def _follow(group: _WorkerGroup, verdict: Verdict) -> RunResult:
 
 
 def _told(group: _WorkerGroup, ends: list[WorkerResult], report: Mapping[str, Any]) -> RunResult:
-    """What somebody else has reported."""
-    message = str(report.get("message", "another rank has reported a failure"))
+    """The result of a failure that another process reported."""
+    message = str(report.get("message", "another rank reported a failure"))
     final = bool(report.get("final"))
     if not report.get("no_root_cause"):
         return replace(_over_all_nodes(group, ends, message), final=final)
@@ -205,9 +205,7 @@ def _abandon(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     )
 
 
-def _over_all_nodes(
-    group: _WorkerGroup, ends: list[WorkerResult], fallback: str = "another node has failed"
-) -> RunResult:
+def _over_all_nodes(group: _WorkerGroup, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
     others, silent = group.rendezvous.results_of_others(_OTHERS_END_WITHIN_SECONDS)
     every = tuple(with_reports((*ends, *others), group.rendezvous.reports(), group.launch.node))
     root_cause = choose_root_cause(every)
@@ -216,22 +214,22 @@ def _over_all_nodes(
 
 
 def _never_started(group: _WorkerGroup) -> RunResult:
-    """The stock launcher has ended before any rank began: only its own words can say why."""
+    """The stock launcher ended before any rank started: only its own output can say why."""
     try:
         words = last_lines((group.private / "stock.log").read_text(errors="replace"), count=12)
     except OSError:
         words = ()
     node = group.launch.node.describe()
-    group.rendezvous.fail(f"paddle.distributed.launch has started no rank on {node}", 1, no_root_cause=True, final=True)
-    message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it had started a rank"
-    return RunResult(Kind.FAILED, 1, f"{message}; it said:", final=True, without_root_cause=True, output=words)
+    group.rendezvous.fail(f"paddle.distributed.launch started no rank on {node}", 1, no_root_cause=True, final=True)
+    message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it started a rank"
+    return RunResult(Kind.FAILED, 1, f"{message}; its output:", final=True, without_root_cause=True, output=words)
 
 
 def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     if group.stop.by_signal:
         return _stopped(group, group.stop.signal_number, 128 + group.stop.signal_number)
     notice = _stop_notice(group)
-    if notice.get("again"):  # without a saved state, the next attempt is a restart like any other
+    if notice.get("again"):  # without a saved state, the next attempt is an ordinary restart
         report = {"message": notice["why"], "no_root_cause": True}
         return _follow(group, replace(verdict, report=report))
     return _end_by_force(group, str(notice["why"]), 128 + signal.SIGTERM)

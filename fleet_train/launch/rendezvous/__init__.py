@@ -1,1 +1,1 @@
-"""The launchers among themselves: membership and leader, rendezvous rounds, whether there is another attempt."""
+"""Coordination of the launchers: membership and leader, rendezvous rounds, whether there is another attempt."""

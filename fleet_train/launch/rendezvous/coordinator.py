@@ -15,18 +15,18 @@ from fleet_train.launch.spec.request import FaultPolicy
 
 _POLL_SECONDS = 0.2
 _SAY_EVERY_SECONDS = 10.0
-# What the leader may need beside waiting for nodes: ending its ranks, hearing how the others ended, the pause.
+# The leader's time besides waiting for nodes: stopping its ranks, collecting how the others ended, the pause.
 _LEADER_IS_BUSY_SECONDS = 40.0
-# How often a leader that waits for nodes asks whether they follow another by now.
+# How often a leader that waits for nodes checks whether they follow another leader.
 _LOOK_EVERY_SECONDS = 2.0
 
 
 class _OtherLeads(Exception):
-    """While this launcher waited for nodes they have followed another."""
+    """While this launcher waited for nodes, they followed another leader."""
 
 
 class JobEnded(Exception):
-    """The leader has ended the job while this launcher waited to take part."""
+    """The leader ended the job while this launcher waited to join."""
 
     def __init__(self, exit_code: int, message: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class JobEnded(Exception):
 
 
 class Coordinator:
-    """This launcher's part in deciding what comes next."""
+    """This launcher's part in deciding about the next attempt."""
 
     def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, say: Say, run: str = "") -> None:
         self.membership = membership
@@ -44,7 +44,7 @@ class Coordinator:
         self._earlier: list[RunResult] = []
         self._restarts = 0
         self.launched = run or secrets.token_hex(8)
-        """What tells this job from every other that was ever launched: the leader's at the first attempt."""
+        """A unique identifier of this launch of the job: the leader's at the first attempt."""
         self._last_word = ""
         self._takes_part = False
         self._every_node = tuple(range(len(membership.node.addresses)))
@@ -52,7 +52,7 @@ class Coordinator:
     # the first attempt
 
     def first(self) -> Attempt:
-        """All nodes, from the beginning; or, when the job is at work already, the attempt that this node joins.
+        """All nodes, at the start; or, if the job is already running, the attempt that this node joins.
 
         Raises ScheduleMismatch when this launcher was started differently, JobEnded when the job ends before that.
         """
@@ -61,46 +61,46 @@ class Coordinator:
             return Attempt(0, 0, self._every_node)
         if self.policy.max_restarts == 0:
             raise ClusterError(
-                f"the job of {self.membership.node.store_endpoint} has begun without this launcher of "
+                f"the job of {self.membership.node.store_endpoint} started without this launcher of "
                 f"{self.membership.node.describe()}; end it first, or choose another --started_port (a launcher can "
-                "join a job that is at work when all are started with --max_restarts)"
+                "join a running job if all are started with --max_restarts)"
             )
         refuse_other_launcher(self.membership.node, self._facts, self.membership.leader, self.membership.facts())
-        self._say(f"the job is at work; {self.membership.node.describe()} joins at the next restart")
+        self._say(f"the job is running; {self.membership.node.describe()} joins at the next restart")
         while True:
             try:
                 return self._await_decision(int(decision.get("round", 0)), deadline=None)
             except WorkerFailed:
-                self._say(f"{self._lost_leader()}; waiting for another")
+                self._say(f"{self._lost_leader()}; waiting for another leader")
                 self.membership.wait_for_leader(self.policy.rejoin_timeout_seconds)
 
     def _lost_leader(self) -> str:
         leader = self.membership.node.describe(self.membership.leader)
-        return f"the launcher of {leader}, which led the job, cannot be reached"
+        return f"the launcher of {leader}, the leader of the job, cannot be reached"
 
     def begun(self, attempt: Attempt) -> None:
-        """All nodes of the attempt have met; after the first one, who comes later has to wait for the next."""
+        """All nodes of the attempt are connected; from the first attempt on, later ones wait for the next attempt."""
         self._takes_part = True
         if self.membership.is_leader and attempt.round == 0:
             self.membership.set_facts(self._facts)
             self._decide(attempt)
 
     def _decide(self, attempt: Attempt) -> None:
-        """``restarts``: how many there have been, so that a new leader goes on counting."""
+        """``restarts``: how many there have been, so that a new leader continues the count."""
         decision = {"round": attempt.round, "nodes": list(attempt.nodes), "restarts": self._restarts}
         self.membership.decide(decision)
 
     # every next one
 
     def waiting_nodes(self, attempt: Attempt) -> str | None:
-        """The leader asks while ranks run on fewer nodes than the job has: who has come back since."""
+        """Called by the leader while ranks run on fewer nodes than the job has: which nodes have come back."""
         if not self.membership.is_leader or len(attempt.nodes) == len(self._every_node):
             return None
         new = sorted(self.membership.here(attempt.round + 1) - set(attempt.nodes))
         return f"{', '.join(map(self.membership.node.describe, new))} can join again" if new else None
 
     def next(self, attempt: Attempt, result: RunResult) -> Attempt | None:
-        """The attempt after this one; None when this result is the job's."""
+        """The attempt after this one; None if this result is the job's."""
         if self.policy.max_restarts == 0 or result.kind in (Kind.DONE, Kind.PREEMPTED) or result.final:
             return None
         if self.membership.is_leader and not self._gives_way(attempt):
@@ -111,20 +111,20 @@ class Coordinator:
         return following
 
     def _gives_way(self, attempt: Attempt) -> bool:
-        """Whether the others follow a new leader by now: this one was frozen, or cut off from them."""
+        """Whether the others follow a new leader: this one was frozen, or cut off from them."""
         if len(attempt.nodes) == 1 or not self.membership.gives_way():
             return False
         leader = self.membership.node.describe(self.membership.leader)
-        self._say(f"this launcher was away for too long, and {leader} leads now")
+        self._say(f"this launcher was unreachable for too long; {leader} is the leader now")
         return True
 
     def end(self, result: RunResult) -> None:
-        """The leader tells launchers that wait how the job has ended."""
+        """The leader reports to waiting launchers how the job ended."""
         if self.membership.is_leader:
             self.membership.decide({"end": result.exit_code, "message": self._last_word or result.kind.value})
 
     def stop(self, exit_code: int, message: str) -> None:
-        """This launcher is stopped on purpose while no rank is running: the job, if it has part in it, is to end."""
+        """This launcher is stopped on purpose while no rank is running: if it is part of the job, the job ends."""
         if self.membership.is_leader:
             self.membership.decide({"end": exit_code, "message": message})
         elif self._takes_part:
@@ -160,7 +160,7 @@ class Coordinator:
         return True
 
     def _await_nodes(self, attempt: Attempt) -> tuple[int, ...] | None:
-        """Those who take part next, or None when too few came back. Waits for the nodes of the attempt that failed."""
+        """The nodes of the next attempt, or None if too few came back. Waits for the nodes of the failed attempt."""
         began, word_at, look_at = time.monotonic(), time.monotonic() + 2.0, time.monotonic() + _LOOK_EVERY_SECONDS
         timeout = self.policy.rejoin_timeout_seconds
         needed = self.policy.min_nodes or len(self._every_node)
@@ -196,10 +196,10 @@ class Coordinator:
         if not self.membership.may_go_on_without(missing, here):
             self._no_more(
                 f"{away} cannot be reached and may be alive, and this side of the network, with "
-                f"{counted(len(here), 'node')}, is not the larger one: both going on would train two models"
+                f"{counted(len(here), 'node')}, is not the larger one: if both continued, they would train two models"
             )
             return None
-        self._say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); going on without")
+        self._say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); continuing with fewer nodes")
         return tuple(sorted(here))
 
     def _follow(self, attempt: Attempt, result: RunResult) -> Attempt | None:
@@ -219,11 +219,11 @@ class Coordinator:
         except JobEnded as end:
             if str(end) and end.exit_code:
                 leader = self.membership.node.describe(self.membership.leader)
-                self._say(f"{leader} has ended the job: {end}")
+                self._say(f"{leader} ended the job: {end}")
             return None
 
     def _is_member(self, round_number: int) -> bool:
-        """Whether the leader still knows us; on the way there we say what we are ready for."""
+        """Whether the leader still knows this node; also reports the round for which this node is ready."""
         try:
             self.membership.ready_for(round_number)
             return True
@@ -231,16 +231,16 @@ class Coordinator:
             return False
 
     def _find_leader(self, attempt: Attempt, result: RunResult) -> Attempt | None:
-        """The leader cannot be reached: find it again, or another, or lead."""
+        """The leader cannot be reached: find it again, or another one, or become leader."""
         timeout = self.policy.rejoin_timeout_seconds
         self._say(f"{self._lost_leader()}; looking for another leader")
         try:
             self.membership.find_again(attempt.nodes, timeout)
             leader = self.membership.node.describe(self.membership.leader)
             if not self.membership.is_leader:
-                self._say(f"{leader} leads the job")
+                self._say(f"{leader} is the leader")
                 return self._await_leaders_decision(attempt)
-            self._say(f"{leader} leads the job from now on")
+            self._say(f"{leader} is the leader from now on")
             self.membership.set_facts(self._facts)
             self.membership.decide(self.membership.last_decision or {"round": attempt.round, "nodes": []})
             return self._lead(attempt, result)
@@ -259,14 +259,14 @@ class Coordinator:
             if decision.get("round", round_number) > round_number:
                 round_number = int(decision["round"])
                 if self.membership.node.index in decision["nodes"]:
-                    # Our number is a proposal: the highest that any node knows will count.
+                    # This number is a proposal: the highest that any node knows is used.
                     return Attempt(round_number, number + 1, tuple(decision["nodes"]))
-                self._say("the job goes on without this node, which joins at the next restart")
+                self._say("the job continues without this node, which joins at the next restart")
                 self.membership.ready_for(round_number + 1)
                 deadline = None  # as long as the leader keeps the store
             time.sleep(_POLL_SECONDS)
         leader = self.membership.node.describe(self.membership.leader)
-        raise JobEnded(WorkerFailed.exit_code, f"{leader} has not said how to go on")
+        raise JobEnded(WorkerFailed.exit_code, f"{leader} did not report its decision")
 
 
 def what_failed(attempt: Attempt, result: RunResult) -> str:

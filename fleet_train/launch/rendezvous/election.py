@@ -1,8 +1,8 @@
-"""Who leads the job's launchers: what each says of itself, and who may lead when the leader is lost. Mostly pure.
+"""Leader election of the job's launchers: the state that each reports, and which may lead after a loss. Mostly pure.
 
-A term belongs to one leader; the higher term is right. A leader that has been away (frozen, cut off) finds a higher one
-and follows. No two sides of a broken network may both go on: a side that cannot reach others who may be alive goes on
-only when it is the larger one.
+A term belongs to one leader; the highest term wins. A leader that was unreachable (frozen, cut off) finds a higher one
+and follows. Two sides of a network partition must not both continue: a side that cannot reach nodes which may be alive
+continues only if it is the larger one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASKED_AT_ONCE = 64
 
 class State(str, Enum):
     FRESH = "fresh"
-    """Has just been started and knows of no leader yet."""
+    """Has just started and knows no leader yet."""
     LOOKING = "looking"
     """Has lost its leader."""
     FOLLOWING = "following"
@@ -36,7 +36,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """What a launcher says of itself. ``leader`` and ``term`` are the last that it has known; -1: none."""
+    """The state that a launcher reports. ``leader`` and ``term`` are the last that it knew; -1: none."""
 
     state: State
     leader: int = -1
@@ -47,12 +47,12 @@ class Status:
 
     @classmethod
     def from_json(cls, told: Any) -> Status:
-        """Raises ValueError, TypeError, KeyError for what ``to_json`` has not made."""
+        """Raises ValueError, TypeError, KeyError for anything but the output of ``to_json``."""
         return cls(State(told["state"]), int(told["leader"]), int(told["term"]))
 
 
 class Unheard(Enum):
-    """Why a launcher has not said how it is."""
+    """Why a launcher has not reported its state."""
 
     DEAD = "nothing listens there: its launcher has ended, and its ranks with it"
     SILENT = "it may be alive behind a broken network, or frozen"
@@ -63,7 +63,7 @@ Heard = Mapping[int, Status | Unheard]
 
 
 def leader_among(heard: Heard, term: int) -> int | None:
-    """Who leads with this term or a later one, by its own word."""
+    """The node that reports itself as leader with this term or a later one."""
     leading = [
         (said.term, index)
         for index, said in heard.items()
@@ -73,15 +73,15 @@ def leader_among(heard: Heard, term: int) -> int | None:
 
 
 def is_at_work(heard: Heard) -> bool:
-    """Whether some launcher has known a leader: the job has begun without whoever asks."""
+    """Whether some launcher has known a leader: then the job started without the caller."""
     return any(isinstance(said, Status) and said.term >= 0 for said in heard.values())
 
 
 def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int | None:
     """The term with which ``me`` may lead now; None while it may not.
 
-    ``last_nodes``: who took part when the leader was lost. The first of the list that is alive leads, once all that can
-    be heard of have lost their leader, and no larger side may be alive elsewhere.
+    ``last_nodes``: the nodes of the attempt in which the leader was lost. The first living node of the list leads, once
+    all reachable nodes have lost their leader, and no larger side may be alive elsewhere.
     """
     others = [index for index in last_nodes if index != me]
     alive = {i: said for i in others if isinstance(said := heard.get(i, Unheard.SILENT), Status)}
@@ -98,27 +98,27 @@ def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
 
 
 def someone_is_deaf(heard: Heard) -> bool:
-    """Whether somebody is alive who will answer once it has looked our name up again."""
+    """Whether a launcher is alive that will answer once it has resolved our name again."""
     return Unheard.DEAF in heard.values()
 
 
 def may_go_on(here: set[int], silent: set[int]) -> bool:
-    """Whether these nodes may go on without those that are silent: the larger side, or of two halves the one that has
+    """Whether these nodes may continue without those that are silent: the larger side, or of two halves the one with
     the first node. Nodes that are known to be dead do not count."""
     return len(here) > len(silent) or (len(here) == len(silent) and min(here) < min(silent))
 
 
 class Neighbours:
-    """The other launchers, asked one by one how they are."""
+    """The other launchers, whose state is requested one by one."""
 
     def __init__(self, node: Node, access: Access) -> None:
         self._node = node
         self._access = access
         self.refusals: dict[int, ClusterError] = {}
-        """Why a store that listens there has refused us: it is another job's, or does not know our secret."""
+        """Why a store that listens there refused us: it belongs to another job, or does not know our secret."""
 
     def ask(self, nodes: Iterable[int]) -> dict[int, Status | Unheard]:
-        """What these say, or why they do not; takes about a second where some are silent."""
+        """The state of these nodes, or why it is unknown; takes about a second if some are silent."""
         others = [index for index in nodes if index != self._node.index]
         if not others:
             return {}

@@ -1,8 +1,8 @@
-"""This launcher's membership in the job, from the first attempt to the last: who leads, who is here, what was decided.
+"""This launcher's membership in the job, from the first attempt to the last: leader, connected nodes, decisions.
 
-Every launcher hosts a server of the job store at its own node. The leader's is the root: there the launchers meet, each
-with a heartbeat from a thread of its own, and a machine that falls silent is lost for all. At the start node 0 leads;
-when the leader is lost, the first living node of the list takes over (``election.py``), and decisions are remembered.
+Every launcher hosts a server of the job store on its own node. The leader's is the root: all launchers connect to it,
+each with a heartbeat from its own thread, and a machine whose heartbeat stops is lost for all. At the start node 0
+leads; when the leader is lost, the first living node of the list takes over (``election.py``), and decisions are kept.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 0.5
 _SAY_EVERY_SECONDS = 10.0
 _BEATS_PER_TIMEOUT = 4
-_GOODBYE_SECONDS = 1.5  # three looks of a launcher that is still at work
-# Of a long list, whoever is new asks the first node and so many others at a time who leads.
+_GOODBYE_SECONDS = 1.5  # three polls of a launcher that is still running
+# With a long list, a new launcher asks the first node and this many others at a time for the leader.
 _ASKED_AT_A_TIME = 8
 
 Facts = dict[str, Any]
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 
 class Membership:
-    """Who is here, over all attempts. Raises JoinTimeout when no leader is found, ClusterError when it refuses us."""
+    """Membership over all attempts. Raises JoinTimeout if no leader is found, ClusterError if it refuses us."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Membership:
         self._server.publish(STATUS_ROUND, STATUS_KEY, Status(state, self.leader, self.term).to_json())
 
     def _find_at_start(self, timeout_seconds: float) -> None:
-        """Node 0 leads, unless the job is at work already under another leader."""
+        """Node 0 leads, unless the job is already running under another leader."""
         if self.node.index == 0:
             can_be_at_work = self._policy.max_restarts > 0 and len(self._every) > 1
             if not (can_be_at_work and is_at_work(self._ask_at_start(timeout_seconds))):
@@ -112,7 +112,7 @@ class Membership:
         self.wait_for_leader(timeout_seconds)
 
     def _ask_at_start(self, timeout_seconds: float) -> Heard:
-        """What the others say, once all who are alive know our address. Raises JoinTimeout."""
+        """The others' states, once all living nodes know our address. Raises JoinTimeout."""
         deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
         while someone_is_deaf(heard := self._neighbours.ask(self._every)):
             deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
@@ -128,9 +128,9 @@ class Membership:
         return heard
 
     def wait_for_leader(self, timeout_seconds: float) -> None:
-        """Follow whoever leads, without a part in choosing it: for launchers that take no part in the job yet.
+        """Follow the leader without taking part in its election: for launchers that are not in the job yet.
 
-        Raises JoinTimeout, and ClusterError when node 0's store is another job's or does not know our secret.
+        Raises JoinTimeout, and ClusterError if node 0's store belongs to another job or does not know our secret.
         """
         self._disconnect()
         self._publish(State.FRESH)
@@ -152,9 +152,9 @@ class Membership:
             time.sleep(_POLL_SECONDS)
 
     def find_again(self, last_nodes: Iterable[int], timeout_seconds: float) -> None:
-        """The leader was lost: follow another, or the same again, or lead. Raises JoinTimeout.
+        """The leader was lost: follow another one, or the same again, or become leader. Raises JoinTimeout.
 
-        ``last_nodes``: who took part in the attempt that has ended with it.
+        ``last_nodes``: the nodes of the attempt that ended with it.
         """
         self._disconnect()
         self._publish(State.LOOKING)
@@ -179,13 +179,13 @@ class Membership:
 
     def _nobody_leads(self, heard: Heard, last_nodes: tuple[int, ...], timeout_seconds: float) -> str:
         away = silent(heard, [index for index in last_nodes if index != self.node.index])
-        what = f"no launcher of this job has taken the lead within {timeout_seconds:g} s (--rejoin_timeout)"
+        what = f"no launcher of this job became leader within {timeout_seconds:g} s (--rejoin_timeout)"
         if not away:
             return what
         names = ", ".join(map(self.node.describe, sorted(away)))
         return (
-            f"{what}: {names} cannot be reached and may be alive, so this side of the network must not go on alone "
-            "unless it is the larger one, or has the first of two halves"
+            f"{what}: {names} cannot be reached and may be alive, so this side of the network must not continue alone "
+            "unless it is the larger one, or one of two halves with the first node"
         )
 
     def _follow_one_of(self, heard: Heard, deadline: float) -> bool:
@@ -211,18 +211,18 @@ class Membership:
         self._publish(State.LEADING)
 
     def gives_way(self) -> bool:
-        """Whether another launcher leads with a later term, since this one was away; then it is followed."""
+        """Whether another launcher leads with a later term, because this one was unreachable; then it is followed."""
         heard = self._neighbours.ask(self._every)
         later = leader_among(heard, self.term + 1)
         return later is not None and self._follow_one_of({later: heard[later]}, time.monotonic() + _LOOK_SECONDS)
 
     def may_go_on_without(self, missing: Iterable[int], here: Iterable[int]) -> bool:
-        """Whether those who are here are the larger side, of all that may be alive."""
+        """Whether the connected nodes are the larger side, of all that may be alive."""
         missing = set(missing)
         return may_go_on(set(here), silent(self._neighbours.ask(missing), missing)) if missing else True
 
     def _connect(self, leader: int, term: int, deadline: float) -> None:
-        # The place of a launcher that this one replaces may not be known to be empty yet.
+        # The leader may not have noticed yet that the launcher which this one replaces is gone.
         patient_until = time.monotonic() + (self._policy.lost_node_timeout_seconds if self._policy.max_restarts else 0)
         timeout = self._policy.lost_node_timeout_seconds
         while True:
@@ -252,7 +252,7 @@ class Membership:
         pause = self._policy.lost_node_timeout_seconds / _BEATS_PER_TIMEOUT
 
         def beat() -> None:
-            with suppress(FleetTrainError):  # the store has gone: the main thread notices at its next question
+            with suppress(FleetTrainError):  # the store is gone: the main thread notices at its next request
                 while not self._closing.wait(pause):
                     client.beat()
 
@@ -278,20 +278,20 @@ class Membership:
         assert self._client is not None
         return self._client
 
-    # where an attempt meets
+    # the rendezvous of an attempt
 
     def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
-        """Where these nodes are now."""
+        """The current addresses of these nodes."""
         now = dict(zip(nodes, addresses, strict=True))
         self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
 
     def place_of(self, nodes: tuple[int, ...]) -> Node:
-        """This node in a job of these nodes, which meet at the leader's."""
+        """This node in a job of these nodes, whose rendezvous is the leader's."""
         return self.node.led_by(self.leader).among(nodes)
 
     def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
-        """Where this node's ranks speak to the store in that round: at the leader's server when they are few, else at
-        their own node's, which relays. Raises ClusterError when its parent does not answer."""
+        """The server for this node's ranks in that round: the leader's if they are few, else their own node's, which
+        relays. Raises ClusterError if its parent does not answer."""
         if node.world_size <= self._direct_ranks or len(node.addresses) == 1:
             return f"{node.store_endpoint}/{round_name}"
         order = [node.leader, *(index for index in range(len(node.addresses)) if index != node.leader)]
@@ -310,10 +310,10 @@ class Membership:
         with suppress(FleetTrainError, TimeoutError):
             self._server.close_round(round_name)
 
-    # what was decided
+    # decisions
 
     def decision(self) -> Decision | None:
-        """The leader's last decision; None before the job has begun. Raises WorkerFailed when it does not answer."""
+        """The leader's last decision; None before the job has started. Raises WorkerFailed if it does not answer."""
         decision: Decision | None = self._store.get(_DECISION)
         self.last_decision = decision or self.last_decision
         return decision
@@ -332,22 +332,22 @@ class Membership:
         return facts
 
     def stop(self, exit_code: int, message: str) -> None:
-        """Tell the leader that this launcher was stopped on purpose while no rank was running."""
+        """Report to the leader that this launcher was stopped on purpose while no rank was running."""
         with suppress(FleetTrainError):
             self._store.set(_STOPPED, {"end": exit_code, "message": message})
 
     def stopped(self) -> Decision | None:
-        """What a launcher that was stopped on purpose has said."""
+        """The report of a launcher that was stopped on purpose."""
         decision: Decision | None = self._store.get(_STOPPED)
         return decision
 
-    # who is here
+    # connected nodes
 
     def ready_for(self, round_number: int) -> None:
         self._store.set(f"ready/{self.node.index}", round_number)
 
     def here(self, round_number: int) -> set[int]:
-        """The leader asks: which launchers are connected and ready for this round, itself included."""
+        """For the leader: which launchers are connected and ready for this round, itself included."""
         connected = self._server.connected_members(_GROUP, _round_of(self.term))
         ready = {index for index in connected if (self._store.get(f"ready/{index}") or 0) >= round_number}
         return {self.node.index} | ready
@@ -355,7 +355,7 @@ class Membership:
     # at the end
 
     def exit_barrier(self, seconds: float) -> None:
-        """The leader keeps the store while other launchers are connected, at most this long; the others go at once."""
+        """The leader keeps the store while other launchers are connected, at most this long; others leave at once."""
         deadline = time.monotonic() + seconds
         while self._others() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -366,13 +366,13 @@ class Membership:
         return self._server.connected_members(_GROUP, _round_of(self.term)) - {self.node.index}
 
     def close(self) -> None:
-        """Leave, and end this node's server."""
+        """Leave, and stop this node's server."""
         self._stop_heart()
         if self._client is not None:
             with suppress(FleetTrainError):
                 self._client.leave()
             if self._others():
-                time.sleep(_GOODBYE_SECONDS)  # so that those who are still at work can see that we left in order
+                time.sleep(_GOODBYE_SECONDS)  # so that launchers still running can see that this one left properly
             self._client.close()
         self._server.stop()
 

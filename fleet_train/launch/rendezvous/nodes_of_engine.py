@@ -1,4 +1,4 @@
-"""A launch whose node list comes from the engine that has started the launchers: Slurm, an operator, mpirun."""
+"""A launch whose node list comes from the engine that started the launchers: Slurm, an operator, mpirun."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SAY_EVERY_SECONDS = 10.0
 
 
 def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say: Say) -> LaunchRequest:
-    """The request with what its flags left open: nodes, this one, the first port, the job's id, processes per node.
+    """The request completed by what its flags left open: nodes, this one, first port, job id, processes per node.
 
-    Nothing changes where nodes were given, where no engine is found, or where it has started one process. Raises
-    ClusterError where an engine has started several launchers on this node, or says nothing that can be used.
+    Nothing changes if nodes were given, if no engine is found, or if it started one process. Raises ClusterError if
+    an engine started several launchers on this node, or gives no usable information.
     """
     if request.hosts is not None or request.engine == "none":
         return request
@@ -71,8 +71,8 @@ def _processes(request: LaunchRequest, started: Started) -> int | None:
 def _refuse_several_here(started: Started) -> None:
     if (started.local_count or 1) > 1 or started.local_index > 0:
         raise ClusterError(
-            f"{started.engine} has started {started.local_count or 'several'} launchers on this node; a launcher "
-            "starts its node's ranks itself: have one per node (srun --ntasks-per-node=1, mpirun -N 1) and say "
+            f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
+            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
             "--nproc_per_node=N, or start the ranks without it: srun python train.py"
         )
 
@@ -80,7 +80,7 @@ def _refuse_several_here(started: Started) -> None:
 def _addresses(
     started: Started, environ: Mapping[str, str], timeout_seconds: float
 ) -> tuple[tuple[str, ...], int | None]:
-    """(address of every node, first port): Slurm tells the nodes; else the launchers meet and tell each other."""
+    """(address of every node, first port): from Slurm; otherwise the launchers exchange them."""
     if started.hosts:
         point = locate(started, environ, timeout_seconds)
         return _without_alias(point.hosts, started.index), point.port
@@ -91,7 +91,7 @@ def _addresses(
 
 
 def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:
-    """A pod's name is known once the pod is there: wait for those of all nodes. Raises ClusterError."""
+    """A pod's name resolves once the pod runs: wait for those of all nodes. Raises ClusterError."""
     deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
     unknown = list(started.hosts)
     while True:
@@ -106,13 +106,13 @@ def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:
                 "publishNotReadyAddresses, and have to be running"
             )
         if time.monotonic() > word_at:
-            say(f"waiting for the names of {len(unknown)} nodes, {unknown[0]} among them ({left:.0f} s more)")
+            say(f"waiting for the names of {len(unknown)} nodes, such as {unknown[0]} ({left:.0f} s more)")
             word_at = time.monotonic() + _SAY_EVERY_SECONDS
         time.sleep(_NAMES_PAUSE_SECONDS)
 
 
 def _without_alias(addresses: tuple[str, ...], own: int) -> tuple[str, ...]:
-    """Debian's /etc/hosts gives a machine's own name 127.0.1.1: take the address that leads to the others."""
+    """Debian's /etc/hosts maps a machine's own name to 127.0.1.1: take the address that routes to the others."""
     others = [address for index, address in enumerate(addresses) if index != own and address not in OWN_ALIASES]
     if addresses[own] not in OWN_ALIASES or not others:
         return addresses

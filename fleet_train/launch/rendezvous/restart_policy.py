@@ -1,4 +1,4 @@
-"""How one attempt of a job ended, and whether another one makes sense. Pure data and pure choices."""
+"""How one attempt of a job ended, and whether another one makes sense. Pure data and decisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fleet_train.errors import (
 from fleet_train.launch.report.worker_result import WorkerResult
 from fleet_train.launch.spec.request import FaultPolicy
 
-_USAGE = 2  # what argparse and click end with
+_USAGE = 2  # the exit code of argparse and click
 _FAILS_AGAIN = {_USAGE} | {
     kind.exit_code
     for kind in (
@@ -38,7 +38,7 @@ _FAILS_AGAIN = {_USAGE} | {
 }
 # These come from outside: an operator, the kernel out of memory, a batch system.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-# An attempt that ran for so long has trained something: the same end of it may be another cause.
+# An attempt that ran this long has made progress: the same failure may have another cause.
 _PROGRESS_SECONDS = 600.0
 _LONGEST_PAUSE_SECONDS = 8.0
 
@@ -47,7 +47,7 @@ _LONGEST_PAUSE_SECONDS = 8.0
 class Attempt:
     """``round`` is the rendezvous round, ``number`` the attempt of the job, both from 0.
 
-    A launcher that comes anew knows the round only; the highest number that any launcher knows is the attempt's.
+    A new launcher knows only the round; the attempt gets the highest number that any launcher knows.
     """
 
     round: int
@@ -59,29 +59,29 @@ class Attempt:
 class Kind(Enum):
     DONE = "all ranks ended with 0"
     PREEMPTED = "all ranks have saved their state and stopped, as they were asked to"
-    RESUMES = "all ranks have saved their state, to go on with nodes that have come back"
-    FAILED = "a rank, a launcher or a machine has failed"
+    RESUMES = "all ranks have saved their state, to continue with nodes that have come back"
+    FAILED = "a rank, a launcher or a machine failed"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one attempt came to, as this launcher knows it."""
+    """The result of one attempt, as this launcher knows it."""
 
     kind: Kind
     exit_code: int
     message: str = ""
     ends: tuple[WorkerResult, ...] = ()
-    """Of all nodes that were heard."""
+    """Of all nodes that reported theirs."""
     silent: tuple[str, ...] = ()
     root_cause: WorkerResult | None = None
     final: bool = False
-    """Whoever ended it does not want it tried again."""
+    """The process that ended it does not want another attempt."""
     without_root_cause: bool = False
-    """No rank is to blame: the message is all there is to say."""
+    """The failure has no root cause in a rank: the message is complete."""
     store_lost: bool = False
-    """The leader's launcher, and the store with it, could not be reached any more."""
+    """The leader's launcher, and its store, could not be reached any more."""
     output: tuple[str, ...] = ()
-    """Lines of the stock launcher, when no rank has started."""
+    """Lines of the stock launcher if no rank has started."""
 
     @property
     def seconds(self) -> float:
@@ -89,17 +89,17 @@ class RunResult:
 
 
 def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int, policy: FaultPolicy) -> str | None:
-    """Why this failure is the last word ("": that needs no words); None when another attempt makes sense."""
+    """Why there is no further attempt ("": no explanation is needed); None if another attempt makes sense."""
     root_cause = result.root_cause
     if result.final or policy.max_restarts == 0:
         return ""
     is_mistake = root_cause is not None and root_cause.shell_code in _FAILS_AGAIN
-    # With a node that is silent, a rank's error may only be how it has met that node's end.
+    # With a silent node, a rank's error may only be a consequence of that node's loss.
     if is_mistake and not result.without_root_cause and not result.silent:
         mistake = "a mistake in flags, profile, data or numbers"
-        return f"exit code {result.exit_code} stands for {mistake}; a restart would fail again"
+        return f"exit code {result.exit_code} means {mistake}; a restart would fail again"
     if earlier and _same_failure(result, earlier[-1]):
-        return "it has failed twice in the same way"
+        return "it failed twice in the same way"
     if restarts >= policy.max_restarts:
         return f"all restarts are used up (--max_restarts={policy.max_restarts})"
     return None
@@ -111,13 +111,13 @@ def _same_failure(one: RunResult, other: RunResult) -> bool:
 
 
 def _signature(result: RunResult) -> tuple[Any, ...] | None:
-    """What two failures of one cause have in common; None for those that came from outside or only followed."""
+    """What two failures of one cause have in common; None for those that came from outside or were secondary."""
     root_cause = result.root_cause
     if result.without_root_cause or root_cause is None or root_cause.secondary:
         return None
     if (
         root_cause.report is not None and root_cause.report.traceback
-    ):  # whatever it has printed since, and however it ended
+    ):  # whatever it printed afterwards, and however it ended
         return root_cause.rank, root_cause.shell_code, None, re.sub(r"\d+", "#", root_cause.report.traceback[-1])
     if root_cause.signal_number in _FROM_OUTSIDE:
         return None
@@ -128,5 +128,5 @@ def _signature(result: RunResult) -> tuple[Any, ...] | None:
 
 
 def pause_seconds(restart: int) -> float:
-    """How long to wait before restart 1, 2, ...: short, but not a storm when every attempt fails at once."""
+    """How long to wait before restart 1, 2, ...: short, but without a storm if every attempt fails at once."""
     return min(2.0 ** (restart - 1), _LONGEST_PAUSE_SECONDS)

@@ -1,6 +1,6 @@
 """The rendezvous of one attempt's launchers: before its first rank starts, while its ranks run, at its end.
 
-Each attempt has a round of its own in the job store, where its ranks meet too. Launchers are the group ``node``.
+Each attempt has its own round in the job store, which its ranks join too. Launchers are the group ``node``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STOP = "launch/stop"
 _ZERO = "launch/zero"
 _ENDS = "launch/ends/"
 _POLL_SECONDS = 0.2
-# How many launchers may ask the leader something within a second, all together.
+# How many requests of all launchers together the leader gets per second.
 _NODES_PER_SECOND = 250
-# Of so many nodes all ends are read.
+# Up to this many nodes, the results of all ranks are read.
 _MOST_READ = 32
 _SAY_EVERY_SECONDS = 10.0
 _FOLDER_SECONDS = 60.0
@@ -37,16 +37,16 @@ Say = Callable[[str], None]
 
 
 class Rendezvous:
-    """This launcher's place in one attempt. ``start`` is the monotonic time at which all nodes had come."""
+    """This launcher in one attempt. ``start`` is the monotonic time at which all nodes had joined."""
 
     def __init__(self, node: Node, client: StoreClient) -> None:
         self.node = node
         self.start = time.monotonic()
         self._client = client
         self.launched = ""
-        """What tells this job from every other that was ever launched; known once all have joined."""
+        """A unique identifier of this launch of the job; known once all have joined."""
         self.addresses = node.addresses
-        """Where the nodes are in this attempt; known once all have joined."""
+        """The nodes' addresses in this attempt; known once all have joined."""
         self._host_left = False
 
     @classmethod
@@ -58,7 +58,7 @@ class Rendezvous:
         answer_seconds: float = 10.0,
         access: Access | None = None,
     ) -> Rendezvous:
-        """Take the place. Raises JoinTimeout when the leader, which hosts the store, does not connect."""
+        """Join. Raises JoinTimeout if the leader, which hosts the store, does not connect."""
         client = StoreClient.connect(
             f"{node.store_endpoint}/{round_number}",
             node.index,
@@ -74,9 +74,9 @@ class Rendezvous:
     # before the first rank
 
     def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say, launched: str = "") -> int:
-        """The attempt's number (the highest that a node proposed), when every node has come with the same facts.
+        """The attempt's number (the highest that a node proposed), once every node has joined with the same facts.
 
-        Raises JoinTimeout naming the nodes that are missing, ScheduleMismatch naming what differs.
+        Raises JoinTimeout with the missing nodes, ScheduleMismatch with the differences.
         """
         deadline = time.monotonic() + timeout_seconds
         count = len(self.node.addresses)
@@ -96,7 +96,7 @@ class Rendezvous:
         return int(max(number for number, _ in told.values()))
 
     def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
-        """Who was started with which facts, once all have come; says now and then for whom it waits."""
+        """The facts of each node, once all have joined; reports periodically which nodes it waits for."""
         count, patience = len(self.node.addresses), 1.0
         while True:
             left = deadline - time.monotonic()
@@ -121,12 +121,12 @@ class Rendezvous:
         failure = self.failure()
         if failure is not None:
             kind = ScheduleMismatch if failure.get("exit_code") == ScheduleMismatch.exit_code else WorkerFailed
-            raise kind(f"the job ends before it has started: {failure.get('message', 'another node has failed')}")
+            raise kind(f"the job ends before it has started: {failure.get('message', 'another node failed')}")
 
     def shares_folder(self, folder: Path) -> bool:
         """Whether a node before this one in the list writes into the very same folder (a network file system)."""
         marker = f".launcher-{secrets.token_hex(8)}"
-        with suppress(OSError):  # a disk that is full since: the others wait for our word all the same
+        with suppress(OSError):  # the disk may be full by now: the others still wait for our result
             (folder / marker).touch()
         try:
             told = self._client.all_gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
@@ -139,15 +139,15 @@ class Rendezvous:
     # while the job runs
 
     def failure(self) -> dict[str, Any] | None:
-        """What a launcher or a rank has reported, or that a launcher was lost; None while all is well.
+        """The report of a launcher or a rank, or of a lost launcher; None if there is no failure.
 
-        Raises WorkerFailed when the leader, and with it the store, has vanished before its ranks had ended.
+        Raises WorkerFailed if the leader, and its store, was lost before its ranks had ended.
         """
         word, reports = self.failures()
         return word or (reports[0].to_json() if reports else None)
 
     def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
-        """(what a launcher has said, or that one was lost; what ranks have reported). Raises as ``failure`` does."""
+        """(the report of a launcher, or of a lost one; the reports of ranks). Raises as ``failure`` does."""
         if self._host_left:
             return None, []
         try:
@@ -157,7 +157,7 @@ class Rendezvous:
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
-                f"{self.node.store_endpoint}, has vanished: it was killed, or its machine cannot be reached any more"
+                f"{self.node.store_endpoint}, was lost: it was killed, or its machine cannot be reached any more"
             ) from None
         reports = [report for told_, at in told if (report := _report_of(told_, at - zero)) is not None]
         word = next((report for report, _ in told if "node" in report), None) or self._lost(gone)
@@ -165,7 +165,7 @@ class Rendezvous:
         return word, reports
 
     def _lost(self, gone: Mapping[int, str]) -> dict[str, Any] | None:
-        """A launcher that was lost takes its ranks with it: what others say of these is no news."""
+        """A lost launcher takes its ranks with it: reports about these add nothing."""
         lost = [self.node.describe(index) for index, how in sorted(gone.items()) if how != "left"]
         if not lost:
             return None
@@ -175,33 +175,33 @@ class Rendezvous:
         return {"message": message, "exit_code": WorkerFailed.exit_code, "node": None, "no_root_cause": True}
 
     def reports(self) -> list[FailureReport]:
-        """What ranks have reported so far; empty when the store does not answer."""
+        """The ranks' reports so far; empty if the store does not answer."""
         with suppress(FleetTrainError):
             return self.failures()[1]
         return []
 
     def _zero(self) -> float:
-        """When the launchers had met, on the store's clock."""
+        """When all launchers had joined, on the store's clock."""
         return float(self._client.get(_ZERO) or 0.0)
 
     def fail(self, message: str, exit_code: int, *, no_root_cause: bool = False, final: bool = False) -> None:
-        """Tell everybody why the attempt ends; the first report stands. ``final``: it is not to be tried again."""
+        """Report to all why the attempt ends; the first report counts. ``final``: there is no further attempt."""
         report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_root_cause": no_root_cause}
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
 
     def tell_finished(self, rank: int) -> None:
-        """Its process has ended with 0: those who wait for it in ``fleet.init`` are told that it will not come."""
+        """Its process ended with 0: ranks that wait for it in ``fleet.init`` learn that it will not connect."""
         with suppress(FleetTrainError):
             self._client.ended("rank", rank)
 
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
-        """Tell everybody that ranks are to save their state, in that time. ``again``: there is another attempt."""
+        """Ask all ranks to save their state within that time. ``again``: there is another attempt."""
         with suppress(FleetTrainError):
             self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds, "again": again})
 
     def stop_announced(self) -> dict[str, Any] | None:
-        """What ``announce_stop`` said on some node; None while nobody has, or when the store does not answer."""
+        """The announcement of ``announce_stop`` on some node; None if there is none, or the store does not answer."""
         with suppress(FleetTrainError):
             notice: dict[str, Any] | None = self._client.get(_STOP)
             return notice
@@ -214,15 +214,15 @@ class Rendezvous:
             self._client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
 
     def results_of_others(self, timeout_seconds: float) -> tuple[list[WorkerResult], list[str]]:
-        """(ends of the other nodes' ranks, nodes that have not told theirs within the bound).
+        """(results of the other nodes' ranks, nodes that have not reported theirs within the bound).
 
-        Of a job of many nodes only those are read whose ranks have failed first, by their reports.
+        In a job of many nodes, only those of the nodes whose ranks failed first, by their reports, are read.
         """
         deadline = time.monotonic() + timeout_seconds
         missing = self._others_of_interest()
         ends: list[WorkerResult] = []
         silent: set[int] = set()
-        with suppress(FleetTrainError):  # the store may be gone: what was heard is what there is
+        with suppress(FleetTrainError):  # the store may be gone: then what has arrived is complete
             while missing - silent and time.monotonic() < deadline:
                 silent = {index for index, how in self._client.gone(GROUP).items() if how != "left"}
                 for index in sorted(missing & self._ended_nodes()):
@@ -240,7 +240,7 @@ class Rendezvous:
         return {index for index in list(dict.fromkeys(first))[:_MOST_READ] if index < count} - {self.node.index}
 
     def _ended_nodes(self) -> set[int]:
-        """Whose launchers have told how their ranks ended."""
+        """The nodes whose launchers have reported how their ranks ended."""
         return {int(key.removeprefix(_ENDS)) for key in self._client.keys(_ENDS)}
 
     @property
@@ -248,10 +248,10 @@ class Rendezvous:
         return polling_seconds(self.node, _POLL_SECONDS)
 
     def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
-        """After this node's ranks have ended well: wait until those of the others have ended, at most so long.
+        """After this node's ranks succeeded: wait until those of the others have ended, at most this long.
 
-        A failure elsewhere ends the wait and is returned, also one that came before it. A launcher that has left will
-        say no more.
+        A failure elsewhere ends the wait and is returned, even one from before it. A launcher that has left reports
+        nothing more.
         """
         deadline = time.monotonic() + seconds
         word_at = time.monotonic() + 2.0
@@ -260,10 +260,10 @@ class Rendezvous:
             try:
                 failure = self.failure()
                 missing -= self._ended_nodes()
-                # Who is lost is not left out: the next look finds it, as a failure.
+                # Lost nodes are not skipped: the next poll finds them, as a failure.
                 missing -= {index for index, how in self._client.gone(GROUP).items() if how == "left"}
             except FleetTrainError:
-                return None  # the host has ended; our ranks have ended well
+                return None  # the host has ended; our ranks succeeded
             if failure is not None or not missing or time.monotonic() > deadline:
                 return failure
             if time.monotonic() > word_at:
@@ -280,12 +280,12 @@ class Rendezvous:
 
 
 def polling_seconds(node: Node, least: float) -> float:
-    """How often a launcher asks the leader something: the more of them there are, the less often."""
+    """How often a launcher polls the leader: the more launchers there are, the less often."""
     return max(least, len(node.addresses) / _NODES_PER_SECOND)
 
 
 def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:
-    """A rank's report; None for a launcher's word, or for what is no report."""
+    """A rank's report; None for a launcher's report, or anything else."""
     with suppress(TypeError, KeyError, ValueError):
         if "reporter" in told:
             return FailureReport.from_json(told).at(seconds)
@@ -293,24 +293,24 @@ def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:
 
 
 def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:
-    """Raises ScheduleMismatch that names the first node that was started differently from this one."""
+    """Raises ScheduleMismatch with the first node that was started differently from this one."""
     for ranges, theirs in brought:
         if theirs is not None and theirs != ours:
             refuse_other_launcher(node, ours, ranges[0][0], theirs)
 
 
 def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
-    """Raises ScheduleMismatch that lists every fact in which two launchers differ."""
+    """Raises ScheduleMismatch with every fact in which two launchers differ."""
     different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
     if different:
         parts = [f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in different]
         raise ScheduleMismatch(
-            f"{node.describe(index)} and {node.describe()} were not started alike: {'; '.join(parts)}; start every "
+            f"{node.describe(index)} and {node.describe()} were started differently: {'; '.join(parts)}; start every "
             "node with the same flags (except --node_ip) and the same installation"
         )
 
 
 def check_told(facts: Facts) -> Facts:
-    """Facts travel as JSON: a tuple would come back as a list and differ from itself."""
+    """Facts are sent as JSON: a tuple would come back as a list and differ from itself."""
     assert all(isinstance(value, (str, int)) for value in facts.values()), facts
     return facts

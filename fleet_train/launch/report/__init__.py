@@ -1,1 +1,1 @@
-"""How ranks ended, which failure was the root cause, and what of it is shown on the terminal."""
+"""How ranks ended, which failure was the root cause, and what is printed about it."""

@@ -1,7 +1,7 @@
-"""What the launcher shows, written by threads of its own: a reader that does not read stops nothing else.
+"""The launcher's output, written by separate threads, so that a reader that does not read blocks nothing else.
 
-A terminal under Ctrl-S, a pipe whose reader hangs, one that has seen enough (``| head``), and a full disk behind
-``> file`` are no reason to miss a failure or a signal. The job goes on, and its exit code stays what it is.
+A terminal under Ctrl-S, a pipe whose reader hangs or has closed (``| head``), and a full disk behind ``> file`` must
+not delay the detection of a failure or a signal. The job continues, and its exit code is unaffected.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TextIO
 
 _MOST_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 12
-# One screen shows both streams: what was said later waits for the other one, unless that is stuck.
+# One screen shows both streams: later lines of one wait for earlier lines of the other, unless that is stuck.
 _ORDER_SECONDS = 0.5
-# At the end: how long for a reader that does not read, and for one that reads slowly.
+# At the end: how long to wait for a reader that does not read, and for one that reads slowly.
 _STUCK_SECONDS = 2.0
 _SLOW_SECONDS = 10.0
 
 
 class Outlet:
-    """One stream of this process. What does not fit into its memory is left out, which is said when it moves again.
+    """One stream of this process. Lines that exceed its buffer are dropped; their number is printed later.
 
     Its thread lives as long as there is something to write. ``stream`` None: there is none (``>&-``).
     """
@@ -44,7 +44,7 @@ class Outlet:
         self._done = 0
 
     def write_to(self, stream: TextIO | None) -> None:
-        """From now on it all goes there."""
+        """Write everything there from now on."""
         with self._moved:
             self._descriptor = -1 if stream is None else stream.fileno()
 
@@ -53,7 +53,7 @@ class Outlet:
             return self._waiting_bytes < _MOST_BYTES
 
     def put(self, text: bytes, after: Outlet | None = None) -> None:
-        """Write it soon, behind what ``after`` has been given so far. Never waits."""
+        """Queue it, after everything that ``after`` has been given so far. Never waits."""
         with self._moved:
             if self._waiting_bytes >= _MOST_BYTES:
                 self._missing_lines += _lines(text)
@@ -62,13 +62,13 @@ class Outlet:
                 self._start()
 
     def leave_out(self, lines: int) -> None:
-        """Of what was to be shown, so many lines are not."""
+        """Count this many lines as dropped."""
         with self._moved:
             self._missing_lines += lines
             self._start()
 
     def drain(self) -> bool:
-        """Whether all is written. Waits for it; gives up on a reader that does not read, or takes too long."""
+        """Wait until everything is written; False if the reader does not read, or is too slow."""
         deadline = time.monotonic() + _SLOW_SECONDS
         with self._moved:
             while self._waiting and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ class Outlet:
                 self._moved.notify_all()
 
     def _await(self, position: int) -> None:
-        """For the other stream's thread: until what this one was given first is written, unless this one is stuck."""
+        """For the other stream's thread: wait until earlier output of this one is written, unless this is stuck."""
         if not self._is_stuck:
             self._is_stuck = not self._moved.wait_for(lambda: self._done >= position, _ORDER_SECONDS)
 
@@ -126,8 +126,8 @@ class Outlet:
             except BlockingIOError:
                 select.select([], [self._descriptor], [], 1.0)
             except BrokenPipeError:
-                self._descriptor = -1  # "| head" has seen enough
-            except OSError:  # a full disk, a terminal that is gone: the next lines may find room
+                self._descriptor = -1  # "| head" has exited
+            except OSError:  # a full disk, a terminal that is gone: the next lines may succeed
                 return False
             else:
                 rest = rest[written:]
@@ -148,7 +148,7 @@ _err = Outlet(sys.__stderr__, _moved)
 
 @contextlib.contextmanager
 def beside_stdout() -> Iterator[None]:
-    """Ranks' output goes to stderr meanwhile: stdout is for what the caller has to say."""
+    """Ranks' output goes to stderr meanwhile: stdout is for the caller's output."""
     out.write_to(sys.__stderr__)
     try:
         yield
@@ -173,6 +173,6 @@ def tell(text: str) -> None:
 
 
 def finish() -> None:
-    """At the end: give what was said a few seconds to be written."""
+    """At the end: wait a few seconds until the output is written."""
     for outlet in (out, _err):
         outlet.drain()

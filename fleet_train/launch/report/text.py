@@ -1,4 +1,4 @@
-"""The failure report: what is last on the screen when a job has failed. Text in, text out."""
+"""The failure report: the last output of a failed job. Text in, text out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _ROWS_FOR_FOLLOWERS = 8
 
 
 def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
-    """The root cause's last log lines, then a table: the root cause first, then those who followed.
+    """The root cause's last log lines, then a table: the root cause first, then the secondary failures.
 
-    ``silent_nodes`` are nodes that have not told how their ranks ended.
+    ``silent_nodes`` are nodes that have not reported how their ranks ended.
     """
     every = sorted(ends, key=lambda end: (end.seconds, end.rank))
     root_cause = choose_root_cause(every)
     if root_cause is None:
-        return "the job has failed, but no rank of the nodes that were heard has"
+        return "the job has failed, but no rank of the nodes that reported has"
     parts = [_last_lines(root_cause), _table(root_cause, [end for end in every if end is not root_cause])]
     if silent_nodes:
         parts.append(f"not heard from: {', '.join(silent_nodes)}")
@@ -25,7 +25,7 @@ def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = (
 
 
 def headline(root_cause: WorkerResult) -> str:
-    """One line for other nodes and for whoever waits in the store."""
+    """One line for other nodes and for ranks that wait in the store."""
     rank, seconds = f"rank {root_cause.rank} ({root_cause.endpoint})", root_cause.failed_seconds
     return f"{rank} failed first: {root_cause.how()} after {seconds:.1f} s"
 
@@ -33,11 +33,11 @@ def headline(root_cause: WorkerResult) -> str:
 def _last_lines(root_cause: WorkerResult) -> str:
     host = root_cause.endpoint.rpartition(":")[0]
     told = root_cause.report.traceback if root_cause.report else ()
-    if told and told[-1] not in root_cause.last_lines:  # much was printed since, or the log cannot be reached
+    if told and told[-1] not in root_cause.last_lines:  # much was printed since, or the log is unavailable
         lines = "\n".join(f"  | {line}" for line in told)
-        return f"rank {root_cause.rank} has reported ({host}:{root_cause.log_file}):\n{lines}"
+        return f"rank {root_cause.rank} reported ({host}:{root_cause.log_file}):\n{lines}"
     if not root_cause.last_lines:
-        return f"rank {root_cause.rank} has written nothing to its log ({host}:{root_cause.log_file})"
+        return f"rank {root_cause.rank} wrote nothing to its log ({host}:{root_cause.log_file})"
     lines = "\n".join(f"  | {line}" for line in root_cause.last_lines)
     return f"last lines of rank {root_cause.rank} ({host}:{root_cause.log_file}):\n{lines}"
 

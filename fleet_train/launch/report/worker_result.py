@@ -1,7 +1,7 @@
-"""How ranks ended, and which of them was the root cause. Pure data and pure choices.
+"""How ranks ended, and which of them was the root cause. Pure data and decisions.
 
-What ranks have told the store (``FailureReport``) says more than the order in which processes end: a rank that has
-raised may take long to end, and one that others have missed would never end by itself, or has ended with 0.
+The ranks' reports to the store (``FailureReport``) say more than the order in which processes end: a rank that has
+raised may take long to exit, and one that others report as missing may never exit by itself, or has ended with 0.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _SHELL_SIGNAL_BASE = 128
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The end of one rank. ``seconds`` count from the moment at which all launchers had met, on every node alike."""
+    """The end of one rank. ``seconds`` count from the time at which all launchers had joined, on every node."""
 
     rank: int
     endpoint: str
     node_index: int
-    exit_code: int | None  # None: a signal ended it, or it ended without a trace
+    exit_code: int | None  # None: a signal ended it, or how it ended is unknown
     signal_number: int | None
     seconds: float
     asked_to_stop: bool
     log_file: str
     last_lines: tuple[str, ...] = ()
     report: FailureReport | None = None
-    """What the store was told of this rank's failure, by itself or by a rank that has missed it."""
+    """The report about this rank's failure in the store, by itself or by a rank that missed it."""
     has_ended: bool = True
-    """False where its report is all that is known: it still runs, or its node is silent."""
+    """False if only its report is known: it still runs, or its node is silent."""
 
     @property
     def failed(self) -> bool:
-        """Also with exit code 0: when others still needed it, or when it has told of a failure itself."""
+        """Also with exit code 0: if others still needed it, or if it reported a failure itself."""
         return self.report is not None or not (self.succeeded or self.preempted)
 
     @property
@@ -62,12 +62,12 @@ class WorkerResult:
 
     @property
     def without_trace(self) -> bool:
-        """Its wrapper was killed, so nobody wrote down how it ended."""
+        """Its wrapper was killed, so there is no record of its end."""
         return self.exit_code is None and self.signal_number is None
 
     @property
     def secondary(self) -> bool:
-        """It ended because something else had failed: we stopped it, or it reported that another rank was lost."""
+        """It ended because something else had failed: it was stopped, or reported that another rank was lost."""
         return (
             self.report is None
             and not self.succeeded
@@ -77,9 +77,9 @@ class WorkerResult:
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a trace.
+        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a record.
 
-        A failure that the process's own end does not show (we had to end it, or it ended with 0) has the report's.
+        A failure that its own exit does not show (it had to be stopped, or ended with 0) has the report's exit code.
         """
         if self.report is not None and not self._says_enough:
             return self.report.exit_code
@@ -119,7 +119,7 @@ class WorkerResult:
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM``; ``signal 34`` where Python has no name for it."""
+    """``SIGTERM``; ``signal 34`` if Python has no name for it."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -127,9 +127,9 @@ def signal_name(number: int) -> str:
 
 
 def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
-    """The rank that failed first by itself; None when all succeeded or stopped gracefully.
+    """The rank that failed first by itself; None if all succeeded or stopped gracefully.
 
-    Ranks that merely followed are considered only when nobody else failed, those that we stopped ourselves last.
+    Secondary failures are considered only if there is no other failure, ranks that we stopped ourselves last.
     """
     failed = [end for end in ends if end.failed]
     return min(
@@ -140,7 +140,7 @@ def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
 
 
 def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
-    """The ends with what was reported of each rank, its own words first; and who was reported and is not among them."""
+    """The results with the report about each rank, its own one first; and reported ranks that have no result."""
     found = {end.rank: end for end in ends}
     told: dict[int, FailureReport] = {}
     for report in reports:
@@ -162,7 +162,7 @@ def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
 def result_from_record(
     record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str
 ) -> WorkerResult:
-    """The end that a worker wrapper wrote down; ``start`` is on the same monotonic clock as the record."""
+    """The end that a worker wrapper recorded; ``start`` is on the same monotonic clock as the record."""
     return WorkerResult(
         rank=record["rank"],
         endpoint=endpoint,
@@ -176,7 +176,7 @@ def result_from_record(
 
 
 def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
-    """The last lines that say something; of a progress bar only its last state, of a very long line its beginning."""
+    """The last non-empty lines; of a progress bar only its last state, of a very long line its beginning."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     told = [line for line in lines if line]
     return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in told[-count:])

@@ -1,6 +1,6 @@
-"""What this machine is and what it lets us use: system, processor, memory, limits of its control group, GPUs.
+"""This machine's hardware and limits: system, processor, memory, limits of its control group, GPUs.
 
-From files of Linux alone. ``root`` stands for ``/``, so that tests can give another one.
+Read from files of Linux only. ``root`` stands for ``/``, so that tests can give another one.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def system(root: Path = _ROOT) -> str:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; the architecture where the system does not tell it."""
+    """The processor's name; the architecture if the system does not report it."""
     lines = _text(cpuinfo).splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 
 
 def cores() -> dict[str, int]:
-    """That this process may use (fewer under taskset, Slurm or a cpuset), and that there are."""
+    """Cores that this process may use (fewer under taskset, Slurm or a cpuset), and all cores."""
     return {"usable": usable_processors(), "total": os.cpu_count() or 1}
 
 
 def memory(root: Path = _ROOT) -> dict[str, int]:
-    """Bytes of the machine, and those that are free for a new program now; empty where the system does not tell."""
+    """Bytes of the machine, and those available to a new program; empty if the system does not report them."""
     found = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
     names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
     return {names[name]: 1024 * int(found[name]) for name in names if name in found}
 
 
 def limits(root: Path = _ROOT) -> dict[str, float]:
-    """What the control group of this process allows, where it is less than everything: ``cores``, ``memory_bytes``.
+    """Limits of this process's control group that are below the machine's: ``cores``, ``memory_bytes``.
 
-    A group's limit is the least of its own and those above it.
+    A group's limit is the smallest of its own and those above it.
     """
     found: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
     for folder in _groups(root):
@@ -71,14 +71,14 @@ def _groups(root: Path) -> Iterator[Path]:
         _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
         bases = [mounted / each for each in {controllers, *controllers.split(",")}] if controllers else [mounted]
         for base in bases:
-            # In a container the path may be that of the machine, which is not there: then the base is the group.
+            # In a container the path may be the machine's, which does not exist: then the base is the group.
             parts = [part for part in path.split("/") if part not in ("", "..")]
             for depth in range(len(parts), -1, -1):
                 yield base.joinpath(*parts[:depth])
 
 
 def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
-    """In which kind of container this process is; empty: in none that can be told."""
+    """The kind of container that this process runs in; empty: none was detected."""
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
     if (root / "run/.containerenv").exists():
@@ -91,7 +91,7 @@ def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
 
 
 def gpus(root: Path = _ROOT) -> dict[str, object]:
-    """Models and driver by NVIDIA's files in /proc; empty where there are none (WSL has none either)."""
+    """Models and driver from NVIDIA's files in /proc; empty if there are none (WSL has none either)."""
     folder = root / "proc/driver/nvidia"
     models = [
         model[1].strip()
@@ -104,7 +104,7 @@ def gpus(root: Path = _ROOT) -> dict[str, object]:
 
 
 def _text(path: Path) -> str:
-    """Empty where it cannot be read."""
+    """Empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

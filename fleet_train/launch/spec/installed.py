@@ -12,19 +12,19 @@ from typing import Any
 import fleet_train
 from fleet_train.launch.spec.machine import installed_paddle
 
-# What figures and errors depend on, beside Paddle; the optional ones too, whose absence is a fact.
+# Packages that results and errors depend on, besides Paddle; also optional ones, whose absence is reported.
 _PACKAGES = ("numpy", "visualdl", "numba", "pillow", "safetensors", "protobuf", "scikit-learn", "click", "psutil")
 _DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda110")
 
 
 def package_versions() -> dict[str, str]:
-    """Package -> version, ``absent`` where it is not installed; DALI where it is."""
+    """Package -> version, ``absent`` if it is not installed; DALI only if it is installed."""
     found = {name: version_of(name) or "absent" for name in _PACKAGES}
     return found | {name: version for name in _DALI if (version := version_of(name))}
 
 
 def version_of(package: str) -> str:
-    """Empty where it is not installed."""
+    """Empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def own_version() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Of the checkout that this package lies in; nothing where it is installed, or without git."""
+    """Of the checkout that contains this package; nothing if it is installed, or without git."""
     root = _checkout()
     found = "" if root is None else git(root, "rev-parse", "HEAD")
     if root is None or not found:
@@ -52,7 +52,7 @@ def _checkout() -> Path | None:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git says in a checkout; empty where it says nothing."""
+    """The output of git in a checkout; empty if there is none."""
     try:
         found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -61,7 +61,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def paddle_build() -> dict[str, str]:
-    """Paddle's distribution, version, kind of build and commit, from its own file; empty where it is not installed."""
+    """Paddle's distribution, version, kind of build and commit, from its own file; empty if it is not installed."""
     distribution, version = installed_paddle()
     facts = _facts_of_paddle()
     if not distribution and not facts:

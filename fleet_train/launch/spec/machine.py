@@ -17,7 +17,7 @@ from fleet_train.cluster.hosts import is_number
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that decide how a job is started here. ``gpus`` is None on a build of Paddle that has no GPU code."""
+    """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""
 
     interfaces: dict[str, tuple[str, ...]]
     processors: int
@@ -46,7 +46,7 @@ def look_around(environ: Mapping[str, str]) -> Machine:
 
 
 def installed_paddle() -> tuple[str, str]:
-    """(distribution, version) of the installed Paddle; empty texts when there is none."""
+    """(distribution, version) of the installed Paddle; empty strings if there is none."""
     for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
         try:
             return distribution, metadata.version(distribution)

@@ -1,4 +1,4 @@
-"""From what was asked and what this machine is to one checked description of this node's share of the job."""
+"""Combines the request and this machine into one checked description of this node in the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class Node:
-    """This machine's place in the job. ``devices`` is None where processes are told apart by number alone (CPU)."""
+    """This machine as a node of the job. ``devices`` is None where processes have only a number (CPU)."""
 
     addresses: tuple[str, ...]  # of all nodes, in the order of ranks
     index: int
@@ -25,18 +25,18 @@ class Node:
     devices: tuple[str, ...] | None
     interface: str | None
     leader: int = 0
-    """Whose launcher leads: its position in ``addresses``. There the launchers meet."""
+    """The node of the leading launcher, to which all connect: its position in ``addresses``."""
     hosts: tuple[str, ...] = ()
-    """The names of the nodes, where these stay when an address becomes another one. Empty: the addresses stay."""
+    """The names of the nodes, if these stay the same when an address changes. Empty: addresses are fixed."""
     numbers: tuple[int, ...] = ()
-    """Where ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
+    """If ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
 
     @property
     def address(self) -> str:
         return self.addresses[self.index]
 
     def host(self, index: int) -> str:
-        """What stays of it: its name or its address."""
+        """Its permanent identity: name or address."""
         return self.hosts[index] if self.hosts else self.addresses[index]
 
     @property
@@ -44,7 +44,7 @@ class Node:
         return self.hosts or self.addresses
 
     def with_addresses(self, addresses: tuple[str, ...]) -> Node:
-        """The same nodes where they are now."""
+        """The same nodes at their current addresses."""
         return replace(self, addresses=addresses)
 
     @property
@@ -61,7 +61,7 @@ class Node:
 
     @property
     def store_endpoint(self) -> str:
-        """Where the leader's store listens; by name where the node has one, so that it is found at a new address."""
+        """Where the leader's store listens; by name if the node has one, so that it is found at a new address."""
         return self.store_of(self.leader)
 
     def store_of(self, index: int) -> str:
@@ -91,7 +91,7 @@ class Node:
 
 
 def place(request: LaunchRequest, machine: Machine) -> Node:
-    """The node that the request describes on this machine. Raises ClusterError; looks nothing up but host names."""
+    """The node that the request describes on this machine. Raises ClusterError; resolves host names only."""
     hosts = request.hosts or (DEFAULT_HOST,)
     addresses = tuple(network.resolve(host) for host in hosts)
     check_addresses(hosts, addresses)
@@ -101,7 +101,7 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
     if request.ports_per_node is not None and processes > request.ports_per_node:
         raise ClusterError(
             f"TRAINER_PORTS_NUM={request.ports_per_node} is too few for {processes} processes per node, each of which "
-            "needs a port; ask for more ports or start fewer processes"
+            "needs a port; request more ports or start fewer processes"
         )
     interface = choose_interface(addresses, index, machine, network.interface_towards)
     names = hosts if request.by_name else ()
@@ -109,7 +109,7 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
 
 
 def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
-    """Several nodes must be told apart and be reachable from each other."""
+    """Several nodes must be distinct and reachable from each other."""
     if len(addresses) == 1:
         return
     given = f"--cluster_node_ips={','.join(hosts)}"
@@ -123,12 +123,12 @@ def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
     if loopback and len(loopback) < len(addresses):
         raise ClusterError(
             f"{given}: {', '.join(loopback)} can be reached from this machine only, the others are in a network; give "
-            "the address in the network (a host name may stand in /etc/hosts with a 127.* address)"
+            "the address in the network (/etc/hosts may map a host name to a 127.* address)"
         )
 
 
 def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...]) -> int:
-    """Which of the listed nodes this machine is. Raises ClusterError with the addresses that it has."""
+    """Which of the listed nodes this machine is. Raises ClusterError with its addresses."""
     mine = f"this machine has {', '.join(local) or 'no IPv4 address'}"
     if asked is None:
         matching = [i for i, address in enumerate(addresses) if network.is_local(address, local)]
@@ -137,7 +137,7 @@ def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str |
         found = "none" if not matching else ", ".join(addresses[i] for i in matching)
         raise ClusterError(
             f"cannot tell which of the nodes {','.join(hosts)} this machine is: {found} of them "
-            f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<the one that this machine is>"
+            f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<this machine's address>"
         )
     address = asked if asked in addresses else network.resolve(asked)
     if address not in addresses:
@@ -147,7 +147,7 @@ def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str |
         )
     if not network.is_local(address, local):
         raise ClusterError(
-            f"--node_ip={asked} is no address of this machine: {mine}; --node_ip must differ on every machine"
+            f"--node_ip={asked} is not an address of this machine: {mine}; --node_ip must differ on every machine"
         )
     return addresses.index(address)
 
@@ -155,7 +155,7 @@ def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str |
 def choose_processes(
     selected: tuple[str, ...] | None, asked: int | None, gpus: tuple[str, ...] | None
 ) -> tuple[int, tuple[str, ...] | None]:
-    """(processes, devices). Without GPUs in the build, ``--selected_gpus=0,1`` stands for that many processes."""
+    """(processes, devices). Without GPUs in the build, ``--selected_gpus=0,1`` gives the number of processes."""
     if asked is not None and asked < 1:
         raise ClusterError(f"--nproc_per_node={asked} is too few; a node runs at least 1 process")
     if selected and asked and len(selected) != asked:
@@ -191,9 +191,9 @@ def check_port_range(started_port: int, processes: int) -> None:
 def choose_interface(
     addresses: tuple[str, ...], index: int, machine: Machine, towards: Callable[[str], str | None]
 ) -> str | None:
-    """The interface that leads to the other nodes: by route, not by name; names differ between machines.
+    """The interface to the other nodes: by route, not by name; names differ between machines.
 
-    Where the routes differ (or there is none), the interface of this node's own address decides.
+    If the routes differ (or there is none), the interface of this node's own address decides.
     """
     own = network.interface_of(addresses[index], machine.interfaces)
     routes = {towards(address) for i, address in enumerate(addresses) if i != index}
@@ -203,7 +203,7 @@ def choose_interface(
 
 
 def check_ports(node: Node) -> None:
-    """The ports that this node will listen on must be free now. Raises ClusterError naming who holds one."""
+    """The ports that this node will listen on must be free now. Raises ClusterError with the process that uses one."""
     wanted = [(port, f"rank {rank}") for port, rank in enumerate(node.ranks, node.started_port)]
     wanted.append((node.store_port, "the job store"))
     for port, purpose in wanted:

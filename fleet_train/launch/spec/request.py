@@ -1,4 +1,4 @@
-"""What the launch command was asked for, read from its flags; pure text work, nothing is looked up."""
+"""The request of a launch command, parsed from its flags; pure text processing, nothing is looked up."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What the launchers do when something goes wrong. Times in seconds."""
+    """What the launchers do after a failure. Times in seconds."""
 
     max_restarts: int = 0
     min_nodes: int | None = None
-    """Go on with so many nodes when others do not come back. None: all nodes are needed."""
+    """Continue with at least this many nodes if others do not come back. None: all nodes are needed."""
     rejoin_timeout_seconds: float = 300.0
-    """How long to wait for a lost node, or for the launcher of node 0, before going on or giving up."""
+    """How long to wait for a lost node, or for the launcher of node 0, before continuing or giving up."""
     lost_node_timeout_seconds: float = 20.0
-    """A node whose launcher has said nothing for so long is lost."""
+    """A node whose launcher has sent no heartbeat for this long is lost."""
     grace_seconds: float = 30.0
     """How long ranks may take to save their state after SIGTERM."""
 
@@ -32,7 +32,7 @@ class FaultPolicy:
         """One line for --dry-run."""
         if self.max_restarts == 0:
             return "when a rank or node fails: the job ends (--max_restarts)"
-        fewer = f"then the job goes on with {self.min_nodes} or more" if self.min_nodes else "then the job ends"
+        fewer = f"then the job continues with {self.min_nodes} or more" if self.min_nodes else "then the job ends"
         away = f"; a node is lost after {self.lost_node_timeout_seconds:g} s of silence and waited for "
         away += f"{self.rejoin_timeout_seconds:g} s, {fewer}"
         return f"when a rank or node fails: {self.max_restarts} restarts at most{away if node_num > 1 else ''}"
@@ -47,9 +47,9 @@ class LaunchRequest:
     hosts: tuple[str, ...] | None = None
     node_host: str | None = None
     by_name: bool = False
-    """Whether ``hosts`` are names that stay when their addresses change."""
+    """Whether ``hosts`` are names that stay the same when their addresses change."""
     started_port: int | None = None
-    ports_per_node: int | None = None  # that PaddleCloud has set aside
+    ports_per_node: int | None = None  # reserved by PaddleCloud
     selected_gpus: tuple[str, ...] | None = None
     processes_per_node: int | None = None
     strategy: str | None = None
@@ -60,12 +60,12 @@ class LaunchRequest:
     restarts: int = 0
     """How often an engine has started this job before."""
     run: str = ""
-    """What that engine calls this job in all its restarts; see `Started.run`."""
+    """The engine's name for this job, the same in all its restarts; see `Started.run`."""
     secret_file: Path | None = None
     engine: str | None = None
-    """Who has started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
+    """What started the launchers: one of `fleet_train.cluster.engines.CHOICES`."""
     direct_ranks: int = FAN_IN
-    """Up to so many ranks in the whole job speak to the leader's store themselves; more do over their node's relay."""
+    """Up to this many ranks of the whole job connect to the leader's store directly; more use their node's relay."""
     verbose: bool = False
     """Show Paddle's own start-up lines of rank 0 as well."""
 
@@ -75,10 +75,10 @@ class LaunchRequest:
 
 
 def read_job_id(text: str, name: str = "--job_id") -> str:
-    """Raises ClusterError unless it is a name that can stand in a message: letters, digits, and . _ : @ -"""
+    """Raises ClusterError unless the name consists of letters, digits, and . _ : @ -"""
     if not re.fullmatch(r"[A-Za-z0-9._:@-]{1,100}", text):
         raise ClusterError(
-            f"{name}={text[:100]!r}: 1 to 100 letters, digits, dots, dashes, colons, @ or underscores name a job"
+            f"{name}={text[:100]!r}: a job's name is 1 to 100 letters, digits, dots, dashes, colons, @ or underscores"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""The environment that the stock launcher and the ranks get: nothing left over, nothing of the user's overridden."""
+"""The environment of the stock launcher and the ranks: without leftovers, and without overriding the user's values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PADDLE_NPROC_PER_NODE PADDLE_JOB_ID PADDLE_RANK PADDLE_LOG_DIR PADDLE_MAX_RESTAR
 PADDLE_ELASTIC_TIMEOUT PADDLE_SERVER_NUM PADDLE_TRAINER_NUM PADDLE_SERVERS_ENDPOINTS PADDLE_TRAINERS_ENDPOINTS
 PADDLE_GLOO_PORT PADDLE_WITH_GLOO PADDLE_START_PORT PADDLE_IPS PADDLE_AUTO_PARALLEL_CONFIG PADDLE_AUTO_CLUSTER
 """
-# What an outer job (ours, PaddleCloud's, an older launcher's) has said about itself: the inner job is another one.
+# Variables of an outer job (ours, PaddleCloud's, an older launcher's): the inner job is a different one.
 _OTHER_JOBS = """
 PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_SIZE
 PADDLE_LOCAL_SIZE PADDLE_GLOBAL_RANK PADDLE_LOCAL_RANK PADDLE_RANK_IN_NODE PADDLE_DISTRI_BACKEND PADDLE_XCCL_BACKEND
@@ -33,16 +33,16 @@ PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
 FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 """
-# Prints environments, starts ranks under another program, or changes where the launcher takes its flags from.
+# Prints environments, starts ranks under another program, or changes where the launcher reads its flags from.
 _MEDDLERS = "FLAGS_print_launcher_env WITH_COVERAGE PADDLE_LAUNCH_WITH_ARGS"
 SCRUBBED = frozenset((_OVERRIDES_OF_FLAGS + _OTHER_JOBS + _MEDDLERS).split())
-# On a machine without GPUs this makes the stock launcher believe in them.
+# On a machine without GPUs this makes the stock launcher assume them.
 _DEVICE_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES", "XPULINK_VISIBLE_DEVICES"})
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """``ours``: what we set. ``removed``: what we took out. ``kept``: names where the user's value won."""
+    """``ours``: variables that we set. ``removed``: those we removed. ``kept``: names whose user value was kept."""
 
     ours: dict[str, str]
     removed: frozenset[str]
@@ -58,20 +58,20 @@ class LaunchEnvironment:
         return merged
 
     def shown(self) -> dict[str, str]:
-        """What we set, without any value of the user's: PYTHONPATH is only added to, the profile's are ``(set)``."""
+        """What we set, without any value of the user's: PYTHONPATH is extended, the profile's values are ``(set)``."""
         added = {"PYTHONPATH": f"...:{self.import_path}"} if self.import_path is not None else {}
         return self.ours | dict.fromkeys(self.hidden & self.ours.keys(), "(set)") | added
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the profile and the flags ask to be in the environment of every rank."""
+    """The variables that the profile and the flags request for every rank."""
 
     profile_environment: Mapping[str, str]
-    """What its environment section and its knobs ask for."""
+    """Those of its environment section and its knobs."""
     strategy: str | None  # name or absolute path
     join_timeout_seconds: float
-    import_path: Path | None  # where the package lies when it is not installed
+    import_path: Path | None  # the package's folder if it is not installed
     job_id: str = ""
     secret_file: Path | None = None
     hidden: frozenset[str] = frozenset()
@@ -79,7 +79,7 @@ class Wanted:
 
 
 def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
-    """What to set and what to remove. The user's own variables win over the profile's and over our advice."""
+    """What to set and what to remove. The user's own variables override the profile's and our advice."""
     refused = sorted(SCRUBBED & wanted.profile_environment.keys())
     if refused:
         raise ProfileError(
@@ -120,6 +120,6 @@ def _advice(node: Node, machine: Machine) -> dict[str, str]:
 
 
 def appended(path: str, folder: str) -> str:
-    """A search path with a folder at its end, which it may have already."""
+    """A search path with a folder appended, unless it contains it already."""
     parts = [part for part in path.split(":") if part]
     return ":".join(parts if folder in parts else [*parts, folder])

@@ -1,1 +1,1 @@
-"""The processes of this node: the stock launcher and what it runs as each rank, their signals and output."""
+"""The processes of this node: the stock launcher and the wrapper of each rank, their signals and output."""

@@ -1,4 +1,4 @@
-"""Folders that belong to one launcher as long as it lives: the kernel lets go of them, however it ends."""
+"""Folders locked by one launcher for its lifetime: the kernel releases the lock, however the launcher ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fleet_train.launch.rendezvous.round import Say
 
 _LOCK = ".lock"
 _MOST_BYTES = 1000
-# Of this process: what it has asked for -> what it has got, and its hold on it.
+# Of this process: requested folder -> assigned folder, and its lock.
 _taken: dict[Path, tuple[Path, BinaryIO | None]] = {}
 
 
 def take_log_dir(wanted: Path, say: Say) -> Path:
-    """The folder for this launcher's logs, in all attempts: ``wanted``, or beside it when another job is using it.
+    """The folder for this launcher's logs, in all attempts: ``wanted``, or one next to it if another job uses it.
 
-    Makes it. Raises OSError when nothing can be written there.
+    Creates it. Raises OSError if it is not writable.
     """
     if wanted in _taken:
         return _taken[wanted][0]
@@ -45,10 +45,10 @@ def take_log_dir(wanted: Path, say: Say) -> Path:
 
 
 def hold(folder: Path) -> BinaryIO | None:
-    """Hold it until the file that is returned is closed; None on a file system without locks.
+    """Lock it until the returned file is closed; None on a file system without locks.
 
-    Raises BlockingIOError when somebody else holds it, OSError when nothing can be made there, or when somebody has
-    placed a link under the name of the lock.
+    Raises BlockingIOError if another process holds it, OSError if nothing can be created there, or if the name of
+    the lock is a link.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(folder / _LOCK, flags, 0o666), "r+b", buffering=0)
@@ -72,7 +72,7 @@ def owner(folder: Path) -> str:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove it where it was held by a process that has ended since; not where that cannot be told."""
+    """Remove it if the process that held it has ended; not if that is unknown."""
     with suppress(OSError), (folder / _LOCK).open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

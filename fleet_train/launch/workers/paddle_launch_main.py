@@ -1,11 +1,11 @@
 """Runs the installed ``paddle.distributed.launch`` without the rest of Paddle, whose import takes longer than its work.
 
-    paddle_launch_main.py -m paddle.distributed.launch --ips=... (what the plain command has)
+    paddle_launch_main.py -m paddle.distributed.launch --ips=... (the arguments of the plain command)
 
-The launcher's modules are Paddle's own, unchanged. Of the packages around them it asks a few facts about the build,
-which are the same in every build for CPUs; placeholders give them. Where the build is another one, or anything else is
-asked for, this process becomes the plain command, as long as it has started nothing.
-Standard library only, and no import of fleet_train: like ``worker.py`` this stands between a command and its ranks.
+The launcher's modules are Paddle's own, unchanged. They read a few facts about the build from the packages around
+them, which are the same in every CPU build; placeholders provide them. If the build is a different one, or anything
+else is accessed, this process executes the plain command instead, as long as it has started nothing.
+Standard library only, and no import of fleet_train: like ``worker.py`` this runs between a command and its ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 _LAUNCHER = "paddle.distributed.launch"
 _PLAIN_COMMAND = [sys.executable, *sys.argv[1:]]
-# Of paddle/version: what a build for CPUs says.
+# Of paddle/version: the values of a CPU build.
 _CPU_BUILD = {"cuda_version": "False", "xpu_xre_version": "False", "hip_version": None}
 
 
 class Placeholder(ModuleType):
-    """Stands for a package that is not imported, and ends that where more is asked of it than it knows."""
+    """Placeholder of a package that is not imported; falls back to the plain command on any unknown attribute."""
 
     def __init__(self, name: str, folder: Path | None, **known: Any) -> None:
         super().__init__(name)
@@ -39,7 +39,7 @@ class Placeholder(ModuleType):
 
 
 def become_the_plain_command() -> NoReturn:
-    """Go on as ``python -m paddle.distributed.launch ...``, with the same process number, parent and files."""
+    """Continue as ``python -m paddle.distributed.launch ...``, with the same process id, parent and files."""
     os.execv(sys.executable, _PLAIN_COMMAND)
 
 
@@ -47,7 +47,7 @@ def _has_children() -> bool:
     try:
         return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip())
     except OSError:
-        return True  # it cannot be known: rather an error than ranks that are started twice
+        return True  # it is unknown: prefer an error to starting ranks twice
 
 
 def folder_of_paddle() -> Path | None:
@@ -57,7 +57,7 @@ def folder_of_paddle() -> Path | None:
 
 
 def is_build_for_cpus(folder: Path) -> bool:
-    """By Paddle's own file about its build; devices of plug-ins are found by a variable or a folder."""
+    """By Paddle's own file about its build; plug-in devices are found by a variable or a folder."""
     if os.environ.get("CUSTOM_DEVICE_ROOT") or (folder.parent / "paddle_custom_device").exists():
         return False
     facts: dict[str, Any] = {"__name__": "paddle.version"}
@@ -82,7 +82,7 @@ def put_placeholders(folder: Path) -> None:
         "utils": Placeholder("paddle.utils", folder / "utils"),
     }
     paddle = Placeholder("paddle", folder, is_compiled_with_rocm=bool, **parts)
-    # Of the launcher's way to find other nodes, which has no part in a job whose nodes are given.
+    # Part of the launcher's node discovery, which is unused in a job whose nodes are given.
     httpx = Placeholder("httpx", None)
     sys.modules.update({each.__name__: each for each in (paddle, *parts.values(), core, httpx)})
     from paddle.utils.environments import strtobool
@@ -99,7 +99,7 @@ def main() -> None:
             become_the_plain_command()
         put_placeholders(folder)
         from paddle.distributed.launch import main as launcher
-    except Exception:  # another Paddle: whatever it is that fails here, its own import is the way
+    except Exception:  # another Paddle: whatever fails here, fall back to its own import
         become_the_plain_command()
     sys.argv = [str(launcher.__file__), *sys.argv[3:]]
     launcher.launch()

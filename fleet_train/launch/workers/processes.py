@@ -1,4 +1,4 @@
-"""Starting the stock launcher and ending everything that came of it. Linux is asked to do what nobody else can."""
+"""Starting the stock launcher and stopping all processes that it started, with features of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from fleet_train.launch.workers import worker_main
 
 _PR_SET_CHILD_SUBREAPER = 36
-# The wrappers need worker_main.GRACE_SECONDS for a rank that ignores SIGTERM; the rest is for writing down and leaving.
+# The wrappers need worker_main.GRACE_SECONDS for a rank that ignores SIGTERM; the rest is for writing records and exit.
 _STOP_SECONDS = worker_main.GRACE_SECONDS + 2.0
 _KILL_SECONDS = 3.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent dies become our children instead of init's, so that we can still find and end them."""
+    """Processes whose parent dies become our children instead of init's, so that we can still find and stop them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_stock_launcher(command: list[str], environ: Mapping[str, str], private: Path) -> subprocess.Popen[bytes]:
     """Start it in a session of its own, so that Ctrl-C reaches only us; it dies when we do, even by SIGKILL.
 
-    Its own noise goes to ``stock.log`` in the private folder.
+    Its own output goes to ``stock.log`` in the private folder.
     """
     with open(private / "stock.log", "wb") as log:
         return subprocess.Popen(
@@ -43,23 +43,23 @@ def start_stock_launcher(command: list[str], environ: Mapping[str, str], private
 
 
 def freeze(stock: subprocess.Popen[bytes]) -> None:
-    """Stop the stock launcher from acting once its ranks run: it would kill ranks that save their state.
+    """Stop (SIGSTOP) the stock launcher once its ranks run: it would kill ranks that save their state.
 
-    Nothing of it is needed any more: we watch the ranks ourselves, and SIGKILL ends a frozen process too.
+    It is no longer needed: we monitor the ranks ourselves, and SIGKILL ends a stopped process too.
     """
     _signal(stock.pid, signal.SIGSTOP)
 
 
 def ask_to_stop(wrapper_pids: Iterable[int]) -> None:
-    """Let the ranks have SIGTERM, without a bound on how long they take to end."""
+    """Send SIGTERM to the ranks, without a bound on how long they take to end."""
     for pid in wrapper_pids:
         _signal(pid, worker_main.GRACEFUL_STOP)
 
 
 def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) -> None:
-    """End all ranks and the stock launcher: politely through the wrappers, then by force. Bounded by about 8 s.
+    """Stop all ranks and the stock launcher: by SIGTERM through the wrappers, then by SIGKILL. Takes at most about 8 s.
 
-    The stock launcher itself is not asked: it would wait up to 30 s for its containers.
+    The stock launcher itself gets no SIGTERM: it would wait up to 30 s for its containers.
     """
     waiting = set(wrapper_pids)
     for pid in waiting:
@@ -72,9 +72,9 @@ def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) 
 
 
 def end_idle_launcher(stock: subprocess.Popen[bytes]) -> None:
-    """End the stock launcher whose ranks have all ended well; it would notice within a second or two.
+    """Stop the stock launcher after all its ranks have succeeded; it would notice within a second or two.
 
-    What a script has left running on purpose (a VisualDL server) is left alone.
+    Processes that a script left running on purpose (a VisualDL server) continue.
     """
     stock.kill()
     stock.wait()
@@ -110,7 +110,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and not a zombie that its parent has yet to collect."""
+    """Whether the process exists and is not a zombie that its parent has yet to reap."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""What signals ask of a launcher: a graceful stop while ranks run, an end at once otherwise."""
+"""Signals to a launcher: a graceful stop while ranks run, an immediate end otherwise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HANDLED = (signal.SIGINT, signal.SIGHUP, *GRACEFUL)
 
 
 class StopRequested(BaseException):
-    """Ctrl-C, a closed terminal, or a second signal. Not an Exception: nothing may swallow it on its way.
+    """Ctrl-C, a closed terminal, or a second signal. Not an Exception, so that no handler swallows it.
 
-    ``may_go_on``: a graceful signal between two attempts: what earlier ones have saved is all that there is to save.
+    ``may_go_on``: a graceful signal between two attempts: there is nothing to save beyond what earlier ones saved.
     """
 
     def __init__(self, number: int, may_go_on: bool = False) -> None:
@@ -28,7 +28,7 @@ class StopRequested(BaseException):
 
 
 class Stopping:
-    """``asked``: the graceful signal that came while ranks were watched; 0 when none did."""
+    """``asked``: the graceful signal that arrived while ranks were monitored; 0 if none did."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -37,7 +37,7 @@ class Stopping:
 
     @contextmanager
     def gracefully(self) -> Iterator[None]:
-        """Within the block the first graceful signal is only noted, so that the ranks can save their state."""
+        """Within the block the first graceful signal is only recorded, so that the ranks can save their state."""
         self._watching = self._has_watched = True
         try:
             yield
@@ -56,11 +56,11 @@ class Stopping:
 
 @contextmanager
 def stopping_signals() -> Iterator[Stopping]:
-    """Signals go to the Stopping that is given; after the one that raises StopRequested, later ones change nothing."""
+    """Deliver signals to the given Stopping; after one that raises StopRequested, later ones have no effect."""
     stopping = Stopping()
     before = {number: signal.getsignal(number) for number in _HANDLED}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN or number == signal.SIGTERM:  # nohup ignores SIGHUP: let it
+        if handler is not signal.SIG_IGN or number == signal.SIGTERM:  # nohup ignores SIGHUP: keep that
             signal.signal(number, stopping.on_signal)
     try:
         yield stopping
@@ -70,5 +70,5 @@ def stopping_signals() -> Iterator[Stopping]:
 
 
 def request_name(number: int) -> str:
-    """``SIGTERM``; ``Ctrl-C`` for what users know under that name."""
+    """``SIGTERM``; ``Ctrl-C`` for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal_name(number)

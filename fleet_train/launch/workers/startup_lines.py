@@ -1,7 +1,7 @@
 """Paddle's own start-up lines in a rank's output, which the terminal does not show; the rank's log has them all.
 
-Hidden is what is known word for word, or by Paddle's source file and level: a line of the script, of this package, of
-another library, or an error passes. docs/launching.md lists them.
+Lines are hidden if they are known word for word, or by Paddle's source file and level: lines of the script, of this
+package, of other libraries, and errors pass. docs/launching.md lists the hidden ones.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _WARNED = re.compile(
 _SOURCE = b"  warnings.warn("
 _TABLE = re.compile(rb"=+ Modified FLAGS detected =+\s*$")
 _TABLE_END = re.compile(rb"=+\s*$")
-# What a line that is not at its end may still become: then it waits for its end, or for a moment without output.
+# Beginnings of lines to hide: an incomplete one waits for its end, or for a pause in the output.
 _BEGINNINGS = (b"I", b"W", b"F", b"/", b"=", b" ")
 _LONGEST_LINE = 4096
 
 
 class StartupLines:
-    """Takes a rank's output in pieces and gives back what of it is shown, unchanged and in its order."""
+    """Takes a rank's output in pieces and returns the part to show, unchanged and in order."""
 
     def __init__(self) -> None:
         self._held = b""
         self._is_within = False
-        """Of the line under way, the beginning has been shown."""
+        """The beginning of the current line has been shown."""
         self._after_warning = False
         self._in_table = False
 
@@ -64,7 +64,7 @@ class StartupLines:
         return b"".join([*shown, self._begun(lines[-1])])
 
     def rest(self) -> bytes:
-        """What waits for its line's end: nothing has come for a moment, so that it is a prompt or a progress bar."""
+        """The incomplete line: after a pause in the output it is a prompt or a progress bar."""
         held, self._held = self._held, b""
         self._is_within = self._is_within or bool(held)
         return held

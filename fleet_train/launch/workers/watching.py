@@ -1,4 +1,4 @@
-"""What the launcher sees of its ranks while they run: their end records and rank 0's output."""
+"""The launcher's view of its running ranks: their end records and rank 0's output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Records = dict[int, dict[str, Any]]
 class RankFiles:
     """The logs and end records of this node's ranks, in ``log_dir``.
 
-    ``heard`` gives the records that could not be written there, by local rank; ``verbose``: last lines are shown with
-    Paddle's own among them.
+    ``heard`` gives the records that could not be written there, by local rank; ``verbose``: last lines include
+    Paddle's start-up lines.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RankFiles:
         self._verbose = verbose
 
     def prepare(self) -> None:
-        """Make the folder; remove what an earlier job has left, keep the logs of this job's earlier attempts."""
+        """Create the folder; remove an earlier job's files, keep the logs of this job's earlier attempts."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for local in range(self.node.processes):
             (self.log_dir / worker_main.record_name(local)).unlink(missing_ok=True)
@@ -62,11 +62,11 @@ class RankFiles:
         return self.log_dir / worker_main.log_name(local_rank)
 
     def records(self) -> Records:
-        """Local rank -> what its wrapper has written down, or told, so far."""
+        """Local rank -> the record that its wrapper has written, or sent, so far."""
         found = {}
         for local in range(self.node.processes):
-            # Absent until the rank has started, and where the disk is in the way. Ours are replaced in one piece: what
-            # cannot be read is a stranger's.
+            # Absent until the rank has started, and if the disk fails. Our records are replaced atomically: an
+            # unreadable one is not ours.
             with suppress(OSError, ValueError, RecursionError):
                 record = json.loads(read_regular(self.log_dir / worker_main.record_name(local), _RECORD_BYTES))
                 if isinstance(record, dict) and record.get("token") == self.token:
@@ -80,7 +80,7 @@ class RankFiles:
         return len(self.records()) == self.node.processes
 
     def without_wrapper(self) -> list[int]:
-        """Local ranks whose wrapper is gone and has not written down an end."""
+        """Local ranks whose wrapper is gone without a record of its end."""
         gone = [local for local, record in self.records().items() if not processes.runs(record["wrapper_pid"])]
         records = self.records()  # read again: an end may have been written in between
         return [local for local in gone if "ended_monotonic" not in records[local]]
@@ -100,7 +100,7 @@ class RankFiles:
         return f"{self.node.address}:{self.node.started_port + local_rank}"
 
     def result_without_trace(self, local_rank: int, seconds: float) -> WorkerResult:
-        """For a rank that is gone although nobody has written down how."""
+        """For a rank that is gone without a record of its end."""
         rank, log_file = self.node.ranks[local_rank], str(self.log_file(local_rank))
         return WorkerResult(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
 
@@ -110,7 +110,7 @@ class RankFiles:
 
 
 def end_of(log: Path) -> str:
-    """The end of what a process has printed; empty where there is nothing to read."""
+    """The end of a process's output; empty if there is nothing to read."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -121,10 +121,10 @@ def end_of(log: Path) -> str:
 
 
 class Follower:
-    """Shows a growing file on the terminal, byte for byte, so that progress bars work; but for what ``passing`` keeps
+    """Shows a growing file on the terminal, byte for byte, so that progress bars work; except what ``passing`` holds
     back.
 
-    The file is all the memory that a slow reader needs: what there is no room for is read later.
+    The file is the buffer for a slow reader: what does not fit now is read later.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class Follower:
             self._last = text
 
     def close(self) -> None:
-        """Show the rest and end the line, so that what comes after does not stick to a progress bar.
+        """Show the rest and end the line, so that later output does not continue a progress bar.
 
-        Bounded: what nobody reads within seconds is counted and left out.
+        Bounded: output that is not read within seconds is counted and dropped.
         """
         self.pump()
         while not self._outlet.has_room() and self._outlet.drain():

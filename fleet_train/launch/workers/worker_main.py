@@ -1,8 +1,8 @@
-"""What the stock launcher runs as every rank: it runs the user's script as its child, and writes down how it ended.
+"""The wrapper that the stock launcher runs as every rank: runs the user's script as its child, records how it ended.
 
     worker.py LOG_DIR TOKEN '["train.py", "--epochs", "3"]'
 
-The stock launcher knows neither when nor why a rank ended, and a rank whose launcher is killed lives on.
+The stock launcher does not record when or why a rank ended, and a rank survives when its launcher is killed.
 Standard library only, and no import of fleet_train: this runs once per rank before the user's first line.
 """
 
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, BinaryIO
 
-# How long a rank that has to end may take to do so. A graceful stop has no bound here: its sender bounds it.
+# How long a rank that has to end may take. A graceful stop has no bound here: its sender bounds it.
 GRACE_SECONDS = 3.0
 GRACEFUL_STOP = signal.SIGUSR1
-# A signal for the whole group reaches the child and us in any order.
+# A signal to the whole group reaches the child and us in any order.
 _SIGNAL_RACE_SECONDS = 0.05
 _TELL_SECONDS = 2.0
 PRIVATE_PREFIX = "fleet_train-launch-"
@@ -42,12 +42,12 @@ def log_name(local_rank: int) -> str:
 
 
 def inbox_address(token: str) -> str:
-    """Where our launcher hears of what could not be written: a socket of Linux that is no file."""
+    """Where our launcher receives records that could not be written: an abstract Linux socket."""
     return f"\0fleet_train-{token}"
 
 
 def launcher_pid(token: str) -> int:
-    """A token is ``<pid of our launcher>-<random>``: records of another job are told apart by it."""
+    """A token is ``<pid of our launcher>-<random>``: it distinguishes records of different jobs."""
     return int(token.split("-")[0])
 
 
@@ -57,7 +57,7 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def dying_with_us() -> Callable[[], None]:
-    """For a child's ``preexec_fn``: it is killed when this process ends, also if that has happened meanwhile."""
+    """For a child's ``preexec_fn``: it is killed when this process ends, even if that has already happened."""
     us = os.getpid()
 
     def in_child() -> None:
@@ -75,7 +75,7 @@ class RankProcess:
         self.command = command
         self.log_path = log_path
         self.environ = environ
-        self.asked_to_stop = 0  # the first signal that the child was given
+        self.asked_to_stop = 0  # the first signal sent to the child
         self.trouble = ""  # why there is no log
         self._must_end = False
         self.child: subprocess.Popen[bytes] | None = None
@@ -100,7 +100,7 @@ class RankProcess:
                 stderr=subprocess.STDOUT,
                 preexec_fn=in_child,
             )
-        if self.asked_to_stop:  # came while the child was being made
+        if self.asked_to_stop:  # arrived while the child was being created
             self.child.send_signal(self.asked_to_stop)
 
     def _open_log(self) -> BinaryIO:
@@ -112,7 +112,7 @@ class RankProcess:
             return open(os.devnull, "wb")
 
     def wait(self) -> int:
-        """The child's end as subprocess gives it (negative: the signal); nothing of a failed rank is left behind."""
+        """The child's exit status as subprocess gives it (negative: the signal); no process of a failed rank stays."""
         assert self.child is not None
         status = self.child.wait()
         signal.alarm(0)
@@ -123,7 +123,7 @@ class RankProcess:
         return status
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
-        # Only the first one is passed on: the stock launcher repeats itself, and a script may be saving its state.
+        # Only the first signal is forwarded: the stock launcher repeats it, and a script may be saving its state.
         if not self._must_end:
             self._must_end = True
             self._forward(number)
@@ -148,7 +148,7 @@ class RankProcess:
 
 
 def open_new(path: str) -> BinaryIO:
-    """A new file of this name, as `fleet_train.files.open_new` makes it: a link that has the name is not followed."""
+    """A new file of this name, as by `fleet_train.files.open_new`: a link with that name is not followed."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
@@ -162,7 +162,7 @@ def write_record(path: str, record: dict[str, Any]) -> None:
 
 
 def write_down(path: str, record: dict[str, Any]) -> None:
-    """Into the file; where a disk is in the way of that, or of the log (``trouble``), the launcher is told directly."""
+    """Write to the file; if the disk prevents that, or the log (``trouble``), send it to the launcher directly."""
     trouble = record["trouble"]
     try:
         write_record(path, record)
@@ -179,11 +179,11 @@ def tell_launcher(record: dict[str, Any]) -> None:
 
 
 def remove_abandoned(private: str) -> None:
-    """When our launcher was killed nobody else removes its private folder (links to /dev/null, empty logs)."""
+    """If our launcher was killed, remove its private folder (links to /dev/null, empty logs)."""
     if not os.path.basename(private).startswith(PRIVATE_PREFIX) or not os.path.isdir(private):
         return
     for entry in list(os.scandir(private)):
-        with contextlib.suppress(OSError):  # the wrappers of all ranks may be at it
+        with contextlib.suppress(OSError):  # the wrappers of all ranks may do this at once
             os.unlink(entry.path)
     with contextlib.suppress(OSError):
         os.rmdir(private)
@@ -207,7 +207,7 @@ def main(log_dir: str, token: str, program: str) -> None:
     local_rank = int(os.environ["PADDLE_LOCAL_RANK"])
     private = os.environ.get("PADDLE_LOG_DIR", "")
     environ = dict(os.environ, PADDLE_LOG_DIR=log_dir)
-    environ.pop("PADDLE_BACKUP_ENV_PATH", None)  # it leads to /dev/null, see stock.py
+    environ.pop("PADDLE_BACKUP_ENV_PATH", None)  # it is a link to /dev/null, see paddle_launch.py
     path = os.path.join(log_dir, record_name(local_rank))
     record: dict[str, Any] = {
         "token": token,

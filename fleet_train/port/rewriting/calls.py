@@ -1,4 +1,4 @@
-"""The arguments of one call, rewritten as a row of the table says."""
+"""Rewrites the arguments of one call by a row of the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Undecided(Exception):
 
 @dataclass(frozen=True)
 class Bound:
-    """One argument of the call and the parameter that it goes to."""
+    """One argument of the call and its parameter."""
 
     parameter: Parameter
     argument: cst.Arg
@@ -83,7 +83,7 @@ def rewritten(original: cst.Call, updated: cst.Call, row: To) -> cst.BaseExpress
 
 
 def _argument(one: Bound, new: cst.Arg, row: To) -> cst.Arg | None:
-    """The argument of the new call, or None where there is none today."""
+    """The argument of the new call, or None if there is none today."""
     parameter, text = one.parameter, source(one.argument.value)
     if parameter.old == row.act:
         return None

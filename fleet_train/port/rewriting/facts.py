@@ -1,4 +1,4 @@
-"""What must be known of a whole script before a line of it can be judged."""
+"""Facts about a whole script that are needed to rewrite one of its lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Facts:
     is_dynamic: bool = False
     enables_static: bool = False
     fetch_lists: set[tuple[int, str]] = field(default_factory=set)
-    """(id of the defining scope, name) of lists that are handed to fetch_list=."""
+    """(id of the defining scope, name) of lists that are passed to fetch_list=."""
     fetched: set[tuple[int, str]] = field(default_factory=set)
     """The same for names that receive one fetched value."""
     init_lines: list[tuple[int, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""``if fleet.worker_index() == 0:`` around a save: the save is a collective call, rank 0 writes by itself."""
+"""``if fleet.worker_index() == 0:`` around a save: the save is a collective call, in which only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_save(node: cst.CSTNode) -> bool:
 
 
 def opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | None:
-    """The statements without the rank's condition; None where that would change more than the saves."""
+    """The statements without the rank's condition; None if that would change more than the saves."""
     asked, rest = without_rank(node.test)
     if not asked or node.orelse is not None or not isinstance(node.body, cst.IndentedBlock):
         return None
@@ -73,7 +73,7 @@ def opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStat
 
 
 def hides_a_save(node: cst.If) -> bool:
-    """Whether a save stands somewhere below a condition that has to do with ranks."""
+    """Whether a save is somewhere below a condition about ranks."""
     return bool(_ABOUT_RANKS.search(source(node.test))) and any(
         f"fleet.{name}(" in source(part) for name in SAVES for part in (node.body, node.orelse) if part is not None
     )

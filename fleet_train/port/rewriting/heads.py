@@ -1,4 +1,4 @@
-"""Names as they are written and shown: what a new one needs at hand, how an old one is called."""
+"""Names as they are written and shown: the import that a new one needs, the display form of an old one."""
 
 from __future__ import annotations
 

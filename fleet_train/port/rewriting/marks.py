@@ -1,4 +1,4 @@
-"""TODO lines: what a machine cannot decide stays where it is, with a line above it that says what to use."""
+"""TODO lines: code that cannot be rewritten automatically stays, with a line above it that says what to use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def not_in(lines: Sequence[cst.EmptyLine], comments: Sequence[str]) -> list[str]
 
 
 def with_marks(leading: Sequence[cst.EmptyLine], comments: Sequence[str]) -> list[cst.EmptyLine]:
-    """Lines in front of a statement with the TODO lines that are not there yet."""
+    """Lines before a statement with the missing TODO lines added."""
     new = not_in(leading, comments)
     return [*leading, *(cst.EmptyLine(comment=cst.Comment(text)) for text in new)]
 

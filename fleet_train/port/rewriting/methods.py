@@ -1,4 +1,4 @@
-"""Method calls that mean Paddle's whatever the object is called: ``exe.run``, ``program.clone``, ``opt.minimize``."""
+"""Method calls that are Paddle's for any object name: ``exe.run``, ``program.clone``, ``opt.minimize``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a name in a script stands for: aliases of imports followed, shadowing noticed."""
+"""Resolves names in a script: follows import aliases, detects shadowing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def root_of(node: cst.CSTNode) -> cst.CSTNode:
 
 
 def meaning_of(node: cst.CSTNode, scope_of: ScopeOf) -> Meaning | None:
-    """What a chain of names stands for; None where no import is behind it."""
+    """The full name of a chain of names; None if it does not come from an import."""
     parts = parts_of(node)
     scope = scope_of(root_of(node)) if parts else None
     if scope is None:

@@ -1,4 +1,4 @@
-"""Calls whose new form follows from more than the names of their arguments."""
+"""Calls whose new form depends on more than the names of their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rewriting step asks of the script around a node, and the marks that it leaves there."""
+"""Queries of every rewriting step about the script around a node, and the marks that it adds there."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in the ranks under examination: the checks themselves, with Paddle. `subject` is their program."""
+"""The checks that run in the ranks under test, with Paddle. `subject` is their program."""

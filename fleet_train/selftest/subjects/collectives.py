@@ -44,14 +44,14 @@ Array = np.ndarray[Any, Any]
 def check(job: Job, options: Options) -> Iterator[Result]:
     del options
     if job.world_size == 1:
-        yield Result("collectives", "collectives", SKIP, "one rank has nobody to talk to")
+        yield Result("collectives", "collectives", SKIP, "one rank has no peer to communicate with")
         return
     for name in KINDS:
         yield _check_kind(job, name)
 
 
 def _check_kind(job: Job, name: str) -> Result:
-    """One kind with all dtypes; the last rank is the root, so that a root that is ignored is seen."""
+    """One kind with all dtypes; the last rank is the root, so that an ignored root is detected."""
     began = time.perf_counter()
     unsupported = UNSUPPORTED.get((backend_name(), name), ())
     dtypes = [dtype for dtype in DTYPES if dtype not in unsupported]
@@ -68,13 +68,13 @@ def _check_kind(job: Job, name: str) -> Result:
 
 
 def values_of(rank: int, world_size: int) -> Array:
-    """What a rank brings: integers so small that their sum over all ranks is exact in every dtype."""
+    """A rank's input: integers so small that their sum over all ranks is exact in every dtype."""
     largest = max(2, min(7, 255 // world_size + 1))
     return (np.arange(ELEMENTS) + rank) % largest
 
 
 def expected_of(name: str, rank: int, world_size: int) -> Array | None:
-    """What the rank must hold afterwards; None where it gets nothing."""
+    """The rank's expected result; None if it gets none."""
     kind, op = KINDS[name]
     brought = [values_of(other, world_size) for other in range(world_size)]
     root = world_size - 1
@@ -92,7 +92,7 @@ def expected_of(name: str, rank: int, world_size: int) -> Array | None:
 
 
 def _try(job: Job, name: str, dtype: str) -> str:
-    """Carry one collective out through the job's engine; what is wrong with its result, or nothing."""
+    """Run one collective through the job's engine; returns the error in its result, or nothing."""
     place = Place(f"selftest {name} {dtype}", f"{name} of {dtype}", _TIMEOUT_SECONDS)
     group = job.communicators(1)[0]
     found = job.engine.start(_stages(job, group, name, dtype), place).result()
@@ -105,7 +105,7 @@ def _try(job: Job, name: str, dtype: str) -> str:
 
 
 def difference(dtype: str, held: Array, expected: Array) -> str:
-    """What is wrong with the values that a rank holds, or nothing."""
+    """The error in a rank's values, or nothing."""
     if held.shape != expected.shape:
         return f"{dtype}: {held.size} values instead of {expected.size}"
     differing = np.flatnonzero(held != expected)

@@ -1,4 +1,4 @@
-"""Named arrays compared. No Paddle."""
+"""Comparison of named arrays. No Paddle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def relative_difference(ours: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
-    """The largest one of a value, as a share of the largest value of its array."""
+    """The largest difference of a value, relative to the largest value of its array."""
     assert ours.keys() == expected.keys()
     return max(float(np.abs(ours[n] - expected[n]).max() / max(np.abs(expected[n]).max(), 1e-6)) for n in ours)
 

@@ -1,4 +1,4 @@
-"""Check 1: which device each rank computes on, the backend, and the versions."""
+"""Check 1: the device of each rank, the backend, and the versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(job: Job, options: Options) -> Iterator[Result]:
     versions = _versions()
     yield Result("devices", "backend", OK, _backend_words(job, versions), time.perf_counter() - began, versions)
     if backend_name() == "gloo":
-        yield Result("devices", "devices", SKIP, "the ranks compute on processors")
+        yield Result("devices", "devices", SKIP, "the ranks compute on CPUs")
         return
     found = job.all_gather("selftest devices", _device(job.place.get_device_id()))
     yield judge_devices(job, found, time.perf_counter() - began)
@@ -73,7 +73,7 @@ def _ask_nvidia_smi() -> str:
 
 
 def uuid_of(visible_index: int, environ: Mapping[str, str], table: str) -> str:
-    """The UUID of a GPU that this process sees under a number; empty where it cannot be told.
+    """The UUID of a GPU that this process sees under a number; empty if it is unknown.
 
     ``table``: lines ``index, uuid`` of nvidia-smi, which numbers all GPUs of the machine.
     """
@@ -89,7 +89,7 @@ def uuid_of(visible_index: int, environ: Mapping[str, str], table: str) -> str:
 
 
 def judge_devices(job: Job, found: Mapping[int, Mapping[str, Any]], seconds: float) -> Result:
-    """Distinct UUIDs per node; a rank whose UUID nobody could tell is named."""
+    """Distinct UUIDs per node; a rank whose UUID is unknown is named."""
     holders: dict[tuple[int, str], int] = {}
     for rank, device in found.items():
         where = (job.cluster.ranks[rank].node_index, str(device["uuid"]))

@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], None]) -> None:
-    """Train until the others' end, or this rank's. ``note`` is called right before the fault."""
+    """Train until the others end, or this rank does. ``note`` is called right before the fault."""
     profile = Profile(collective_timeout_seconds=options.fault_timeout_seconds, nccl_comm_num=2)
     trained = Trained(
         SEVERAL_BUCKETS, lambda inner: fleet.distributed_optimizer(inner, profile), lambda: paddle.optimizer.SGD(0.01)
     )
     data = batches(_DIFFERENT_BATCHES, SAMPLES_PER_RANK * job.world_size, seed=0)
     mine = share(job.cluster.rank)
-    job.barrier("selftest: ready")  # how long each took to come here counts against nobody
+    job.barrier("selftest: ready")  # the time until here does not count
     for step in itertools.count(1):
         if step == FAULT_STEP and job.cluster.rank == job.world_size - 1:
             note()
@@ -55,10 +55,10 @@ def stop(job: Job) -> None:
 
 
 def skip(job: Job) -> None:
-    """Take part in no collective any more.
+    """Take part in no further collective.
 
-    Where calls are enqueued, this rank meets the others, and then does not begin its part. Gloo's own wait for that
-    lasts 30 s and names nobody, so there it does not arrive at the barrier either: it computes on, without the others.
+    If calls are enqueued, this rank reaches the barrier and then does not start its part. Gloo's own timeout for that
+    is 30 s and names no rank, so there it does not reach the barrier either: it continues to compute alone.
     """
     if job.engine.side_by_side:
         compute_on()
@@ -78,7 +78,7 @@ def compute_on() -> None:
     while time.monotonic() < until:
         alone.step(*batch)
         time.sleep(0.01)
-    sys.exit("nobody has ended this rank, which has computed on without the others")
+    sys.exit("this rank was not stopped, although it continued to compute without the others")
 
 
 def _without_collectives(stages: Stages[T]) -> Stages[T]:

@@ -1,4 +1,4 @@
-"""Small networks and the batches that they are trained on, the same ones on every rank."""
+"""Small networks and their training batches, the same on every rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def past_dgc_bound(features: Any) -> Any:
 
 
 def with_batch_norm(features: Any) -> Any:
-    # no bias: batch norm would take it out again, and its gradient is rounding noise
+    # no bias: batch norm would remove it, and its gradient is rounding noise
     hidden = paddle.nn.BatchNorm1D(12)(paddle.nn.Linear(FEATURES, 12, bias_attr=False)(features))
     return paddle.nn.Linear(12, 5)(paddle.tanh(hidden))
 

@@ -1,4 +1,4 @@
-"""Check 3: how much of the communication hides behind computing, with a negative control beside it."""
+"""Check 3: how much of the communication overlaps with computing, and a negative control."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPUTE, COMMUNICATION, SERIAL, OURS = "compute", "communication", "serial", "ou
 CONTROL, CONTROL_SERIAL = "control", "control, serial"
 TURNS = (COMPUTE, COMMUNICATION, SERIAL, OURS, CONTROL_SERIAL, CONTROL)
 CONTROL_WITHIN = 0.15
-"""Of 0, on a quiet machine: training with one bucket, which is waited for where it is started, hides nothing."""
+"""Deviation from 0, on an idle machine: training with one bucket, waited for where it starts, hides nothing."""
 _ONE_BUCKET_MEGABYTES = 4096.0
 EXPECTED_ON_GPUS = 0.3
 _TIMEOUT_SECONDS = 60
@@ -38,7 +38,7 @@ _TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True)
 class Size:
-    """Layers of ``width`` x ``width``, so large that neither computing nor sending is over at once."""
+    """Layers of ``width`` x ``width``, so large that both computing and sending take measurable time."""
 
     width: int
     layers: int
@@ -108,7 +108,7 @@ def _batch(size: Size, rank: int) -> tuple[Array, Array]:
 
 
 def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -> Trained:
-    """Without communication where ``settings`` is None."""
+    """Without communication if ``settings`` is None."""
 
     def wrap(inner: Any) -> Any:
         if settings is None:
@@ -125,7 +125,7 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
 
 
 def _communication(job: Job, trained: Trained) -> Turn:
-    """What the buckets of a program send in a step, one after the other; the device is done when it returns."""
+    """Sends the buckets of a step, one after the other; the device is done when it returns."""
     exchange = next(exchange for main, exchange in current().exchanges if main is trained.main)
     gradients = _gradients(job, exchange)
 
@@ -153,7 +153,7 @@ def _await_device() -> None:
 
 
 def _measure(job: Job, turns: Mapping[str, Turn], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step, one number per round; every turn once per round, so that a busy moment meets all alike."""
+    """Seconds per step, one number per round; every turn once per round, so that external load affects all alike."""
     times: dict[str, list[float]] = {turn: [] for turn in TURNS}
     for number in range(-1, rounds):  # the first round is not counted
         for turn in TURNS:
@@ -167,8 +167,8 @@ def _measure(job: Job, turns: Mapping[str, Turn], steps: int, rounds: int) -> di
 
 
 def overlap_of(times: Mapping[str, Sequence[float]], turn: str, one_after_the_other: str) -> float:
-    """What ``turn`` has saved of what could be saved: 1 = the shorter one of computing and communication is hidden
-    wholly, 0 = nothing is. The median over the rounds."""
+    """The share that ``turn`` has saved of what could be saved: 1 = the shorter one of computing and communication is
+    hidden completely, 0 = nothing is. The median over the rounds."""
     return statistics.median(
         (serial - taken) / min(compute, communication)
         for serial, taken, compute, communication in zip(
@@ -178,7 +178,7 @@ def overlap_of(times: Mapping[str, Sequence[float]], turn: str, one_after_the_ot
 
 
 def judge(times: Mapping[str, Sequence[float]], on_gpu: bool, seconds: float) -> Result:
-    """A figure is asked for on every machine, a good one on GPUs: processors that compute and send at a time are
+    """A figure is required on every machine, a good one on GPUs: CPUs that compute and send at the same time are
     shared by both."""
     if any(not value > 0 or not math.isfinite(value) for turn in TURNS for value in times[turn]):
         return Result("overlap", "overlap", FAIL, f"times are missing: {dict(times)}", seconds)
@@ -193,7 +193,7 @@ def judge(times: Mapping[str, Sequence[float]], on_gpu: bool, seconds: float) ->
     words = (
         f"{ours:.2f} of what could be hidden (compute {medians[COMPUTE]:.1f} ms, communication "
         f"{medians[COMMUNICATION]:.1f} ms, one after the other {medians[SERIAL]:.1f} ms, ours {medians[OURS]:.1f} ms); "
-        f"negative control, one bucket behind the backward pass: {control:.2f}"
+        f"negative control, one bucket after the backward pass: {control:.2f}"
     )
     status = OK
     if abs(control) > CONTROL_WITHIN:
@@ -201,5 +201,5 @@ def judge(times: Mapping[str, Sequence[float]], on_gpu: bool, seconds: float) ->
     elif on_gpu and ours < EXPECTED_ON_GPUS:
         status, words = WARN, f"{words}; {EXPECTED_ON_GPUS:g} or more is expected on GPUs"
     elif not on_gpu:
-        words += "; on processors, which compute and send by turns, no figure is asked for"
+        words += "; on CPUs, which compute and send by turns, no figure is required"
     return Result("overlap", "overlap", status, words, seconds, figures)

@@ -1,4 +1,4 @@
-"""Check 2: every profile of the catalogue trained on real ranks that stumble, beside the simulator."""
+"""Check 2: every profile of the catalogue trained on real ranks with random delays, compared with the simulator."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from fleet_train.selftest.subjects.simulated import Reference
 from fleet_train.selftest.subjects.training import Trained, computes_on_gpu
 
 EXACT = 1e-5
-"""Largest relative difference of a parameter, where only the order of float32 sums differs."""
+"""Largest relative difference of a parameter, if only the order of float32 sums differs."""
 APPROXIMATED = 1e-3
-"""Where gradients are approximated, or computed in 16 bits: the last bit of a float32 decides now and then what is
-chosen, or to which side is rounded."""
+"""For gradients that are approximated, or computed in 16 bits: the last bit of a float32 sometimes decides which
+elements are selected, or the direction of rounding."""
 ROUNDED = 5e-3
-"""The same for what is rounded on the wire: in bfloat16 by up to 1/256, in few bits by half a level."""
+"""The same for values rounded on the wire: in bfloat16 by up to 1/256, in few bits by half a level."""
 _COMPARED_EVERY = 10
 _LONGEST_SLEEP_SECONDS = 0.004
 _MOST_KERNELS = 20
 _KERNEL_SIDE = 2048
 _TIMEOUT_SECONDS = 60
 _NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
-"""What is chosen for a fast link is one bucket; these make several, whose order and communicators are to be tried."""
+"""The choice for a fast link is one bucket; these settings make several, to test their order and communicators."""
 _SIMULATION_SECONDS = 600.0
-"""How long rank 0 may compute what all ranks do; the others wait for it."""
+"""How long rank 0 may simulate all ranks; the others wait for it."""
 _STEPS_PER_PERIOD = 4
-"""A period of LocalSGD is at most the steps over this: several are seen."""
+"""A period of LocalSGD is at most the steps divided by this, so that several occur."""
 
 Values = dict[str, Array]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A profile as it is tried here, and what was changed for that."""
+    """A profile as it is tested here, and what was changed for that."""
 
     profile: Profile
     changed: Mapping[str, int]
@@ -68,7 +68,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Run:
-    """What this rank has held: its parameters every few steps, and in the end, when all are to be equal."""
+    """This rank's parameters every few steps, and at the end, when all must be equal."""
 
     start: Values
     seen: Mapping[int, Values]
@@ -92,7 +92,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
         return Result("profiles", label, SKIP, reason)
     before = dict(os.environ)
     try:
-        paddle.seed(seed * 1000 + job.cluster.rank)  # another start on every rank: rank 0's must win
+        paddle.seed(seed * 1000 + job.cluster.rank)  # a different start on every rank: rank 0's must be used
         trained = Trained(fitted.network, lambda inner: fleet.distributed_optimizer(inner, fitted.profile), _optimizer)
         run = _train(job, trained, steps, seed)
         difference = _from_simulator(job, fitted, precision, run, steps, seed) if job.cluster.rank == 0 else 0.0
@@ -105,7 +105,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
 
 
 def fit(profile: Profile, steps: int) -> Fitted:
-    """Warm-ups end, and periods are seen, within the steps. What NCCL alone reads is left to the cluster's owner."""
+    """Warm-ups end, and periods occur, within the steps. Variables that only NCCL reads are left to the owner."""
     changed = short_warm_ups(profile)
     changed |= short_periods(profile, max(2, steps // _STEPS_PER_PERIOD))
     environment = {name: value for name, value in profile.environment.items() if not name.startswith("NCCL_")}
@@ -117,7 +117,7 @@ def fit(profile: Profile, steps: int) -> Fitted:
         "environment": environment,
         "collective_timeout_seconds": _TIMEOUT_SECONDS,
     }
-    settings["divergence_check_steps"] = 0  # replicas are compared here, and what differs does not end the other checks
+    settings["divergence_check_steps"] = 0  # replicas are compared here, and a difference does not end other checks
     return Fitted(profile.with_settings("the selftest", **settings), changed, network)
 
 
@@ -153,7 +153,7 @@ def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
 
 
 def _stumble(random: np.random.Generator) -> None:
-    """Keep the others waiting: the host for some milliseconds, the device by products of matrices."""
+    """Delay the others: the host for some milliseconds, the device by products of matrices."""
     time.sleep(random.uniform(0.0, _LONGEST_SLEEP_SECONDS))
     if computes_on_gpu():
         with dynamic_mode(), paddle.no_grad():
@@ -165,7 +165,7 @@ def _stumble(random: np.random.Generator) -> None:
 def _from_simulator(
     job: Job, fitted: Fitted, precision: MixedPrecision | None, run: Run, steps: int, seed: int
 ) -> float:
-    """The largest difference of this rank's parameters from those of the numpy job, at any time and in the end."""
+    """The largest difference of this rank's parameters from those of the numpy job, at any time and at the end."""
     data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
     if fitted.profile.sync_batch_norm:
         return _from_joint_batch(fitted.network, run, data)
@@ -181,7 +181,7 @@ def _from_simulator(
 
 
 def _from_joint_batch(network: Network, run: Run, data: list[tuple[Array, Array]]) -> float:
-    """Ranks that talk within their passes are not simulated: one process with the batch of all ranks is the same."""
+    """Ranks that communicate within their passes are not simulated: one process with the joint batch is equivalent."""
     one, worst = Trained(network, lambda inner: inner, _optimizer), 0.0
     one.start_from(run.start)
     for step, (features, labels) in enumerate(data, 1):
@@ -194,7 +194,7 @@ def _from_joint_batch(network: Network, run: Run, data: list[tuple[Array, Array]
 def judge(
     job: Job, label: str, fitted: Fitted, steps: int, everybody: Mapping[int, Mapping[str, Any]], seconds: float
 ) -> Result:
-    """``everybody``: by rank, the digest of its parameters in the end, and on rank 0 the simulator's difference."""
+    """``everybody``: by rank, the digest of its final parameters, and on rank 0 the simulator's difference."""
     profile, plan = fitted.profile, fleet.plan()
     tolerance = tolerance_of(profile, on_gpu=computes_on_gpu())
     difference = float(everybody[0]["difference"])
@@ -213,7 +213,7 @@ def judge(
         words = f"after {steps} steps {difference:.1e} from {_reference(profile)}, {tolerance:.0e} is allowed"
         return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)
     if not everybody[0]["moved"] > 10 * tolerance:
-        return Result("profiles", label, FAIL, "the parameters have not moved", seconds, figures)
+        return Result("profiles", label, FAIL, "the parameters have not changed", seconds, figures)
     return Result("profiles", label, OK, _words(fitted, steps, difference, tolerance), seconds, figures)
 
 

@@ -1,4 +1,4 @@
-"""The product's simulator with Paddle's gradients: what real ranks are compared with, in each rank's own process."""
+"""The project's simulator with Paddle's gradients: the reference for real ranks, in each rank's own process."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Gradients:
                 self.main, feed=feed, fetch_list=[self._loss, *(gradient for _, gradient in self._pairs)]
             )
         gradients = {parameter.name: value for (parameter, _), value in zip(self._pairs, found, strict=True)}
-        # What has no gradient: running statistics, which the forward pass moves, and frozen values, which stay.
+        # Values without gradient: running statistics, which the forward pass updates, and frozen values.
         others = {name: np.array(value) for name, value in self._state().items() if name not in gradients}
         return Local(gradients, float(loss.item()), others)
 
     def start(self, state: Values) -> dict[str, Array]:
-        """What of a real program's state this one has."""
+        """The part of a real program's state that this one has."""
         return {name: state[name] for name in self._state()}
 
     def _state(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Gradients:
 
 
 def numpy_reference(optimizer: Any) -> NumpyOptimizer:
-    """The numpy optimizer that computes what this one of Paddle's does."""
+    """The numpy equivalent of this Paddle optimizer."""
     kind, decay = type(optimizer).__name__, 0.0
     if kind == "Momentum":
         decay = optimizer._default_dict["regularization_coeff"]
@@ -73,7 +73,7 @@ def numpy_reference(optimizer: Any) -> NumpyOptimizer:
 
 
 class Reference:
-    """A simulated job beside a real one that was converted last, with the same data."""
+    """A simulated job parallel to the real one that was converted last, with the same data."""
 
     def __init__(
         self, network: Network, make: Callable[[], Any], start: Values, precision: MixedPrecision | None = None
@@ -87,7 +87,7 @@ class Reference:
         )
 
     def step(self, features: Array, labels: Array) -> Step:
-        """One step on the joint batch, of which each rank takes its share."""
+        """One step on the joint batch, of which each rank uses its share."""
         self.job.rate = float(self.optimizer.get_lr())
         done = self.job.step(lambda rank, values: self.gradients(values, features[share(rank)], labels[share(rank)]))
         if isinstance(self.optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):

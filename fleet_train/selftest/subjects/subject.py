@@ -1,4 +1,4 @@
-"""A rank under examination: ``python -m fleet_train.selftest.subjects.subject JOB REPORTS OPTIONS``.
+"""A rank under test: ``python -m fleet_train.selftest.subjects.subject JOB REPORTS OPTIONS``.
 
 
 It joins the subjects' cluster through the facade, as any training script does, and reports one JSON object per line.
@@ -25,7 +25,7 @@ Check = Callable[[Job, Options], Iterator[Result]]
 
 
 class Reports:
-    """Where the supervisor reads."""
+    """The supervisor's file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +44,7 @@ CHECKS: dict[str, Check] = {
 
 
 def examine(job: Job, options: Options, reports: Reports) -> None:
-    """Every check that was asked for, on all ranks; rank 0 writes what they have found."""
+    """Every requested check, on all ranks; rank 0 writes the results."""
     for group, check in CHECKS.items():
         if group not in options.groups:
             continue

@@ -1,4 +1,4 @@
-"""A network trained through the facade, or on one process, in programs and a scope of its own."""
+"""A network trained through the facade, or on one process, in separate programs and scope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def computes_on_gpu() -> bool:
 
 
 class Trained:
-    """``wrap`` makes of an optimizer the one that is used: ``fleet.distributed_optimizer``, or nothing else."""
+    """``wrap`` is applied to the optimizer: ``fleet.distributed_optimizer``, or the identity."""
 
     def __init__(self, network: Network, wrap: Callable[[Any], Any], make_optimizer: Callable[[], Any]) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()

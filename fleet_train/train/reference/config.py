@@ -56,6 +56,8 @@ class TrainConfig:
     """Leave parameters with at most one dimension (biases, scales of norms) out of the weight decay."""
     clip_norm: float = 0.0
     """Largest global norm of the averaged gradients; larger ones are scaled down to it. 0 = no clipping."""
+    gradient_norm: bool = False
+    """Record the global norm of the averaged gradients; with clip_norm it is recorded anyway, but for LocalSGD."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     ema_decay: float = 0.0

@@ -82,6 +82,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             checkpoints=checkpoints,
             average=programs.average,
             skipping=programs.skipping,
+            gradient_norm=programs.gradient_norm,
             sinks=sinks,
             progress=progress,
             description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},

@@ -33,6 +33,8 @@ class Programs:
     """Of one batch: counts [classes, classes], row = true class; None with too many classes to look at."""
     average: WeightAverage | None
     skipping: SkipNotFinite | None
+    gradient_norm: Any
+    """Of one update, float32 [1]; None if it is not recorded."""
     features: Any
     probabilities: Any
     """Input and output of the evaluation program, for exporting."""
@@ -62,6 +64,7 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         scheduler.step(0)  # the first rate once more: `strategy` may be another profile than fleet had before
         average, skipping = _around_update(config, optimizer)
         optimizer.minimize(loss, startup)
+    norm = optimizer.gradient_norm() if _records_norm(config, world_size) else None
     if skipping is not None:
         keep_statistics_finite(training)
 
@@ -72,7 +75,15 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         features, logits, labels = logits_and_labels(training=False)
         probabilities = paddle.nn.functional.softmax(logits)
         sums, confusion = _evaluation_sums(logits, labels), _confusion(logits, labels)
-    return Programs(startup, loss, scheduler, evaluation, sums, confusion, average, skipping, features, probabilities)
+    return Programs(
+        startup, loss, scheduler, evaluation, sums, confusion, average, skipping, norm, features, probabilities
+    )
+
+
+def _records_norm(config: TrainConfig, world_size: int) -> bool:
+    """Clipping has computed it; LocalSGD's local steps, each rank for its own gradient."""
+    is_clipped = config.clip_norm > 0 and not (fleet.profile().use_local_sgd and world_size > 1)
+    return config.gradient_norm or is_clipped
 
 
 def _around_update(config: TrainConfig, optimizer: Any) -> tuple[WeightAverage | None, SkipNotFinite | None]:

@@ -53,8 +53,8 @@ def test_folders_are_told_apart_and_shared_ones_recognised(two: Two, tmp_path: P
     told = {one["measured"] for one in first.findings("shared_folder", "PASS")}
     assert told == {
         f"{tmp_path} (logs) is seen by all nodes",
-        f"{tmp_path / 'node0'} (output) is seen by this node alone",
-        f"{tmp_path / 'node1'} (output) is seen by this node alone",
+        f"{tmp_path / 'node0'} (output) is seen by this node only",
+        f"{tmp_path / 'node1'} (output) is seen by this node only",
     }
     assert not list(tmp_path.glob(".fleet_train-doctor-*"))
 

@@ -73,7 +73,7 @@ def test_a_listener_on_a_port_of_the_job(two: Two, tmp_path: Path) -> None:
         told = second_is(two, tmp_path, HEALTHY, "--only", "network")
     (finding,) = told.findings("ports_held", "FAIL")
     assert finding["hosts"] == [host(1, two)]
-    assert finding["measured"].startswith(f"port {PORT} is held by process {pid} (python")
+    assert finding["measured"].startswith(f"port {PORT} is in use by process {pid} (python")
     assert told.findings("absent", "FAIL") == []  # the doctors have met at another port
 
 

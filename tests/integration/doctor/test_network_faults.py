@@ -36,7 +36,7 @@ def test_own_name_means_a_loopback_address(two: Two, tmp_path: Path) -> None:
     told = second_is(two, tmp_path, Patient(hosts="127.0.0.1 localhost\n127.0.1.1 node1\n"))
     (finding,) = told.findings("own_name", "WARN")
     assert finding["hosts"] == [host(1, two)]
-    assert finding["measured"] == "its own name 'node1' means 127.0.1.1"
+    assert finding["measured"] == "its own name 'node1' resolves to 127.0.1.1"
 
 
 def test_own_name_is_unknown(two: Two, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_batch_script_saves_when_asked_to_is_queued_again_and_ends_with_the_sa
     slurm.job.wait_until(lambda: slurm.state_of(number) in ended, 150.0, "the end of the job")
     output = (folder / f"train-{number}.out").read_text()
     assert slurm.state_of(number) == "COMPLETED", output
-    assert "the state of run 0 is saved; the job queues itself again" in output
+    assert "the state of run 0 is saved; the job requeues itself" in output
     (_, _, _, first), (_, _, _, second) = places(output)
     assert first == 0
     assert 10 <= second < 40
@@ -85,7 +85,7 @@ def test_a_batch_script_saves_when_asked_to_is_queued_again_and_ends_with_the_sa
 def test_two_launchers_on_a_node_are_refused_with_the_fix(job: Job, slurm: Slurm, tmp_path: Path) -> None:
     both = srun(job, slurm, "both", tmp_path, ["--ntasks-per-node=2", *LAUNCHERS[1:]])
     assert both.process.returncode == 5
-    assert "has started 2 launchers on this node" in both.output
+    assert "started 2 launchers on this node" in both.output
     assert "srun --ntasks-per-node=1" in both.output
 
 
@@ -99,7 +99,7 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
     output = (tmp_path / "out").read_text()
     assert slurm.state_of(number) == "COMPLETED", output
     assert places(output) == [(0, 1, 1, 0)]
-    assert "trains alone: Slurm has allocated 2 nodes to the job, but srun has not started" in output
+    assert "trains alone: Slurm allocated 2 nodes to the job, but srun did not start" in output
 
 
 def test_a_job_that_is_queued_again_resumes_the_reference_trainer(tmp_path: Path) -> None:

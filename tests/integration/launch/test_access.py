@@ -66,7 +66,7 @@ def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:
     bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
     endpoint = f"{HOSTS[0]}:{bench.first_port + 1}"
     for access, why in (
-        (Access("mine", source="127.0.0.9"), "it hears the addresses of the node list only"),
+        (Access("mine", source="127.0.0.9"), "it accepts the addresses of the node list only"),
         (Access("", source=HOSTS[1]), "it belongs to another job, 'mine'"),
     ):
         with pytest.raises(ClusterError, match=why):

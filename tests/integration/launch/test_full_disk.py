@@ -37,7 +37,7 @@ def test_a_finished_job_is_finished(bench: Bench, from_the_beginning: bool) -> N
     said = [line for line in ended.output.splitlines() if os.strerror(21) in line]
     assert len(said) == 1, ended.output
     assert said[0].startswith("fleet_train: ")
-    assert said[0].endswith(f"cannot be written: {os.strerror(21)}; the job goes on, logs are not complete")
+    assert said[0].endswith(f"cannot be written: {os.strerror(21)}; the job continues, logs are incomplete")
     assert "restart" not in ended.output
 
 

@@ -118,7 +118,7 @@ def test_an_address_that_is_not_ours_is_an_error_that_lists_ours(bench: Bench) -
     bench.start("", flags=["--ips=192.0.2.200,192.0.2.201", "--host=192.0.2.201"])
     (ended,) = bench.ended()
     assert ended.exit_code == 5
-    assert "--node_ip=192.0.2.201 is no address of this machine: this machine has 127.0.0.1" in ended.output
+    assert "--node_ip=192.0.2.201 is not an address of this machine: this machine has 127.0.0.1" in ended.output
     assert len(ended.output.splitlines()) == 1
 
 
@@ -130,7 +130,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(bench: Bench) -> None:
     command = ended.output.splitlines()[-1]
     assert "-m paddle.distributed.launch --ips=127.0.0.2,127.0.0.3 --host=127.0.0.3" in command
     assert "  FLEET_TRAIN_STRATEGY=multi_node" in ended.output.splitlines()
-    assert "taken out of the environment: PADDLE_MASTER" in ended.output.splitlines()
+    assert "removed from the environment: PADDLE_MASTER" in ended.output.splitlines()
     assert "outer:1" not in ended.output
     assert SECRET not in ended.output
     assert "a rank ran" not in ended.output

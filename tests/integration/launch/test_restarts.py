@@ -73,7 +73,7 @@ def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: 
     for one in ended:
         assert "  | ValueError: bad row 1" in one.output.splitlines()
         assert one.output.splitlines()[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
-    assert "not restarted: it has failed twice in the same way" in ended[0].output
+    assert "not restarted: it failed twice in the same way" in ended[0].output
     assert bench.job.leftovers() == []
 
 
@@ -90,7 +90,7 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
     wait_for_attempt(bench, 1)
     send(first, signal.SIGKILL)
     first.process.wait()
-    bench.wait_for_output("node 1 (127.0.0.3) leads the job from now on", "node1.log")
+    bench.wait_for_output("node 1 (127.0.0.3) is the leader from now on", "node1.log")
     start(bench, 0, words, patience)
     assert [one.exit_code for one in bench.ended()] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], bench.job.report()
     # The new launcher of node 0 follows, and has heard from the other one how often the job has begun.
@@ -165,7 +165,7 @@ def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> N
         assert bench.log(f"node{node}/log/workerlog.0") == "began\nsaved\n"
         assert one.output.splitlines()[-1] == (
             "fleet_train: node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state and stopped: "
-            "start it again to go on"
+            "start it again to continue"
         )
     bench.no_orphans_within(1.0)
 

@@ -94,7 +94,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_and_the_others_are_told(bench: 
     bench.no_orphans_within(10.0)
     assert second.process.wait() == 11
     assert "the launcher of node 0 (127.0.0.2), which hosts the job store" in second.output
-    assert "vanished" in second.output.splitlines()[-1]
+    assert "was lost" in second.output.splitlines()[-1]
     assert "Traceback" not in second.output
     assert list(bench.temporary.iterdir()) == []
 

@@ -26,5 +26,6 @@ def slowed(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Two ranks on two nodes that have learnt the digits; rank 1 has a slow processor."""
     folder = tmp_path_factory.mktemp("slowed")
     script = ROOT / "tests" / "support" / "train_with_a_slow_rank.py"
-    args = ["--model=mlp", "--data=digits", "--epochs=4", "--log_every=5", f"--output_dir={folder}/runs/slow"]
+    args = ["--model=mlp", "--data=digits", "--epochs=4", "--log_every=5", "--gradient_norm"]
+    args.append(f"--output_dir={folder}/runs/slow")
     return Watched(run_ranks(script, 2, folder=folder / "job", nodes=2, args=args), folder)

@@ -148,7 +148,7 @@ def test_without_a_working_visualdl_the_numbers_are_shown_here(tmp_path: Path, b
         (ended,) = job.wait(timeout_seconds=60)
     assert ended.exit_code == 0, ended.output
     assert "VisualDL does not start: " in ended.output
-    assert "this is metrics.jsonl instead" in ended.output
+    assert "showing metrics.jsonl instead" in ended.output
     assert "train/loss" in ended.output
 
 

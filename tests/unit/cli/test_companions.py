@@ -44,7 +44,7 @@ def test_an_option_without_its_companion_is_refused(option: str, started: list[T
     assert isinstance(result.exception, FleetTrainError)
     name = option.split()[0]
     assert str(result.exception).startswith(f"{name} ")
-    assert " would change nothing: it " in str(result.exception)
+    assert " would have no effect: it " in str(result.exception)
     assert str(result.exception).endswith(f", or leave {name} out")
     assert started == []
     assert CliRunner().invoke(command, [*option.split(), *with_it.split()]).exit_code == 0

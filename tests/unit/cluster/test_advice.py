@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from fleet_train.cluster import advice
@@ -54,3 +57,45 @@ def test_the_threads_of_a_rank(environ: dict[str, str], usable: int, expected: i
 
 def test_a_gpu_build_gets_threads_alone() -> None:
     assert advice.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_process_that_an_engine_has_started_alone_is_left_as_it_is() -> None:
+    environ = {**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"}
+    advice.advise_this_process(environ, loaded=())
+    assert "OMP_NUM_THREADS" not in environ
+
+
+def test_an_engine_that_does_not_say_how_many_share_the_machine_is_taken_for_one() -> None:
+    assert advice.threads_of_rank({}, Started("an engine", 0, 8), 12, 12) == 12
+
+
+def test_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert advice.usable_processors() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert advice.usable_processors() == len(allowed)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems than Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert advice.usable_processors() == 6
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert advice.usable_processors() == 1
+
+
+def test_a_processor_of_amd_is_known_by_its_name(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert not advice.is_amd_processor(info)
+    info.write_text("vendor_id : GenuineIntel\n")
+    assert not advice.is_amd_processor(info)
+    info.write_bytes(b"\xff vendor_id : AuthenticAMD\n")
+    assert advice.is_amd_processor(info)
+
+
+def test_a_rank_that_was_bound_to_some_processors_uses_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "usable_processors", lambda: 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    environ = dict(HYDRA)
+    advice.advise_this_process(environ, loaded=())
+    assert environ["OMP_NUM_THREADS"] == "3"

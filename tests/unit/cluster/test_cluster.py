@@ -26,7 +26,7 @@ def test_two_launchers_on_one_host_are_two_nodes() -> None:
 
 
 def test_endpoint_twice_is_refused() -> None:
-    with pytest.raises(ClusterError, match="endpoint a:1 stands for two ranks"):
+    with pytest.raises(ClusterError, match="endpoint a:1 is given for two ranks"):
         from_endpoints(["a:1", "a:1"])
 
 
@@ -45,3 +45,13 @@ def test_cluster_answers_where_this_process_is() -> None:
 
 def test_single_process_is_a_cluster_of_one() -> None:
     assert (Cluster.single().world_size, Cluster.single().node_num) == (1, 1)
+
+
+def test_ranks_are_described_with_their_places_and_strangers_by_number() -> None:
+    cluster = Cluster(assign(["10.0.0.1", "10.0.0.2"], 1, 6170), 0)
+    assert [cluster.describe(rank) for rank in (-1, 0, 1, 2)] == [
+        "rank -1",
+        "rank 0 (10.0.0.1:6170)",
+        "rank 1 (10.0.0.2:6170)",
+        "rank 2",
+    ]

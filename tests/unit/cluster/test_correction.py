@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from fleet_train.cluster import Cluster, correction
 from fleet_train.cluster.correction import correct, read_before_import, warning_of
+from fleet_train.cluster.environment import rank_variables
 
 RECIPE = (
     "python -u -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
@@ -52,7 +56,7 @@ def test_nothing_else_is_touched(environ: dict[str, str], command: list[str]) ->
 def test_a_script_that_reads_its_rank_below_the_import_is_fine() -> None:
     script = "import os\nfrom fleet_train import fleet\nRANK = int(os.environ['PADDLE_TRAINER_ID'])\n"
     assert read_before_import(script) is None
-    assert warning_of(script, {"PADDLE_TRAINER_ID": "0"}).startswith("the stock launcher has set PADDLE_TRAINER_ID and")
+    assert warning_of(script, {"PADDLE_TRAINER_ID": "0"}).startswith("the stock launcher set PADDLE_TRAINER_ID and")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +73,57 @@ def test_a_script_that_reads_its_rank_above_the_import_is_warned_with_the_line(l
     assert read_before_import(script) == 3
     warning = warning_of(script, {"PADDLE_TRAINER_ID": "0"})
     assert warning.startswith("WARNING: ")
-    assert "line 3 of the script stands above it: move `import fleet_train` to its first line" in warning
+    assert "line 3 of the script is above that: move `import fleet_train` to its first line" in warning
     assert line not in warning
 
 
 def test_without_a_correction_nothing_is_said() -> None:
     assert warning_of("RANK = os.environ['PADDLE_TRAINER_ID']", {}) == ""
+
+
+@pytest.fixture
+def uncorrected(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """This process as if nothing had been corrected yet; what is corrected is put there."""
+    before: dict[str, str | None] = {}
+    monkeypatch.setattr(correction, "_launched", before)
+    for name in rank_variables(Cluster.single()):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("FLEET_TRAIN_STORE", raising=False)
+    return before
+
+
+def test_a_process_is_corrected_once_and_its_launchers_words_are_kept(
+    uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correction, "parent_command", lambda: RECIPE)
+    legacy = {name: value for name, value in LEGACY.items() if name != "PADDLE_CURRENT_ENDPOINT"}
+    for name, value in legacy.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "")
+    monkeypatch.delenv("PADDLE_CURRENT_ENDPOINT")
+    for _ in range(2):
+        correction.correct_this_process()
+        assert os.environ["PADDLE_TRAINER_ID"] == "3"
+        assert os.environ["PADDLE_CURRENT_ENDPOINT"] == "10.0.0.2:6171"
+    assert uncorrected["PADDLE_TRAINER_ID"] == "1"
+    assert uncorrected["PADDLE_CURRENT_ENDPOINT"] is None
+    launched = correction.launch_environment()
+    assert {name: launched[name] for name in legacy} == legacy
+    assert "PADDLE_CURRENT_ENDPOINT" not in launched
+    assert warning_of(None).startswith("the stock launcher set PADDLE_TRAINER_ID")
+
+
+def test_where_nothing_was_corrected_the_launchers_words_are_the_environment(
+    uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correction, "parent_command", lambda: ["bash"])
+    correction.correct_this_process()
+    assert uncorrected == {}
+    assert correction.launch_environment() == dict(os.environ)
+    assert warning_of("RANK = os.environ['PADDLE_TRAINER_ID']") == ""
+
+
+def test_fleetrun_is_the_stock_launcher_under_another_name() -> None:
+    environ = dict(LEGACY)
+    assert correct(environ, ["python", "/usr/bin/fleetrun", *RECIPE[4:]]) != {}
+    assert environ["PADDLE_TRAINER_ID"] == "3"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import detect
+from fleet_train.cluster.engines import CHOICES, detect
+from fleet_train.cluster.engines.detect import _READERS
 from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
 from fleet_train.cluster.engines.slurm import allocated_nodes, port_of
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.errors import ClusterError
+from tests.support.processes import ROOT
 
+PAGE = ROOT / "docs" / "engines.md"
 SLURM = {
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "2",
@@ -65,6 +70,20 @@ TRAIN_JOB = {
     "PET_MASTER_PORT": "29400",
 }
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "FLEET_TRAIN_NNODES": "3", "FLEET_TRAIN_MASTER": "digits-0.digits:7000"}
+RECOGNISED: list[tuple[dict[str, str], tuple[object, ...]]] = [
+    (SLURM, ("Slurm (job 17, step 2)", 3, 4, 1, 2)),
+    (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
+    (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
+    ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
+    (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
+    (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
+    (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
+    (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
+    (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
+    (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
+    (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
+]
+"""(variables of one process, engine, index, count, local index, local count), for each reader at least one."""
 
 
 def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
@@ -116,7 +135,7 @@ def test_a_shell_of_an_allocation_is_told_of_its_nodes() -> None:
         ({"SLURM_PROCID": "4"}, r"SLURM_PROCID=4 is not in 0 \.\. 3"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "makes 3 tasks on 2 nodes, but SLURM_STEP_NUM_TASKS=4"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
-        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, as .* would set it, is no whole number"),
+        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
         ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4"),
     ],
@@ -154,7 +173,7 @@ def test_what_is_no_list_of_hosts(text: str) -> None:
 
 
 def test_too_many_hosts_are_no_list() -> None:
-    with pytest.raises(ClusterError, match="stands for 1000000 hosts"):
+    with pytest.raises(ClusterError, match="expands to 1000000 hosts"):
         expand_hostlist("a[0-999]b[0-999]")
 
 
@@ -173,25 +192,82 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
-        (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
-        ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
-        (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
-        (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
-        (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
-        (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
-        (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
-        (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
-        (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), RECOGNISED)
 def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     found = detect(environ)
     assert found is not None
     assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
+
+
+def test_each_reader_has_a_case() -> None:
+    assert [name for name, read in _READERS if not any(read(environ) for environ, _ in RECOGNISED)] == []
+
+
+def test_the_page_names_every_engine() -> None:
+    """Where it says what --engine takes."""
+    sentence = re.search(r"`--engine none`.*?insists on\s+one", PAGE.read_text(), re.DOTALL)
+    assert sentence is not None
+    assert set(CHOICES) - set(re.findall(r"\w+", sentence[0])) == {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "node", "master", "job"),
+    [
+        (SLURM, 1, "n1", "slurm-17.2"),
+        (OPEN_MPI, None, "", "openmpi-2154561537"),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1@1/x y"}, None, "", "openmpi-prterun-n1@1-x-y"),
+        ({name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}, None, "", "openmpi-unnamed"),
+        (HYDRA, None, "", "hydra"),
+        (TORCHRUN, 1, "10.0.0.1", "torchrun-none"),
+        (VOLCANO, None, "job-master-0.job", "torchrun-job-master-0.job"),
+        (PADDLE_JOB, None, "digits-worker-0", "paddlejob-digits"),
+        (PADDLE_OPERATOR, None, "10.0.0.1", "paddle-operator"),
+        ({**PADDLE_OPERATOR, "PADDLE_JOB_ID": "digits"}, None, "10.0.0.1", "digits"),
+        (ELASTIC, None, "digits-worker-0", "ns-digits"),
+        (TRAIN_JOB, None, "digits-node-0-0.digits", "trainjob-digits-node-0-0.digits"),
+        (INDEXED_JOB, None, "digits-0.digits", "job-digits-0.digits"),
+    ],
+)
+def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
+    environ: dict[str, str], node: int | None, master: str, job: str
+) -> None:
+    found = detect(environ)
+    assert found is not None
+    assert (found.node, found.master, found.job, found.restarts) == (node, master, job, 0)
+    assert found.run == ("slurm-cluster-17" if environ is SLURM else "")
+    assert found.processes == (4 if environ is TRAIN_JOB else None)
+    assert found.in_words() == f"started by {found.engine}: process {found.index} of {found.count}"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (SLURM, "SLURM_LOCALID"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (PADDLE_JOB, "PADDLE_NNODES"),
+        (ELASTIC, "PADDLE_ELASTIC_NP"),
+        (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_what_an_engine_must_have_said_is_named_and_blank_is_not_said(environ: dict[str, str], name: str) -> None:
+    with pytest.raises(ClusterError, match=name):
+        detect({**environ, name: " "})
+
+
+def test_open_mpis_jobs_have_ports_of_their_own_below_the_kernels() -> None:
+    found = [detect({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}) for job in range(40)]
+    ports = [one.port for one in found if one is not None and one.port is not None]
+    assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports)
+    assert len(set(ports)) > 30
+    (long,) = {one.job for one in [detect({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100})] if one is not None}
+    assert long == "openmpi-" + "x" * 60
+
+
+def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:
+    again = detect({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "blue", "SLURM_STEP_ID": "5"})
+    assert again is not None
+    assert (again.restarts, again.run, again.job) == (2, "slurm-blue-17", "slurm-17.5")
 
 
 @pytest.mark.parametrize(
@@ -242,10 +318,10 @@ def test_an_engine_can_be_named_or_left_out() -> None:
     [
         ({**PADDLE_JOB, "HOSTNAME": "worker7"}, "no rank; it is read from the pod's name, digits-worker-<number>"),
         ({**PADDLE_JOB, "HOSTNAME": "digits-worker-2"}, r"is not in 0 \.\. 1"),
-        ({**ELASTIC, "POD_IP": "10.0.0.3"}, "keeps its nodes in an etcd"),
-        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4, as TrainJob would set it"),
+        ({**ELASTIC, "POD_IP": "10.0.0.3"}, "keeps its nodes in etcd"),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES=1:4, a variable of TrainJob"),
         ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "digits-0.digits:port"}, "FLEET_TRAIN_MASTER=.* is not of the form"),
-        ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK=2 is not in 0 \.\. 1"),
     ],
 )

@@ -47,7 +47,7 @@ def test_fewer_processes_than_selected_gpus_gives_the_command_that_works() -> No
     command = [word.replace("--selected_gpus=0", "--selected_gpus=0,1") for word in OLD_COMMAND]
     with pytest.raises(ClusterError) as caught:
         cluster_from_environ(LONELY, command)
-    assert "asked for 2 processes on this machine and has started 1" in str(caught.value)
+    assert "asked for 2 processes on this machine and started 1" in str(caught.value)
     assert str(caught.value).endswith(
         "python -m fleet_train launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
         "--started_port=6170 --nproc_per_node=2 train.py --lr 0.1"
@@ -77,7 +77,7 @@ def test_modern_variables() -> None:
 
 
 def test_count_that_contradicts_the_endpoints_is_refused() -> None:
-    with pytest.raises(ClusterError, match="PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS names 4"):
+    with pytest.raises(ClusterError, match="PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 4"):
         cluster_from_environ({**MODERN, "PADDLE_TRAINERS_NUM": "3"})
 
 
@@ -153,3 +153,11 @@ def test_the_stock_launchers_numbers_are_read_strictly(flag: str, text: str) -> 
 def test_a_port_of_an_endpoint_is_read_strictly(port: str) -> None:
     with pytest.raises(ClusterError, match="is not of the form host:port"):
         cluster_from_environ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1:{port}"})
+
+
+def test_a_machine_that_is_named_twice_is_refused() -> None:
+    command = (
+        "python -m paddle.distributed.launch --cluster_node_ips=10.0.0.1,10.0.0.2,10.0.0.1 --node_ip=10.0.0.1 t.py"
+    )
+    with pytest.raises(ClusterError, match=r"--cluster_node_ips lists 10\.0\.0\.1 twice; list every machine once"):
+        cluster_from_environ({"PADDLE_TRAINER_ID": "0"}, command.split())

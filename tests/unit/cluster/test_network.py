@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_a_port_of_all_addresses_is_taken_on_each(free_ports: Callable[..., int]
         taken.listen()
         assert not network.port_is_free("127.0.0.3", port)
         assert network.port_owner(port, "127.0.0.3").pid == os.getpid()
+
+
+def test_the_owner_of_a_port_is_named_as_the_kernel_names_it(free_ports: Callable[..., int]) -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        owner = str(network.port_owner(port))
+    kernels = Path("/proc/self/comm").read_text().strip()  # the first 15 characters
+    assert owner.startswith(f"process {os.getpid()} ({kernels}")
 
 
 def test_owners_are_named_by_program_only() -> None:

@@ -32,6 +32,10 @@ def test_a_tenth_of_the_quickest_barrier_is_waited() -> None:
     assert paced(0.015, 0.012, 0.9, 0.013) == pytest.approx(0.0012)
 
 
+def test_sixteen_are_many() -> None:
+    assert paced(0.015, 0.012, 0.9, 0.013, participants=16) == pytest.approx(0.0012)
+
+
 def test_never_more_than_two_milliseconds() -> None:
     assert paced(1.0, 2.0, 3.0, 4.0) == pytest.approx(0.002)
 
@@ -74,6 +78,21 @@ def test_a_held_selector_sees_all_that_came_meanwhile(pipe: tuple[int, int]) -> 
     assert time.monotonic() - began >= 0.05
     assert os.read(pipe[0], 10) == b"xx"
     selector.close()
+
+
+def test_a_look_that_would_wait_for_a_moment_is_held_no_longer_than_that(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[float] = []
+    monkeypatch.setattr(time, "sleep", held.append)
+    pace = Pace()
+    pace.hold_seconds = 0.05
+    with PacedSelector(pace) as selector:
+        selector.register(pipe[0], selectors.EVENT_READ)
+        os.write(pipe[1], b"x")
+        for timeout in (None, 10.0, 0.5, 0.01, 0.0, -1.0):
+            assert len(selector.select(timeout)) == 1
+    assert held == [0.05, 0.05, 0.05, 0.01]
 
 
 def test_many_slow_arrivals_are_answered_as_ever() -> None:

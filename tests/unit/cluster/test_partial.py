@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fleet_train.cluster import partial
 from fleet_train.cluster.engines import Started
-from fleet_train.cluster.engines.peers import locate, resolve_hosts
+from fleet_train.cluster.engines.peers import MeetingPoint, locate, resolve_hosts
 from fleet_train.cluster.partial import ranks_of
+from fleet_train.cluster.store.servers import callers as callers_module
 from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.errors import ClusterError
 from tests.support.processes import Ended, Job, clean_environ
@@ -80,7 +84,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, free_ports: Callable
 
 def test_rank_0_on_another_machine_than_said_is_told_so(tmp_path: Path) -> None:
     (one,) = meet(tmp_path, [variables(0, 2, 6170, MASTER_ADDR="198.51.100.7")])
-    assert "says that it is on 198.51.100.7, which is none of this machine's addresses" in one.output
+    assert "says that it is on 198.51.100.7, which is not one of this machine's addresses" in one.output
     (one,) = meet(tmp_path, [variables(0, 2, 6170, FLEET_TRAIN_MASTER="198.51.100.8:6170")])
     assert "but FLEET_TRAIN_MASTER says that it is on 198.51.100.8" in one.output
     assert "FLEET_TRAIN_MASTER=host:port" in one.output
@@ -156,3 +160,40 @@ def test_a_name_that_gets_another_address_is_looked_up_again(monkeypatch: pytest
     assert not callers.hears("10.0.0.7")
     assert callers.may_change
     assert not Callers(["10.0.0.9"]).may_change
+
+
+def test_strangers_make_nobody_look_up_names_more_often_than_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    looks: list[float] = []
+    monkeypatch.setattr(callers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(callers_module, "addresses_of", lambda _: frozenset())
+    monkeypatch.setattr(
+        callers_module.Callers, "_look", lambda self: looks.append(now[0]) or self._is_looking.release()
+    )
+    named, fixed = Callers(["pod-0.set"]), Callers(["10.0.0.9"])
+    for now[0] in (100.0, 101.9, 102.1, 103.0, 104.0, 104.2):
+        assert not named.hears("10.0.0.6")
+        assert not fixed.hears("10.0.0.6")
+        for thread in threading.enumerate():
+            if thread.name == "fleet_train names":
+                thread.join()
+    assert looks == [102.1, 104.2]
+
+
+@pytest.mark.parametrize(("master", "seen"), [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", "")])
+def test_each_rank_tells_its_address_its_node_and_how_it_sees_rank_0(
+    monkeypatch: pytest.MonkeyPatch, master: str, seen: str
+) -> None:
+    """As a loopback address rank 0 is seen on its own machine only, so that is no news for the others."""
+    brought: list[object] = []
+
+    def all_gather(name: str, value: object, count: int, *_: object) -> dict[int, object]:
+        brought.append((name, value, count))
+        return {0: value}
+
+    client = SimpleNamespace(all_gather=all_gather, leave=lambda: None, close=lambda: None)
+    monkeypatch.setattr(partial.StoreClient, "connect", lambda *_, **__: client)
+    monkeypatch.setattr(partial.network, "address_towards", lambda _: "10.0.0.7")
+    started = partial.PartialCluster(Started("an engine", 1, 3, node=2))
+    partial._tell(started, MeetingPoint(master, 6170), 5.0)
+    assert brought == [("addresses", ["10.0.0.7", 2, seen], 3)]

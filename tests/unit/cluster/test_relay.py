@@ -140,7 +140,7 @@ def test_a_member_that_dies_is_named_to_all_at_once(tree: Tree) -> None:
 def test_a_member_that_leaves_is_told_apart(tree: Tree) -> None:
     tree.clients[8].leave()
     error = tree.all(lambda client: client.barrier("step 4", None, SIZE, 60), [0])[0]
-    assert "rank 8 has finished and left the job" in str(error)
+    assert "rank 8 finished and left the job" in str(error)
 
 
 def test_a_killed_relay_is_named_with_all_below_it(tree: Tree) -> None:
@@ -182,7 +182,7 @@ def test_members_below_a_frozen_root_are_told(tree: Tree) -> None:
         found = tree.all(lambda client: client.barrier("step 6", None, SIZE, 60), list(RANKS[6]))
     finally:
         resume.set()
-    assert all("does not answer any more" in str(error) for error in found), found
+    assert all("no longer answers" in str(error) for error in found), found
 
 
 def test_members_at_different_points_are_told(tree: Tree) -> None:

@@ -111,7 +111,7 @@ def test_member_that_dies_inside_a_gather_is_named(server: StoreServer) -> None:
 def test_member_that_left_is_told_apart_from_one_that_died(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     two.leave()
-    with pytest.raises(WorkerFailed, match="rank 1 has finished and left the job"):
+    with pytest.raises(WorkerFailed, match="rank 1 finished and left the job"):
         one.all_gather("step 9", None, 2, 30)
     assert one.gone() == {1: "left"}
 
@@ -182,7 +182,7 @@ def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: S
     launcher.ended("rank", 2)
     thread.join(timeout=20)
     assert isinstance(results[0], WorkerFailed)
-    assert str(results[0]).startswith("rank 2 has finished and left the job")
+    assert str(results[0]).startswith("rank 2 finished and left the job")
     assert launcher.gone("rank") == {2: "left"}
     two.leave()
 
@@ -251,7 +251,7 @@ def test_server_on_a_taken_port_says_which(server: StoreServer) -> None:
 def test_server_that_stops_is_named_to_its_clients(server: StoreServer) -> None:
     client = connect(server, 0)
     server.stop()
-    with pytest.raises(WorkerFailed, match=f"store at {server.endpoint} does not answer"):
+    with pytest.raises(WorkerFailed, match=f"store at {server.endpoint} no longer answers"):
         client.get("x")
 
 

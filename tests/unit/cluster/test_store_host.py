@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.protocol.access import access_of
-from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
+from fleet_train.cluster.store.servers import host as servers_host
+from fleet_train.cluster.store.servers.host import Place, StoreHost, endpoint_of, is_host, needs_relays
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 
@@ -30,6 +34,55 @@ def test_who_hosts(ranks_per_node: int, hosts: list[int]) -> None:
     launched = Cluster(assign(HOSTS, ranks_per_node, 6170), 0, "127.0.0.9:1/0")
     assert not is_host(launched)
     assert endpoint_of(launched) == "127.0.0.9:1/0"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "relays"), [(1, 40, False), (2, 16, False), (3, 11, True), (2, 17, True)]
+)
+def test_more_than_32_ranks_on_several_nodes_have_relays(nodes: int, ranks_per_node: int, relays: bool) -> None:
+    assert needs_relays(Cluster.imagined(nodes, ranks_per_node)) == relays
+
+
+def test_where_a_nodes_server_listens_and_whom_it_speaks_for() -> None:
+    root = Place.of(cluster(5, 12, 7000), 60.0)
+    # 32 relays below it at most, and as many members.
+    assert root == Place("127.0.0.2", 7000, HOSTS, 64, timeout_seconds=60.0)
+    second = Place.of(cluster(12, 12, 7000), 60.0)
+    assert (second.host, second.port, second.node, second.parent) == ("127.0.0.3", 7000, 1, "127.0.0.2:7000")
+    assert int(second.below, 16) == sum(2**rank for rank in range(12, 24))
+    few = Place.of(cluster(3, 2, 7000), 60.0)
+    assert (few.parent, few.below, few.members) == ("", "0", 64)
+    assert Place.of(Cluster(assign(HOSTS, 40, 7000), 119), 60.0).members == 72
+
+
+def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -> None:
+    """The pipe is the parent's word that it lives; the server sees its end once the parent has closed it."""
+    reader, writer = os.pipe()
+    alive, child_ends = os.pipe()
+    host = StoreHost.__new__(StoreHost)
+    host._process = SimpleNamespace(stdin=os.fdopen(writer, "wb"))  # type: ignore[assignment]
+    servers_host._hosts.add(host)
+    child = os.fork()
+    if child == 0:
+        os.close(child_ends)
+        os.read(alive, 1)  # until the parent lets go
+        os._exit(0)
+    os.close(alive)
+    host.release()
+    os.set_blocking(reader, False)
+    try:
+        for _ in range(200):  # the child may not have run yet
+            try:
+                assert os.read(reader, 1) == b""
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the child still holds the pipe")
+    finally:
+        os.close(child_ends)
+        os.waitpid(child, 0)
+        os.close(reader)
 
 
 def test_many_ranks_meet_over_the_helpers_of_their_nodes(free_ports: Callable[..., int]) -> None:

@@ -77,7 +77,7 @@ def test_an_address_outside_the_node_list_is_refused_and_told_once() -> None:
     server = started(callers=Callers(["127.0.0.2"]), say=said.append)
     try:
         for _ in range(3):
-            with pytest.raises(ClusterError, match=r"hears the addresses of the node list only, and this connection"):
+            with pytest.raises(ClusterError, match=r"accepts the addresses of the node list only, and this connection"):
                 StoreClient.connect(server.endpoint, 0, timeout_seconds=2)
         node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="127.0.0.2"))
         assert node.get("nothing") is None
@@ -85,6 +85,17 @@ def test_an_address_outside_the_node_list_is_refused_and_told_once() -> None:
     finally:
         server.stop()
     assert said == ["refused a connection from 127.0.0.1, which is not in the node list"]
+
+
+def test_an_address_of_another_machine_is_no_hindrance() -> None:
+    """Behind a translation of addresses a node's own is none of this machine's: then the kernel chooses."""
+    server = started()
+    try:
+        node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="192.0.2.7"))
+        assert node.get("nothing") is None
+        node.close()
+    finally:
+        server.stop()
 
 
 def test_another_job_is_refused_by_name() -> None:
@@ -99,7 +110,7 @@ def test_another_job_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "why"),
     [
-        (SECRET, None, "wants this job's secret"),
+        (SECRET, None, "requires this job's secret"),
         (SECRET, b"x" * 20, "another secret"),
         (None, SECRET, "has no job secret and this node has one"),
     ],
@@ -375,7 +386,7 @@ def test_what_all_members_bring_together_is_bounded(server: StoreServer, monkeyp
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["the values of all members together are more than the rendezvous store can hold"] * 3
+    assert found == ["the values of all members together exceed what the rendezvous store can hold"] * 3
     for client in clients:
         client.close()
 

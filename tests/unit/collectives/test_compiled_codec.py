@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,6 +177,35 @@ def said(process: subprocess.Popen[str]) -> str:
     out, problems = process.communicate(timeout=150)
     assert (process.returncode, problems) == (0, "")
     return out.strip()
+
+
+def test_loops_are_kept_in_a_folder_of_this_user_that_nobody_else_may_write_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loops_module = importlib.import_module("fleet_train.collectives.codec.loops")
+    monkeypatch.setattr(loops_module.numba.config, "CACHE_DIR", str(tmp_path / "caches"))
+    folder = loops_module._cache_folder()
+    assert folder is not None
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path / "caches", 0o700)
+    assert loops_module._cache_folder() == folder
+    for mode in (0o720, 0o702):
+        folder.chmod(mode)
+        assert loops_module._cache_folder() is None
+    folder.chmod(0o755)
+    assert loops_module._cache_folder() == folder
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: (path, mode) != (folder, os.W_OK))
+        assert loops_module._cache_folder() is None
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    assert loops_module._cache_folder() is None
+
+
+def test_loops_of_numba_that_compiles_nothing_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain Python they would take a thousand times as long as numpy."""
+    monkeypatch.setattr(importlib.import_module("numba").config, "DISABLE_JIT", 1)
+    find_loops.cache_clear()
+    assert find_loops() == "NUMBA_DISABLE_JIT is set; unset it"
+    find_loops.cache_clear()
 
 
 @pytest.mark.long

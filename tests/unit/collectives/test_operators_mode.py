@@ -12,7 +12,7 @@ import pytest
 from paddle.static import python_op
 
 from fleet_train.collectives.methods.base import flatten, views
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode, operators_in_dynamic_mode
+from fleet_train.collectives.paddle_compat.modes import dynamic_mode, ensured_dynamic_mode, operators_in_dynamic_mode
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +77,39 @@ def test_a_buffer_of_one_tensor_is_copied_when_made_and_shared_when_cut() -> Non
         (cut,) = views(flat, [[2, 2]])
         flat.scale_(5.0)
         assert cut.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+
+
+def test_the_thread_is_as_before_when_its_dynamic_mode_ends_or_raises() -> None:
+    def fail() -> None:
+        with dynamic_mode():
+            assert paddle.ones([2]).tolist() == [1.0, 1.0]
+            raise ValueError("in the body")
+
+    with pytest.raises(ValueError, match="in the body"):
+        fail()
+    assert (tracer(), paddle.in_dynamic_mode()) == (None, False)
+    with dynamic_mode():
+        before = tracer()
+        with dynamic_mode():
+            assert tracer() is not before
+        assert tracer() is before
+
+
+def test_dynamic_mode_asks_for_the_processs_place_where_it_is_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        paddle.base.framework, "_current_expected_place_", lambda: asked.append("") or paddle.CPUPlace()
+    )
+    with dynamic_mode(paddle.CPUPlace()):
+        assert asked == []
+    with dynamic_mode():
+        assert asked == [""]
+
+
+def test_dynamic_mode_is_ensured_where_the_thread_is_not_in_it() -> None:
+    with ensured_dynamic_mode():
+        inside = tracer()
+        assert inside is not None
+        with ensured_dynamic_mode():
+            assert tracer() is inside
+    assert tracer() is None

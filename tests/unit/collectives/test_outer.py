@@ -40,6 +40,14 @@ def test_slowmo_weighs_what_it_remembers_by_the_rate_of_now() -> None:
     assert (anchor[0].item(), outer.velocity[0].item()) == (5.75, 5.0)  # type: ignore[index]
 
 
+def test_slowmo_remembers_the_difference_itself_while_the_rate_is_zero() -> None:
+    outer = OuterOptimizer(Profile(use_local_sgd=True, outer_optimizer="slowmo", outer_lr=1.0, outer_momentum=0.5))
+    anchor = outer.step([paddle.full([1], 8.0)], [paddle.full([1], 1.0)], 0.0)
+    assert (anchor[0].item(), outer.velocity[0].item()) == (7.0, 1.0)  # type: ignore[index]
+    anchor = outer.step(anchor, [paddle.full([1], 1.0)], 0.5)
+    assert (anchor[0].item(), outer.velocity[0].item()) == (5.75, 2.5)  # type: ignore[index]
+
+
 def test_diloco_looks_ahead() -> None:
     # u = 1, 2.5, 5.25; half of difference + u / 2 is taken: 0.75, 1.625, 3.3125.
     assert steps("diloco", 0.25, outer_lr=0.5, outer_momentum=0.5) == [7.25, 5.625, 2.3125]

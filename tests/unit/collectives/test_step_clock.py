@@ -170,3 +170,10 @@ def test_on_the_host_every_step_is_counted_at_once() -> None:
     told, read = clock.tell(), clock.read()
     assert told.steps == read.steps == 1
     assert told.busy_seconds >= 0.0 <= read.exposed_seconds
+
+
+def test_step_that_nobody_has_begun_takes_no_time(stream: Stream, clock: StepClock) -> None:
+    clock.end_step()
+    stream.work(*[1.0] * stream.asked)
+    told = clock.tell()
+    assert (told.steps, told.busy_seconds) == (1, 0.0)

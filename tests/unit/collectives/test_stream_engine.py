@@ -6,10 +6,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import paddle
 import pytest
 
+from fleet_train.collectives.engines.device import HostDevice
 from fleet_train.collectives.engines.engine import Place
 from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.engines.stream import InFlight, StreamEngine
@@ -315,3 +317,32 @@ def test_any_two_ranks_begin_what_they_share_in_the_same_order(seed: int) -> Non
             assert both == [name for name in other.recorder.begun if name in set(one_rank.recorder.begun)]
             shared += len(both)
     assert shared > 50
+
+
+class Watched:
+    """A watchdog that is told what to look at."""
+
+    def __init__(self) -> None:
+        self.tasks: list[object] = []
+        self.calls: list[Place] = []
+
+    def watch(self, task: object, place: Place) -> None:
+        self.tasks.append((task, place))
+
+    @contextmanager
+    def over_a_call(self, place: Place) -> Iterator[None]:
+        self.calls.append(place)
+        yield
+
+    def stop(self) -> None:
+        pass
+
+
+def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
+    watched, recorder = Watched(), Recorder()
+    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)  # type: ignore[arg-type]
+    others = Group(1, (1, 2))
+    engine.start(stages(Stage((collective("a", ALL), collective("b", others)))), PLACE).result()
+    engine.stop()
+    assert watched.calls == [PLACE, PLACE]
+    assert watched.tasks == [(recorder.tasks[0][1], PLACE)]

@@ -200,3 +200,37 @@ def test_a_result_is_awaited_while_collectives_end_before_it(
     running = engine.start(stages(*[calling(moves.acquire)] * 4, result=1), place)
     assert running.result() == 1
     assert now == 4 * 69.0
+
+
+def test_time_at_a_barrier_is_no_silence_of_the_collective_behind_it(
+    engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The barrier opens after 65 of 70 seconds; the collective ends another 65 later."""
+    now, barrier, released = 0.0, Future[int](), threading.Event()
+    waits: list[float] = []
+
+    def wait(awaited: Future[int], timeout: float) -> None:
+        nonlocal now
+        waits.append(timeout)
+        now += 65.0
+        if len(waits) == 1:
+            barrier.set_result(1)
+            while engine._moved_at < now:
+                time.sleep(0.01)
+        else:
+            released.set()
+            awaited.exception(SECONDS)
+
+    monkeypatch.setattr(thread.time, "monotonic", lambda: now)
+    monkeypatch.setattr(thread, "_await", wait)
+    running = engine.start(
+        stages(calling(lambda: released.wait(SECONDS)), result=1), replace(PLACE, timeout_seconds=10.0), barrier=barrier
+    )
+    assert running.result() == 1
+    assert waits == [70.0, 70.0]
+
+
+def test_threads_keep_no_process_from_ending(engine: ThreadEngine) -> None:
+    """One of them may stand in a call of a lost rank for ever."""
+    running = engine.beside(threading.current_thread)
+    assert running.result(SECONDS).daemon

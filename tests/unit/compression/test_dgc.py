@@ -15,10 +15,12 @@ from fleet_train.plan.compression_settings import (
     DgcSettings,
     dgc_kept_elements,
     dgc_sent_bytes,
+    dgc_settings,
     kept_elements,
     sparsity_at,
 )
 from fleet_train.plan.simulate.compression import DgcSimulation
+from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 
 
@@ -34,6 +36,18 @@ def test_ramp_of_the_sparsity() -> None:
 
 def test_fleets_default_is_the_last_sparsity_at_once() -> None:
     assert [sparsity_at(step, DgcSettings()) for step in (0, 1, 1000)] == [0.999, 0.999, 0.999]
+
+
+def test_what_is_not_set_is_what_the_profile_has() -> None:
+    assert dgc_settings(Profile(), momentum=0.9) == DgcSettings()
+
+
+def test_a_ramp_of_two_steps_has_stages_and_one_of_one_step_has_none() -> None:
+    asked = {"compression": "dgc", "dgc_sparsity": 0.99}
+    ramps = {steps: dgc_settings(Profile(dgc_rampup_steps=steps, **asked)) for steps in (1, 2)}
+    assert [sparsity_at(step, ramps[1]) for step in (0, 1)] == [0.99, 0.99]
+    # Four stages over two steps: the first and the third, then the last.
+    assert [sparsity_at(step, ramps[2]) for step in (0, 1, 2, 3)] == [0.75, 0.984375, 0.99, 0.99]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +125,12 @@ def test_nothing_is_lost_over_many_steps() -> None:
     np.testing.assert_allclose(given + pending, sum(gradients), atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(300, 400), (512, 512)])
 @pytest.mark.parametrize("sparsity", [0.3, 0.75, 0.99, 0.9999])
-def test_large_gradients_send_exactly_the_largest(sparsity: float) -> None:
-    # Large enough for the guessed bound.
-    gradient = normal(300, 400)
-    update = step(alone(bucket((300, 400)), DgcSettings(sparsity=(sparsity,))), gradient)[0]
+def test_large_gradients_send_exactly_the_largest(sparsity: float, shape: tuple[int, int]) -> None:
+    # Large enough for the guessed bound; a sample is each 7th, or each 16th and so each 17th.
+    gradient = normal(*shape)
+    update = step(alone(bucket(shape), DgcSettings(sparsity=(sparsity,))), gradient)[0]
     kept = kept_elements(gradient.size, sparsity)
     bound = np.sort(np.abs(gradient), axis=None)[-kept]
     np.testing.assert_array_equal(update, np.where(np.abs(gradient) >= bound, gradient, 0))

@@ -15,9 +15,11 @@ from fleet_train.plan.compression_settings import (
     low_rank_families,
     powersgd_reduced_elements,
     powersgd_sent_bytes,
+    powersgd_settings,
     random_factor,
 )
 from fleet_train.plan.simulate.compression import PowerSgdSimulation, orthonormal
+from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 
 ALWAYS = PowerSgdSettings(min_compression=0.0)
@@ -37,6 +39,10 @@ def test_bound_of_the_compression_is_exclusive() -> None:
     # (8 + 8) * 1 * 4 == 64
     assert low_rank_families(bucket((8, 8)), PowerSgdSettings(min_compression=4.0))[1] == [0]
     assert low_rank_families(bucket((8, 8)), PowerSgdSettings(min_compression=3.9))[1] == []
+
+
+def test_what_is_not_set_is_what_the_profile_has() -> None:
+    assert powersgd_settings(Profile()) == PowerSgdSettings()
 
 
 def test_rank_is_bounded_by_the_matrix() -> None:

@@ -27,7 +27,7 @@ def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr(after_failure, "oom_kills", lambda: asked._kills + 1)
     line = asked.line()
     assert line.startswith("doctor: FAIL  memory  node 0 (127.0.0.1): ")
-    assert "1 processes were killed for want of memory" in line
+    assert "1 processes were killed for lack of memory" in line
     assert line.endswith("; more: python -m fleet_train doctor")
     assert "\n" not in line
 

@@ -102,14 +102,16 @@ def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(
     found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
     second = Attempt(1, 1, (0, 1))
     assert found == {"lead": second, "one": second}
-    assert seats.said[0][-1] == ("node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); going on without")
+    assert seats.said[0][-1] == (
+        "node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); continuing with fewer nodes"
+    )
     back = seats.take(2)
     waiting: list[Any] = []
     thread = threading.Thread(target=lambda: waiting.append(back.first()))
     thread.start()
     while not seats.said[2]:
         time.sleep(0.01)
-    assert seats.said[2] == ["the job is at work; node 2 (127.0.0.3) joins at the next restart"]
+    assert seats.said[2] == ["the job is running; node 2 (127.0.0.3) joins at the next restart"]
     while (why := lead.waiting_nodes(second)) is None:
         time.sleep(0.01)
     assert why == "node 2 (127.0.0.3) can join again"
@@ -152,7 +154,7 @@ def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Partic
     assert together(lead=decide, one=lambda: one.next(FIRST, FAILED)) == {"lead": None, "one": None}
     why = "not restarted: node 2 (127.0.0.3) was stopped by SIGTERM"
     assert seats.said[0][-1] == why
-    assert seats.said[1][-1] == f"node 0 (127.0.0.1) has ended the job: {why}"
+    assert seats.said[1][-1] == f"node 0 (127.0.0.1) ended the job: {why}"
 
 
 def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Participants) -> None:
@@ -177,7 +179,7 @@ def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats:
 def test_without_restarts_a_late_launcher_is_refused(seats: Participants) -> None:
     begin(seats)[2].membership.close()
     seats.memberships.pop()
-    with pytest.raises(ClusterError, match="has begun without this launcher of node 2"):
+    with pytest.raises(ClusterError, match="started without this launcher of node 2"):
         seats.take(2, policy=FaultPolicy()).first()
 
 
@@ -188,8 +190,8 @@ def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants
     second = Attempt(1, 1, (1, 2))
     assert found == {"one": second, "two": second}
     assert (one.membership.leader, two.membership.leader, one.membership.term) == (1, 1, 1)
-    assert "node 1 (127.0.0.2) leads the job from now on" in seats.said[1]
-    assert "node 1 (127.0.0.2) leads the job" in seats.said[2]
+    assert "node 1 (127.0.0.2) is the leader from now on" in seats.said[1]
+    assert "node 1 (127.0.0.2) is the leader" in seats.said[2]
     assert one.membership.place_of(second.nodes).store_endpoint == f"127.0.0.2:{seats.port + 1}"
     # Node 0 comes back, and whoever leads keeps the lead.
     back = seats.take(0)
@@ -253,7 +255,7 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) 
     thread.join(timeout=60)
     assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
     assert waiting[0].nodes == (0, 1, 2)
-    assert "this launcher was away for too long, and node 1 (127.0.0.2) leads now" in seats.said[0]
+    assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.said[0]
 
 
 def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participants) -> None:

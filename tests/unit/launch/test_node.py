@@ -36,7 +36,11 @@ def test_the_only_listed_address_of_this_machine_is_found() -> None:
     [
         (("10.0.0.7", "10.0.0.8"), None, "none of them is its own .this machine has 127.0.0.1, 10.0.0.1, 10.9.0.1"),
         (("127.0.0.2", "127.0.0.3"), None, "127.0.0.2, 127.0.0.3 of them are its own"),
-        (("10.0.0.7", "10.0.0.8"), "10.0.0.7", "is no address of this machine: this machine has 127.0.0.1, 10.0.0.1"),
+        (
+            ("10.0.0.7", "10.0.0.8"),
+            "10.0.0.7",
+            "is not an address of this machine: this machine has 127.0.0.1, 10.0.0.1",
+        ),
         (("10.0.0.7", "10.0.0.8"), "10.0.0.1", "--node_ip=10.0.0.1 is not among --cluster_node_ips=10.0.0.7,10.0.0.8"),
         (("10.0.0.1", "127.0.0.1"), "10.0.0.1", "127.0.0.1 means another machine on every node"),
         (("10.0.0.1", "127.0.0.5"), "10.0.0.1", "can be reached from this machine only"),

@@ -78,7 +78,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
 def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     prepare.check_log_dir(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match="file is not a folder"):
+    with pytest.raises(ClusterError, match="file is not a writable folder"):
         prepare.check_log_dir(tmp_path / "file" / "log")
 
 

@@ -88,7 +88,7 @@ def test_nodes_that_differ_are_both_told_what_differs(pair: list[Rendezvous]) ->
     first, second = together(lambda: pair[0].join(FACTS, 0, 5.0, quiet), lambda: pair[1].join(other, 0, 5.0, quiet))
     assert isinstance(first, ScheduleMismatch)
     assert isinstance(second, ScheduleMismatch)
-    assert "node 1 (127.0.0.2) and node 0 (127.0.0.1) were not started alike" in str(first)
+    assert "node 1 (127.0.0.2) and node 0 (127.0.0.1) were started differently" in str(first)
     assert "the number of processes per node is 4 there and 2 here" in str(first)
     assert "the Paddle version" not in str(first)
 
@@ -188,7 +188,7 @@ def test_the_host_that_left_is_not_missed(pair: list[Rendezvous]) -> None:
 
 def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: StoreServer) -> None:
     server.stop()
-    with pytest.raises(WorkerFailed, match=r"the launcher of node 0 \(127.0.0.1\).*has vanished"):
+    with pytest.raises(WorkerFailed, match=r"the launcher of node 0 \(127.0.0.1\).*was lost"):
         pair[1].failure()
 
 

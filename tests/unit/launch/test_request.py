@@ -42,5 +42,5 @@ def test_what_happens_after_a_fault_in_words() -> None:
     assert FaultPolicy(max_restarts=3).in_words(1) == "when a rank or node fails: 3 restarts at most"
     assert FaultPolicy(max_restarts=3, min_nodes=2).in_words(3) == (
         "when a rank or node fails: 3 restarts at most; a node is lost after 20 s of silence and waited for 300 s, "
-        "then the job goes on with 2 or more"
+        "then the job continues with 2 or more"
     )

@@ -29,7 +29,7 @@ def test_what_may_go_better_next_time_is_tried_again(result: RunResult) -> None:
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 9, 10, 13])
 def test_a_mistake_in_flags_profile_data_or_state_is_not_tried_again(code: int) -> None:
-    assert f"exit code {code} stands for a mistake" in (why_not_again(failed(code), [], 0, THREE) or "")
+    assert f"exit code {code} means a mistake" in (why_not_again(failed(code), [], 0, THREE) or "")
 
 
 def test_a_mistake_beside_a_silent_node_may_come_from_its_loss() -> None:
@@ -38,7 +38,7 @@ def test_a_mistake_beside_a_silent_node_may_come_from_its_loss() -> None:
 
 def test_the_same_exception_twice_is_not_tried_a_third_time() -> None:
     first, again = failed(1, last="ValueError: bad row 17"), failed(1, last="ValueError: bad row 23")
-    assert why_not_again(again, [first], 1, THREE) == "it has failed twice in the same way"
+    assert why_not_again(again, [first], 1, THREE) == "it failed twice in the same way"
     assert why_not_again(failed(1, last="OSError: full"), [first], 1, THREE) is None
     assert why_not_again(failed(1, rank=0, last="ValueError: bad row 17"), [first], 1, THREE) is None
     assert why_not_again(failed(1, last="ValueError: bad row 17", seconds=700.0), [first], 1, THREE) is None
@@ -56,9 +56,9 @@ def test_what_a_rank_has_reported_counts_however_it_ended() -> None:
         end = WorkerResult(1, "10.0.0.2:6170", 1, None, 9, 20.0, True, "log", ("cleaning up",), report)
         return RunResult(Kind.FAILED, end.shell_code, ends=(end,), root_cause=end)
 
-    assert "exit code 10 stands for a mistake" in (why_not_again(reported("DataError: x", 10), [], 0, THREE) or "")
+    assert "exit code 10 means a mistake" in (why_not_again(reported("DataError: x", 10), [], 0, THREE) or "")
     first, again = reported("ValueError: bad row 17", 1), reported("ValueError: bad row 23", 1)
-    assert why_not_again(again, [first], 1, THREE) == "it has failed twice in the same way"
+    assert why_not_again(again, [first], 1, THREE) == "it failed twice in the same way"
     assert why_not_again(reported("OSError: full", 1), [first], 1, THREE) is None
 
 

@@ -150,7 +150,7 @@ def test_what_no_disk_takes_is_told_to_the_launcher_directly(tmp_path: Path) -> 
         inbox.close()
     assert (told["rank"], told["exit_code"], told["signal"], told["token"]) == (3, 7, None, token)
     assert said == [
-        f"{tmp_path}/logs/workerlog.1 cannot be written: Is a directory; the job goes on, logs are not complete"
+        f"{tmp_path}/logs/workerlog.1 cannot be written: Is a directory; the job continues, logs are incomplete"
     ]
 
 

@@ -102,7 +102,7 @@ def test_a_process_that_died_before_the_first_report_is_the_root_cause() -> None
 def test_the_report_shows_the_traceback_when_the_log_has_other_last_words() -> None:
     ends = with_reports([SECONDARY, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
     assert failure_report(ends).splitlines() == [
-        "rank 1 has reported (10.0.0.1:/job/workerlog.1):",
+        "rank 1 reported (10.0.0.1:/job/workerlog.1):",
         "  | ValueError: boom",
         "              rank  host:port      how it ended                          after  log file",
         "failed first  1     10.0.0.1:6171  ValueError, then stopped by SIGTERM   1.5 s  /job/workerlog.1",

@@ -49,7 +49,7 @@ def test_quantities(text: str, value: str) -> None:
     ["", "8 Gi", "8gi", "8GB", "8K", "Gi", "-1", "+1", "1,5", "0x8", "1e", "\u0661", "nan", "1_000", "8\n", "9" * 50],
 )
 def test_what_is_no_quantity(text: str) -> None:
-    with pytest.raises(ClusterError, match=r"--memory=.* is no quantity of Kubernetes: .* as in --memory=32Gi"):
+    with pytest.raises(ClusterError, match=r"--memory=.* is not a Kubernetes quantity: .* as in --memory=32Gi"):
         quantity("--memory", text)
 
 
@@ -102,7 +102,7 @@ def test_the_last_pods_name_counts() -> None:
 def test_names_of_objects_may_have_dots() -> None:
     assert check_subdomain("--volume", "team.data-1") == "team.data-1"
     for wrong in ("a..b", "A", "a_b", ".a", "a." * 130 + "a"):
-        with pytest.raises(ClusterError, match="is no name of an object"):
+        with pytest.raises(ClusterError, match="is not an object's name"):
             check_subdomain("--volume", wrong)
 
 

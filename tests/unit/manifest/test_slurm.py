@@ -140,7 +140,7 @@ def test_arguments_reach_the_script_as_they_are(cluster: Cluster) -> None:
 def test_a_saved_state_queues_the_job_again(cluster: Cluster) -> None:
     code, said = cluster.run("train.py", SRUN_ENDS="12")
     assert (code, cluster.told("scontrol")) == (12, ["requeue", "17"])
-    assert "the state of run 0 is saved; the job queues itself again" in said
+    assert "the state of run 0 is saved; the job requeues itself" in said
 
 
 def test_the_next_run_has_logs_of_its_own(cluster: Cluster) -> None:
@@ -153,7 +153,7 @@ def test_the_next_run_has_logs_of_its_own(cluster: Cluster) -> None:
 def test_there_is_a_bound_on_that(cluster: Cluster, flags: list[str], most: int) -> None:
     code, said = cluster.run(*flags, "train.py", SRUN_ENDS="12", SLURM_RESTART_COUNT=str(most))
     assert (code, cluster.told("scontrol")) == (12, [])
-    assert f"queued again {most} times already, at most {most}: sbatch it anew" in said
+    assert f"requeued {most} times already, at most {most}: sbatch it again" in said
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 11, 13, 137, 143])
@@ -171,7 +171,7 @@ def test_a_killed_srun_is_a_failure(cluster: Cluster, number: signal.Signals) ->
 def test_a_job_that_slurm_does_not_queue_again_says_so(cluster: Cluster) -> None:
     code, said = cluster.run("train.py", SRUN_ENDS="12", SCONTROL_ENDS="1")
     assert (code, cluster.told("scontrol")) == (12, ["requeue", "17"])
-    assert "Slurm did not queue it again: sbatch it anew to go on" in said
+    assert "Slurm did not requeue it: sbatch it again to continue" in said
 
 
 def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
@@ -216,7 +216,7 @@ def test_time_limits(text: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "1h", "-5", "1:2:3:4", "24:00:00:00", "1.5", "12:00:00 ", "\u0661", "UNLIMITED"])
 def test_what_is_no_time_limit(text: str) -> None:
-    with pytest.raises(ClusterError, match="is no time limit of Slurm"):
+    with pytest.raises(ClusterError, match="is not a time limit of Slurm"):
         time_limit_seconds(text)
 
 
@@ -229,14 +229,14 @@ def test_gpus_and_their_kind() -> None:
     [
         (["--partition=a b"], "--partition='a b'"),
         (["--name=a\n#SBATCH --nodes=9"], "letters, digits"),
-        (["--mem=64Gi"], "--mem='64Gi' is not what Slurm takes"),
-        (["--gpus=a100"], "--gpus='a100' is not what Slurm takes"),
-        (["--sbatch=exclusive"], "is no option of sbatch on one line"),
-        (["--sbatch=--a\n--b"], "is no option of sbatch on one line"),
+        (["--mem=64Gi"], "--mem='64Gi' is not valid for Slurm"),
+        (["--gpus=a100"], "--gpus='a100' is not valid for Slurm"),
+        (["--sbatch=exclusive"], "is not an option of sbatch on one line"),
+        (["--sbatch=--a\n--b"], "is not an option of sbatch on one line"),
         (["--grace_seconds=60", "--signal_seconds=80"], "it must be --grace_seconds=60 + 30 or more"),
         (["--time=2"], "--signal_seconds=120 is not below --time=2 (120 s)"),
         (["--workdir=/a b"], "sbatch takes no spaces"),
-        (["--venv="], "--venv='' is no path"),
+        (["--venv="], "--venv='' is not a path"),
     ],
 )
 def test_errors_say_what_was_given_and_the_rule(flags: list[str], said: str) -> None:

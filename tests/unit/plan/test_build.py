@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.errors import ProfileError
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.build import fuse
 from fleet_train.plan.phases import CollectiveSpec
@@ -76,3 +76,16 @@ def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
     assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
     with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
         build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        ("local_sgd_dtype", "local_sgd_dtype: new has no bytes in the plan"),
+        ("local_sgd_momentum", "local_sgd_momentum: new has no rule"),
+    ],
+)
+def test_no_averaging_is_planned_of_a_choice_that_only_the_schema_knows(knob: str, message: str) -> None:
+    profile = Profile(use_local_sgd=True).model_copy(update={knob: "new"})
+    with pytest.raises(ConversionError, match=message):
+        build_plan([TensorSpec("w", (8,), "float32")], CLUSTER, profile)

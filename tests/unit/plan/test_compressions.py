@@ -67,3 +67,8 @@ def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:
         refuse_on_this_device(Profile(compression="fp16"), paddle.CPUPlace())
     for other in CHOICES - {"fp16"}:
         refuse_on_this_device(Profile(compression=other), paddle.CPUPlace())
+
+
+def test_what_compressions_keep_of_a_gradient_keeps_its_nan() -> None:
+    """Of those with a memory of values in float32; few bits travel with a block's scale, which says that it is NaN."""
+    assert {name for name, known in COMPRESSIONS.items() if known.keeps_nan} == {"powersgd", "dgc"}

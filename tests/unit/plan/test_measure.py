@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_train.errors import ClusterError
-from fleet_train.plan.price.measure import MeasuredLink, Sample, describe, fit, plan_command
+from fleet_train.plan.price.measure import MeasuredLink, Sample, coarse, describe, fit, plan_command
 from fleet_train.plan.price.predict import Link
 
 
@@ -66,3 +66,12 @@ def test_description_has_each_size_and_the_two_numbers() -> None:
     assert lines[0] == "between nodes: allreduce over 2 ranks"
     assert lines[-2].split() == ["4096", "33.754", "33.754"]
     assert lines[-1] == "latency 100.0 us per message, bandwidth 1000.0 Mb/s; median error of the fit 0%"
+
+
+def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_quarter_apart() -> None:
+    found = coarse(Link(1e-4, 1e8))
+    # 1 / 8192 s is the power of two nearest to 0.1 ms; 1.25 ** 82.5 is 1e8, and 83 the whole number next to it.
+    assert found.latency_seconds == 1 / 8192
+    assert found.bytes_per_second == pytest.approx(1.25**83)
+    assert coarse(Link(1.2e-4, 1.05e8)) == found == coarse(found)
+    assert coarse(Link(2e-4, 1e8)).latency_seconds == 1 / 4096

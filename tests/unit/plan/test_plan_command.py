@@ -14,8 +14,8 @@ from fleet_train.cli.plan import command
         (["--model", "mlp", "--nodes_on_paper", "8,x"], "'8,x' is not a list of node numbers such as 8,64,512"),
         (["--model", "mlp", "--nodes_on_paper", "0"], "'0' is not a list of node numbers"),
         (["--model", "mlp", "--bandwidth_mbps", "0"], "0.0 is not in the range x>0"),
-        (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps says how long --simulate runs: give both"),
-        (["--measure", "--latency_us", "5"], "--measure finds out what --latency_us would tell it"),
+        (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps needs --simulate: give both"),
+        (["--measure", "--latency_us", "5"], "--measure measures what --latency_us would specify"),
     ],
 )
 def test_usage_errors_say_what_was_given(arguments: list[str], message: str) -> None:

@@ -200,6 +200,14 @@ def test_hierarchical_wins_on_many_nodes_and_local_sgd_beats_both() -> None:
     assert exposed["local_sgd (8 steps)"] < exposed["hierarchical"] < exposed["flat"]
 
 
+@pytest.mark.parametrize(("nodes", "ranks_per_node", "is_possible"), [(4, 1, False), (2, 2, True), (1, 4, False)])
+def test_hierarchical_is_an_alternative_where_groups_are_neither_ranks_nor_the_job(
+    nodes: int, ranks_per_node: int, is_possible: bool
+) -> None:
+    found = alternatives(plan_of(Cluster.imagined(nodes, ranks_per_node)), ranks_per_node)
+    assert ("hierarchical" in found) == is_possible
+
+
 def test_single_rank_on_paper_is_refused() -> None:
     with pytest.raises(ConversionError, match="one rank communicates nothing"):
         on_paper(plan_of(Cluster.imagined(2, 1)), 1, 1)

@@ -42,6 +42,15 @@ def test_local_sgd_has_a_line_for_its_warm_up() -> None:
     assert "predicted warm-up step: 80.932 ms" in text
 
 
+def test_local_sgd_without_a_warm_up_has_no_line_for_it() -> None:
+    found = pricing_of(use_local_sgd=True, local_sgd_steps=8, local_sgd_is_warm_steps=0)
+    assert (found.warm_up, found.warm_up_traffic) == (None, None)
+    assert "predicted warm-up step" not in describe(found)
+    assert "predicted traffic per warm-up step" not in describe(found)
+    assert found.to_json()["warm_up_prediction"] is None
+    assert pricing_of().warm_up is None
+
+
 def test_every_size_on_paper_has_one_winner() -> None:
     rows = pricing_of((8, 64, 512)).paper
     assert [(row.nodes, row.ranks) for row in rows[::4]] == [(8, 16), (64, 128), (512, 1024)]

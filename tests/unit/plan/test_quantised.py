@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import paddle
@@ -88,6 +89,23 @@ def test_stochastic_rounding_has_the_exact_value_as_its_mean(bits: int, make: ty
     assert error_of_mean < (5 * 0.5 / 20 + 1 / 256) / settings.levels
 
 
+def test_each_seed_that_a_device_may_draw_is_one_that_it_takes() -> None:
+    class Outermost:
+        """Draws the first number that may come, or the last."""
+
+        def __init__(self, is_last: bool) -> None:
+            self.is_last = is_last
+
+        def integers(self, low: int, high: int) -> int:
+            return high - 1 if self.is_last else low
+
+    settings = QuantisedSettings(8, 32, stochastic=True)
+    for is_last in (False, True):
+        random: Any = Outermost(is_last)
+        wires = [DeviceCodec(settings).encode(paddle.ones([64]) * 0.3, random)[0].tolist() for _ in range(2)]
+        assert wires[0] == wires[1]  # 0 would be a seed of Paddle's own choice
+
+
 def test_random_numbers_follow_from_seed_name_rank_phase_and_step() -> None:
     settings = QuantisedSettings(8)
     keys = [("w", 0, 0, 1), ("v", 0, 0, 1), ("w", 1, 0, 1), ("w", 0, 1, 1), ("w", 0, 0, 2)]
@@ -115,6 +133,14 @@ def test_local_groups_send_few_bits_between_their_leaders_only() -> None:
         ("allgather", ((0, 2, 4),)),
         ("broadcast", ((0, 1), (2, 3), (4, 5))),
     ]
+
+
+def test_two_leaders_send_one_another_everything_without_a_meeting_of_pairs() -> None:
+    profile = Profile(compression="int8", use_hierarchical_allreduce=True)
+    plan = build_plan([TensorSpec("w", (1000,), "float32")], Cluster.imagined(2, 2), profile)
+    (between,) = [phase for phase in plan.phases() if phase.groups == ((0, 2),)]
+    # Two blocks of 512 numbers, each a byte, and of a scale of 4 bytes.
+    assert (between.kind, between.nbytes) == ("allgather", 2 * (512 + 4))
 
 
 def test_a_layout_has_whole_blocks_for_each_part() -> None:
@@ -158,6 +184,11 @@ def test_neighbours_are_cut_where_sizes_come_out_most_even(sizes: tuple[int, ...
     assert all(parts)
     largest = max(sum(values[i].elements for i in part) for part in parts)
     assert largest <= sum(value.elements for value in values) / number + max(sizes) + 1
+
+
+def test_a_name_without_a_dot_is_a_layer_of_its_own() -> None:
+    values = [TensorSpec(name, (3,), "float32") for name in ("w", "b", "fc.w", "fc.b")]
+    assert fragments_of(values, 3, "strided") == ((0,), (1,), (2, 3))
 
 
 def test_more_fragments_than_layers_are_refused_with_their_number() -> None:

@@ -27,6 +27,7 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside() -> None:
     assert found.sent == (10 * MEGABYTE, 4 * MEGABYTE, 10 * MEGABYTE, 4 * MEGABYTE)
     assert found.leaving == found.entering == (4 * MEGABYTE,) * 2
     assert found.inside == (10 * MEGABYTE,) * 2
+    assert found.most_sent == 10 * MEGABYTE
 
 
 def test_hierarchical_is_three_phases_in_the_order_in_which_they_run() -> None:
@@ -100,3 +101,15 @@ def test_the_explanation_has_the_bytes_of_each_rank() -> None:
     local = explain(plan_of(Cluster.imagined(2, 1), use_local_sgd=True, local_sgd_steps=8))
     assert "in the warm-up, per update: 1 collective, 4.000 MB sent by each rank for 4.000 MB" in local
     assert "after it: 1 collective every 8 updates, 0.500 MB sent by each rank per update" in local
+
+
+def test_the_explanation_tells_the_warm_up_from_what_follows() -> None:
+    gradients = [TensorSpec("a", (MEGABYTE // 2,), "float32"), TensorSpec("b", (MEGABYTE // 4,), "float32")]
+    profile = Profile(fuse_all_reduce_ops=False, use_local_sgd=True, local_sgd_steps=4, local_sgd_dtype="bfloat16")
+    lines = explain(build_plan(gradients, Cluster.imagined(2, 1), profile)).splitlines()
+    assert lines[3].split() == ["0", "1", "2.000", "float32", "0", "allreduce", "a"]
+    assert lines[4].split() == ["1", "1", "1.000", "float32", "1", "allreduce", "b"]
+    assert lines[6:8] == [
+        "in the warm-up, per update: 2 collectives, 3.000 MB sent by each rank for 3.000 MB of gradients",
+        "after it: 1 collective every 4 updates, 0.375 MB sent by each rank per update",
+    ]

@@ -91,4 +91,4 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, name: str) -> None:
 def test_write_and_check_exclude_each_other(folder: Path) -> None:
     result = run("--write", "--check", folder)
     assert result.exit_code == 2
-    assert "give one of the two" in result.stderr
+    assert "give only one of them" in result.stderr

@@ -55,7 +55,7 @@ class TestOptions:
         assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
 
     def test_nothing_left(self) -> None:
-        with pytest.raises(ClusterError, match="leave nothing to check; there are devices, collectives"):
+        with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
             chosen(["faults"], ["faults"])
 
     def test_quick_survives_json(self) -> None:
@@ -82,10 +82,10 @@ class TestFaults:
         [
             ({"seconds": 14.1}, "rank 2 (10.0.0.2:6170) ended after 14.1 s, 14 s are allowed"),
             ({"was_killed": True, "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
-            ({"exit_code": 1}, "ended with exit code 1, expected is 11: fleet_train: rank 3"),
-            ({"exit_code": -6}, "ended with signal 6, expected is 11"),
+            ({"exit_code": 1}, "ended with exit code 1, expected 11: fleet_train: rank 3"),
+            ({"exit_code": -6}, "ended with signal 6, expected 11"),
             ({"last_lines": ("fleet_train: rank 0 (10.0.0.1:6170) is gone",)}, "does not name rank 3 (10.0.0.2:6171)"),
-            ({"last_lines": ()}, "does not name rank 3 (10.0.0.2:6171): it has printed nothing"),
+            ({"last_lines": ()}, "does not name rank 3 (10.0.0.2:6171): it printed nothing"),
         ],
     )
     def test_one_rank_that_does_not_is_enough(self, changes: dict[str, Any], told: str) -> None:
@@ -110,7 +110,7 @@ class TestEnds:
 
     def test_a_subject_that_did_not_end(self) -> None:
         (found,) = judge_ends(CLUSTER, {0: End(-9, 900.0, True, "overlap", ())})
-        assert found.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it has printed nothing"
+        assert found.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
 
     def test_what_comes_behind_is_not_done(self) -> None:
         groups = tuple(GROUPS)

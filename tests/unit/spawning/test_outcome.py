@@ -59,7 +59,7 @@ def test_who_followed_is_not_named_although_it_ended_first() -> None:
     killed = RankOutcome(1, -signal.SIGKILL, 5.0, False, None, "", "", "", (), "step 1\nstep 2\n")
     error = failure([secondary(0, 2.0), killed, stopped(2, 6.0)])
     assert str(error).startswith(
-        "rank 1 of 3 failed first: killed by SIGKILL (the kernel does so where memory runs out"
+        "rank 1 of 3 failed first: killed by SIGKILL (the kernel does this when memory runs out"
     )
     assert "  | step 2" in str(error)
     assert "rank 2 followed: stopped by SIGTERM" in str(error)
@@ -90,12 +90,12 @@ def test_a_rank_that_crashes_behind_its_result_is_a_failure() -> None:
 
 
 def test_the_folder_of_the_logs_is_named() -> None:
-    assert str(failure([raised(0, 1.0), stopped(1, 2.0)], log_dir="/logs")).endswith("whole output is in /logs")
+    assert str(failure([raised(0, 1.0), stopped(1, 2.0)], log_dir="/logs")).endswith("complete output is in /logs")
 
 
 def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> None:
     ranks = [replace(WELL, rank=rank, status=12, result=None, kind="preempted", message="SIGTERM") for rank in (0, 1)]
-    with pytest.raises(Preempted, match="rank 0 has stopped gracefully: SIGTERM"):
+    with pytest.raises(Preempted, match="rank 0 stopped gracefully: SIGTERM"):
         results(ranks, (), NODE, "")
     unguarded = replace(raised(0, 1.0), kind="unguarded", message="put it below a guard")
     with pytest.raises(ClusterError, match=r"^put it below a guard$"):

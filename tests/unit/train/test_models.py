@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import paddle
 import pytest
 
 from fleet_train.errors import DataError
+from fleet_train.train.reference import models
 from fleet_train.train.reference.model_names import MODELS, VISION_MODELS
 from fleet_train.train.reference.models import build_model
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+CASES = ["mlp", "cnn", "ResNet18", "MobileNetV1", "MobileNetV2", "MobileNetV3Small", "VGG11", "ShuffleNetV2"]
 
 
 def shape_of_logits(name: str, shape: tuple[int, ...], classes: int) -> list[int]:
@@ -26,9 +32,24 @@ def test_all_vision_models_exist_in_paddle() -> None:
     assert {"ResNet18", "ResNet50", "MobileNetV1", "MobileNetV3Large", "VGG16"} <= set(MODELS)
 
 
-@pytest.mark.parametrize(
-    "name", ["ResNet18", "MobileNetV1", "MobileNetV2", "MobileNetV3Small", "VGG11", "ShuffleNetV2"]
-)
+def test_every_name_is_a_network_and_every_network_has_a_name() -> None:
+    assert set(MODELS) == {*models._SMALL, *VISION_MODELS}
+
+
+def test_each_own_network_has_a_case() -> None:
+    assert set(models._SMALL) - set(CASES) == set()
+
+
+def test_the_page_names_every_network() -> None:
+    """By its family where the name ends with a number: ``ResNet18 to 152``."""
+    section = (ROOT / "docs" / "training.md").read_text().partition("\n## Networks\n")[2].partition("\n## ")[0]
+    words = set(re.findall(r"\w+", section))
+    families = {re.match(r"[A-Za-z]+", word)[0] for word in words if word[0].isalpha()}  # type: ignore[index]
+    unnamed = {name for name in MODELS if name not in words and re.match(r"[A-Za-z]+", name)[0] not in families}  # type: ignore[index]
+    assert unnamed == set()
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_small_images_become_logits(name: str) -> None:
     assert shape_of_logits(name, (3, 32, 32), 7) == [-1, 7]
 

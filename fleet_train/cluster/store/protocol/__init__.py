@@ -1,1 +1,1 @@
-"""What members and servers of the store say: frames, greetings, payloads, refusals, and the tree of servers."""
+"""The protocol of the store's members and servers: frames, greetings, payloads, refusals, and the tree of servers."""

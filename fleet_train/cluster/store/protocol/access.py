@@ -1,4 +1,4 @@
-"""What tells a job's own connections from a stranger's: the job's id, its secret, and the addresses of its nodes."""
+"""Distinguishes a job's connections from foreign ones: the job's id, its secret, and the addresses of its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB_ID = "FLEET_TRAIN_JOB_ID"
 
 @dataclass(frozen=True)
 class Access:
-    """``source``: this node's own address, from which its connections come (empty: whichever the kernel chooses)."""
+    """``source``: this node's own address, from which its connections come (empty: the kernel chooses)."""
 
     job: str = ""
     secret: bytes | None = field(default=None, repr=False)
@@ -22,12 +22,12 @@ class Access:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None, source: str = "", job: str = "") -> Access:
-        """Of this process's environment. Raises ClusterError for a secret that cannot be used."""
+        """From this process's environment. Raises ClusterError for an unusable secret."""
         environ = os.environ if environ is None else environ
         return cls(environ.get(JOB_ID, "") or job, job_secret(environ), source)
 
 
 def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
-    """Of one rank of a job: its launcher, ours or the stock one, has told it the job's id."""
+    """For one rank of a job: its launcher, ours or the stock one, has given it the job's id."""
     environ = os.environ if environ is None else environ
     return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))

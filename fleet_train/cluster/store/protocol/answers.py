@@ -1,4 +1,4 @@
-"""The server's refusals in words: who is missing, lost, or elsewhere, and what to do about it."""
+"""The server's refusals as messages: which members are missing, lost, or elsewhere, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fleet_train.cluster.store.protocol.wire import Body, Header, Json
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 
 Describe = Callable[[int], str]
-# So many members are named one by one; more are told as ranges. As many are blamed by name.
+# Up to this many members are listed one by one, more as ranges. As many are recorded as absent.
 _MOST_NAMED = 8
 
 _Error = TypeVar("_Error", bound=FleetTrainError)
 
 
 def with_absent(error: _Error, absent: Iterable[Absence], more: str = "") -> _Error:
-    """The error with those who are to blame for it; ``more`` is said of each."""
+    """The error with the members that caused it; ``more`` is appended for each."""
     error.absent = tuple(Absence(one.member, one.kind, one.what + more) for one in absent)
     return error
 
 
 class Words:
-    """What one client says of the server's answers."""
+    """A client's messages for the server's answers."""
 
     def __init__(self, endpoint: str, group: str, describe: Describe) -> None:
         self._endpoint = endpoint
@@ -52,7 +52,7 @@ class Words:
             case "store":
                 return WorkerFailed(self.lost_server(str(answer.get("why"))))
             case "large":
-                return ClusterError("the values of all members together are more than the rendezvous store can hold")
+                return ClusterError("the values of all members together exceed what the rendezvous store can hold")
             case "full":
                 return ClusterError(f"the rendezvous store at {self._endpoint} can hold no more values")
             case other:
@@ -60,7 +60,7 @@ class Words:
 
     def lost_server(self, why: str) -> str:
         return (
-            f"the rendezvous store at {self._endpoint} does not answer any more ({why}): the process that hosts it "
+            f"the rendezvous store at {self._endpoint} no longer answers ({why}): the process that hosts it "
             "(the first node's launcher, or rank 0) has ended or its machine cannot be reached"
         )
 
@@ -83,11 +83,9 @@ class Words:
 
     def _how_gone(self, how: str, call: str) -> str:
         if how == "left" and call:
-            return f"has finished and left the job while others wait for it in {call}{self.on_all(call)}"
+            return f"finished and left the job while others wait for it in {call}{self.on_all(call)}"
         if how == "left":
-            return (
-                "has finished and left the job while others still wait for it (unequal numbers of steps, or an exit?)"
-            )
+            return "finished and left the job while others still wait for it (unequal numbers of steps, or an exit?)"
         return f"was lost ({how}: the process ended or its machine cannot be reached)"
 
     def _crossed(self, where: list[list[Json]]) -> str:
@@ -122,7 +120,7 @@ def _size(ranges: list[list[int]]) -> int:
 
 
 def _few(ranges: list[list[int]]) -> list[int]:
-    """The first members of ranges, as many as are named one by one."""
+    """The first members of ranges, as many as are listed one by one."""
     found: list[int] = []
     for low, high in ranges:
         found += range(low, min(high + 1, low + _MOST_NAMED - len(found)))

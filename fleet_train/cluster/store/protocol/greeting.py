@@ -1,4 +1,4 @@
-"""The first words on a connection: who calls, for which job, and the proof on both sides that the secret is known."""
+"""The handshake of a connection: member and job, and the proof on both sides that the secret is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fleet_train.cluster.store.protocol.wire import Header, ProtocolError
 
 
 class Refused(Exception):
-    """The server does not take this connection. ``is_temporary``: it may a moment later."""
+    """The server does not accept this connection. ``is_temporary``: it may accept it later."""
 
     def __init__(self, message: str, *, kind: str = "", is_temporary: bool = False) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class Refused(Exception):
 
 
 class Caller:
-    """The calling side: ``hello`` is sent first; every answer goes to ``heard`` until it returns None."""
+    """The connecting side: ``hello`` is sent first; every answer goes to ``heard`` until it returns None."""
 
     def __init__(self, access: Access, identity: Header) -> None:
         self._access = access
@@ -28,7 +28,7 @@ class Caller:
         self.hello: Header = {"do": "hello", "job": access.job, "nonce": self._nonce, "secret": has_secret, **identity}
 
     def heard(self, answer: Header) -> Header | None:
-        """What to send next; None once the connection is taken. Raises Refused, with words for the user."""
+        """The next message; None once the connection is accepted. Raises Refused, with a message for the user."""
         if "error" in answer:
             raise self._refusal(answer)
         secret = self._access.secret
@@ -38,7 +38,7 @@ class Caller:
             return None
         nonce = str(answer["challenge"])[:200]
         if secret is None:
-            raise Refused("it wants this job's secret; give every node the same --job_secret_file")
+            raise Refused("it requires this job's secret; give every node the same --job_secret_file")
         if not secrets.is_proof(answer.get("proof"), secret, *signed("server", self.hello, nonce)):
             raise Refused("it has another secret than this node; give every node the same --job_secret_file")
         self._is_proved = True
@@ -49,7 +49,7 @@ class Caller:
         match kind:
             case "address":
                 why = (
-                    f"it hears the addresses of the node list only, and this connection comes from "
+                    f"it accepts the addresses of the node list only, and this connection comes from "
                     f"{str(answer.get('address'))[:60]}; name this machine in the node list by that address, or give "
                     "every node the same --job_secret_file"
                 )
@@ -67,7 +67,7 @@ class Caller:
             case "store":
                 why = f"it relays to a server that is lost: {str(answer.get('why'))[:500]}"
             case "full":
-                why = "it has as many connections as it can take"
+                why = "it has reached its limit of connections"
             case other:
                 why = f"it answered {other!r}"
         is_temporary = kind in ("closed", "full") or (kind == "address" and answer.get("later") is True)
@@ -75,13 +75,13 @@ class Caller:
 
 
 def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
-    """What a proof of ``side`` is about: both nonces, and all that decides what the connection may do."""
+    """The data that a proof of ``side`` covers: both nonces, and everything that decides what the connection may do."""
     named = ("job", "nonce", "round", "group", "member", "role")
     return (side, nonce, *(str(hello.get(name)) for name in named))
 
 
 class Callee:
-    """The answering side of the same words, for a server with this access."""
+    """The server's side of the handshake, with this access."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -89,7 +89,7 @@ class Callee:
         self._nonce = ""
 
     def heard(self, word: Header) -> tuple[Header | None, Header | None]:
-        """(what to answer, the caller's hello once it is taken). Raises Refused with the answer as its kind."""
+        """(answer, the caller's hello once it is accepted). Raises Refused with the answer as its kind."""
         if not self._hello:
             return self._greet(word)
         secret = self._access.secret

@@ -1,6 +1,6 @@
-"""Sets of members: integers with a bit each in memory, ranges on the wire.
+"""Sets of members: integers with one bit per member in memory, ranges on the wire.
 
-Ten thousand members are 1.25 KB and a union is one operation; nothing is searched or counted member by member.
+Ten thousand members are 1.25 KB and a union is one operation; nothing iterates over members.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from fleet_train.cluster.store.protocol.wire import ProtocolError
 
-# A bound for what is believed of a stranger; Paddle's own limits come long before.
+# A bound for untrusted input; Paddle's own limits are far lower.
 MOST_MEMBERS = 1 << 17
 
 
@@ -49,11 +49,11 @@ def ranges(mask: int) -> list[list[int]]:
 def from_ranges(told: Any, count: int) -> int:
     """The set that ``ranges`` describes. Raises ProtocolError for anything but ranges within 0 .. count-1."""
     if not isinstance(told, list):
-        raise ProtocolError("ranges of members are no list")
+        raise ProtocolError("ranges of members are not a list")
     mask = 0
     for pair in told:
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair)):
-            raise ProtocolError("a range of members is no pair of numbers")
+            raise ProtocolError("a range of members is not a pair of numbers")
         low, high = pair
         if not 0 <= low <= high < count:
             raise ProtocolError(f"a range of members does not lie in 0 .. {count - 1}")

@@ -1,7 +1,7 @@
-"""What members bring to a barrier, and what becomes of it on the way up the tree.
+"""The data that members contribute to a barrier, and how it is combined on the way up the tree.
 
-Each kind can take in a member's word or the part that a relay has made of many, say its own part, and give the result:
-a reduction, the values of all, the value of one, or who differs from whom. Bodies are never parsed here.
+Each kind can add a member's contribution or a relay's combined one, produce its own, and give the result: a
+reduction, the values of all, the value of one, or the members whose values differ. Bodies are never parsed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 from fleet_train.cluster.store.protocol import members
 from fleet_train.cluster.store.protocol.wire import MOST_BODY_BYTES, Body, Fields, Header, ProtocolError, printable
 
-# Of all members together: what a store may hold for one barrier.
+# The most bytes of all members together that a store holds for one barrier.
 MOST_GATHERED_BYTES = 4 * MOST_BODY_BYTES
 # Values that differ are compared by their hashes; this many are also shown.
 _MOST_SHOWN = 4
@@ -29,7 +29,7 @@ class TooLarge(Exception):
 
 @dataclass(slots=True)
 class Word:
-    """What the members of ``mask`` bring to a barrier of ``count``: one member's own, or a relay's part."""
+    """The contribution of the members of ``mask`` to a barrier of ``count``: one member's, or a relay's for many."""
 
     mask: int
     count: int
@@ -43,19 +43,19 @@ class Word:
 
 class Payload(Protocol):
     def add(self, word: Word) -> None:
-        """Take in what members bring. Raises ProtocolError, TooLarge."""
+        """Add a contribution. Raises ProtocolError, TooLarge."""
 
     def part(self) -> tuple[Header, Body]:
-        """What a relay sends to its parent for all that have been added."""
+        """The message of a relay to its parent for all that have been added."""
 
     def result(self) -> tuple[Header, Body]:
-        """What every member is answered once all have come."""
+        """The answer to every member once all have arrived."""
 
 
 @dataclass
 class Reduced:
-    """A step barrier: the longest step of a member (milliseconds; None: of one of them it is not known), and the stop
-    that the member with the lowest number asks for."""
+    """A step barrier: the longest step of a member (milliseconds; None: unknown for one of them), and the stop
+    request of the member with the lowest number."""
 
     slowest: float | None = 0.0
     stop: tuple[int, str] | None = None
@@ -77,9 +77,9 @@ class Reduced:
 
 def _read_stop(told: object, count: int) -> tuple[int, str]:
     if not (isinstance(told, list) and len(told) == 2 and type(told[0]) is int and isinstance(told[1], str)):
-        raise ProtocolError("a stop is no pair of member and reason")
+        raise ProtocolError("a stop is not a pair of member and reason")
     if not 0 <= told[0] < count:
-        raise ProtocolError("a stop is asked for by somebody who is no member")
+        raise ProtocolError("a stop is requested by a process that is not a member")
     return told[0], printable(told[1])
 
 
@@ -112,7 +112,7 @@ def pack(values: dict[int, Body]) -> bytes:
 
 
 def unpack(body: Body) -> dict[int, Body]:
-    """What ``pack`` made. Raises ProtocolError where it was not ``pack``."""
+    """Decodes the output of ``pack``. Raises ProtocolError for anything else."""
     try:
         (count,) = _COUNT.unpack_from(body)
         if count > members.MOST_MEMBERS:
@@ -126,14 +126,14 @@ def unpack(body: Body) -> dict[int, Body]:
         values[member] = body[at : at + size]
         at += size
     if at != len(body):
-        raise ProtocolError("values of members have another length than they say")
+        raise ProtocolError("values of members have another length than declared")
     return values
 
 
 def _unpack(body: Body, mask: int) -> dict[int, Body]:
     values = unpack(body)
     if set(values) != set(members.each(mask)):
-        raise ProtocolError("a part holds values of other members than it says")
+        raise ProtocolError("a part holds values of other members than declared")
     return values
 
 
@@ -161,7 +161,7 @@ class Chosen:
 
 @dataclass
 class Variant:
-    """A value and who has brought it. Beyond the first few, values are told by their hashes alone."""
+    """A value and its members. Beyond the first few, values are represented by their hashes only."""
 
     mask: int
     value: Body | None
@@ -169,7 +169,7 @@ class Variant:
 
 @dataclass
 class Compared:
-    """Whether all members bring the same value; where not, who brings which."""
+    """Whether all members have the same value; if not, which member has which."""
 
     variants: dict[str, Variant] = field(default_factory=dict)
     DIGEST_CHARACTERS: ClassVar[int] = 64
@@ -180,17 +180,17 @@ class Compared:
             return
         told = word.fields.header.get("variants")
         if not isinstance(told, list) or len(told) > _MOST_DIFFERENT:
-            raise ProtocolError("variants are no list, or too many")
+            raise ProtocolError("variants are not a list, or too many")
         values = unpack(word.body)
         for index, variant in enumerate(told):
             if not (isinstance(variant, list) and len(variant) == 2 and isinstance(variant[0], str)):
-                raise ProtocolError("a variant is no pair of hash and members")
+                raise ProtocolError("a variant is not a pair of hash and members")
             digest, who = variant
             self._take(digest[: self.DIGEST_CHARACTERS], members.from_ranges(who, word.count), values.get(index))
 
     def _take(self, digest: str, mask: int, value: Body | None) -> None:
         for other in self.variants.values():
-            other.mask &= ~mask  # a relay says its part again once more have come
+            other.mask &= ~mask  # a relay sends its part again once more members have arrived
         if digest in self.variants:
             self.variants[digest].mask |= mask
             return

@@ -1,4 +1,4 @@
-"""Failure reports as the store takes them: small, of known types, fit for a terminal, and never with exit code 0."""
+"""Failure reports as the store accepts them: small, of known types, printable, and never with exit code 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from fleet_train.cluster.store.protocol.wire import Body, ProtocolError, parse, printable
 
-# Reports beyond these add nothing: the first ones say who failed, and the job is ending.
+# More reports add nothing: the first ones identify the failed ranks, and the job is ending.
 MOST_REPORTS = 256
 _MOST_REPORT_BYTES = 1 << 18
 _MOST_MESSAGE = 8000
@@ -36,7 +36,7 @@ def _checked(value: Any) -> Any:
         return printable(value, _MOST_MESSAGE)
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return [printable(line) for line in value[:_MOST_LINES]]
-    raise ProtocolError("a failure report holds something else than texts, numbers and lines")
+    raise ProtocolError("a failure report holds something other than texts, numbers and lines")
 
 
 def _failing_code(code: Any) -> int:

@@ -1,7 +1,7 @@
-"""How long each member worked and waited, kept where the member is connected until somebody wants to read it.
+"""How long each member worked and waited, kept by the member's server until it is requested.
 
-Barriers carry only reductions. What members say of themselves with a step barrier is added up by the server that they
-are connected to, once that barrier is complete; the root collects it when it is asked (``rounds.py``).
+Barriers transfer only reductions. The members' reports at a step barrier are summed by the server that they are
+connected to, once that barrier is complete; the root collects the sums on request (``rounds.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fleet_train.cluster.store.protocol.wire import Json, ProtocolError, numbers
 Told = dict[int, list[float]]
 # Steps, milliseconds of own work, milliseconds at barriers.
 _NUMBERS = 3
-# A reader that stands between two barriers may be this many of them behind.
+# A reader between two barriers may be this many of them behind.
 _KEPT = 8
 
 
@@ -46,7 +46,7 @@ class Times:
 
 
 def read(value: Json) -> list[float]:
-    """A member's word at a barrier. Raises ProtocolError."""
+    """A member's report at a barrier. Raises ProtocolError."""
     values = numbers(value, _NUMBERS)
     if min(values) < 0:
         raise ProtocolError("a time is negative")
@@ -56,10 +56,10 @@ def read(value: Json) -> list[float]:
 def read_many(value: Json, count: int) -> Told:
     """A relay's word: ``[[member, [steps, busy, waiting]], ...]``. Raises ProtocolError."""
     if not isinstance(value, list) or len(value) > count:
-        raise ProtocolError("times of members are no list, or of too many")
+        raise ProtocolError("times of members are not a list, or of too many")
     told: Told = {}
     for pair in value:
         if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and 0 <= pair[0] < count):
-            raise ProtocolError("times of a member are no pair of its number and its times")
+            raise ProtocolError("times of a member are not a pair of its number and its times")
         told[pair[0]] = numbers(pair[1], _NUMBERS)
     return told

@@ -1,10 +1,10 @@
-"""Which node's server speaks to which: a tree over the nodes of a job in their order, node 0 its root."""
+"""The tree of the nodes' servers: over the nodes of a job in their order, with node 0 as its root."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-# How many servers speak to one; as many ranks speak to the root directly, without relays between.
+# How many servers connect to one; up to this many ranks connect to the root directly, without relays.
 FAN_IN = 32
 
 
@@ -13,7 +13,7 @@ def parent_of(node: int, fan_in: int = FAN_IN) -> int:
 
 
 def subtree(node: int, nodes: int, fan_in: int = FAN_IN) -> Iterator[int]:
-    """The node and all whose words pass through it."""
+    """The node and all nodes below it."""
     first = last = node
     while first < nodes:
         yield from range(first, min(last, nodes - 1) + 1)
@@ -21,5 +21,5 @@ def subtree(node: int, nodes: int, fan_in: int = FAN_IN) -> Iterator[int]:
 
 
 def below(node: int, ranks: Sequence[Sequence[int]], fan_in: int = FAN_IN) -> int:
-    """The ranks (bits of an integer) whose words pass through a node; ``ranks``: of each node."""
+    """The ranks (bits of an integer) of a node's subtree; ``ranks``: of each node."""
     return sum(1 << rank for each in subtree(node, len(ranks), fan_in) for rank in ranks[each])

@@ -1,8 +1,8 @@
-"""What travels between a member and the rendezvous store: frames over TCP, each with a header and a body.
+"""The wire format between a member and the rendezvous store: frames over TCP, each with a header and a body.
 
-A connection begins with a preamble, so that a stranger's first bytes tell it apart. A frame is two lengths (unsigned,
-32 bits, big endian), a header (a JSON object of a few fields, checked one by one) and a body that the store keeps and
-hands on as it is: whatever a member puts there costs the store no parsing. No pickle.
+A connection begins with a preamble, which other protocols do not send. A frame is two lengths (unsigned, 32 bits, big
+endian), a header (a JSON object of a few fields, checked one by one) and a body that the store keeps and forwards
+unchanged, without parsing it. No pickle.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Body = bytes | bytearray
 
 PREAMBLE = b"fleet_train store 2\n"
 LENGTHS = struct.Struct(">II")
-# Before a connection has said who it is, then after.
+# Before a connection is authenticated, then after.
 STRANGERS_BYTES = 4096
 MOST_HEADER_BYTES = 1 << 18
 MOST_BODY_BYTES = 64 << 20
 MOST_TEXT = 2000
 _LARGE_BYTES = 1 << 16
 
-# A machine that vanishes without closing its connections is noticed after idle + interval * count = 20 s.
+# A machine that disappears without closing its connections is noticed after idle + interval * count = 20 s.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this protocol, or breaks its rules; its connection ends."""
+    """The other side uses another protocol, or violates this one; its connection ends."""
 
 
 def encode(header: Header, body: Body = b"") -> bytes:
@@ -41,17 +41,17 @@ def encode(header: Header, body: Body = b"") -> bytes:
 
 
 class Decoder:
-    """Cuts a stream of bytes into frames and refuses what is too long before it has arrived."""
+    """Splits a stream of bytes into frames and refuses what is too long before it has arrived."""
 
     def __init__(self, *, expects_preamble: bool, most_bytes: int = MOST_BODY_BYTES) -> None:
         self.most_bytes = most_bytes
-        """Of a frame's body, and of its header where that is less than its own bound."""
+        """The limit of a frame's body, and of its header if it is below the header's own limit."""
         self._expects_preamble = expects_preamble
         self._buffer = bytearray()
         self._head = b""
         self._large = bytearray()
         self._large_bytes = 0
-        """Of a large body that is on its way: it grows in place, and is not copied again."""
+        """A large body in transfer: it grows in place, and is not copied again."""
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[bytes, Body]]:
         """Every (header, body) that ``data`` completes. Raises ProtocolError; bounds may change between frames."""
@@ -106,14 +106,14 @@ class Decoder:
 
 
 def parse(header: Body) -> Header:
-    """The header of a frame. Raises ProtocolError for what is no JSON object, however deep or long its numbers are."""
+    """The header of a frame. Raises ProtocolError unless it is a JSON object of bounded depth and numbers."""
     try:
         text = header.decode()
         parsed, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        raise ProtocolError("a header is no JSON") from None
+        raise ProtocolError("a header is not JSON") from None
     if not isinstance(parsed, dict) or end != len(text):
-        raise ProtocolError("a header is no JSON object")
+        raise ProtocolError("a header is not a JSON object")
     return parsed
 
 
@@ -133,20 +133,20 @@ class Fields:
     def text(self, name: str, default: str | None = None, most: int = MOST_TEXT) -> str:
         value = self.header.get(name, default)
         if not isinstance(value, str) or len(value) > most:
-            raise ProtocolError(f"{name} is no text of at most {most} characters")
+            raise ProtocolError(f"{name} is not a text of at most {most} characters")
         return value
 
     def integer(self, name: str, least: int, most: int) -> int:
         value = self.header.get(name)
         if type(value) is not int or not least <= value <= most:
-            raise ProtocolError(f"{name} is no whole number from {least} to {most}")
+            raise ProtocolError(f"{name} is not a whole number from {least} to {most}")
         return value
 
     def number(self, name: str, most: float = 1e12) -> float:
         """From 0 on."""
         value: Any = self.header.get(name)
         if type(value) not in (int, float) or not 0 <= value <= most:
-            raise ProtocolError(f"{name} is no number from 0 to {most:g}")
+            raise ProtocolError(f"{name} is not a number from 0 to {most:g}")
         return float(value)
 
     def flag(self, name: str) -> bool:
@@ -159,9 +159,9 @@ class Fields:
 def numbers(value: Json, count: int) -> list[float]:
     """A list of ``count`` finite numbers. Raises ProtocolError."""
     if not isinstance(value, list) or len(value) != count:
-        raise ProtocolError(f"no list of {count} numbers")
+        raise ProtocolError(f"not a list of {count} numbers")
     if not all(type(each) in (int, float) and abs(each) < 1e300 and math.isfinite(each) for each in value):
-        raise ProtocolError("a list holds something else than finite numbers")
+        raise ProtocolError("a list holds something other than finite numbers")
     return [float(each) for each in value]
 
 

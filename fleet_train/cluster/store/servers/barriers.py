@@ -1,6 +1,6 @@
-"""Barriers of one rendezvous round: who has arrived, who waits for an answer, and until when.
+"""Barriers of one rendezvous round: which members have arrived, which wait for an answer, and until when.
 
-The server at the root and every relay keep the same books; what they do with a barrier differs (``rounds.py``).
+The server at the root and every relay keep the same state; what they do with a barrier differs (``rounds.py``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fleet_train.cluster.store.protocol.times import Told
 from fleet_train.cluster.store.protocol.wire import Body, Fields, Header, ProtocolError, encode
 from fleet_train.cluster.store.servers.pace import Pace
 
-# A timer that fires this much early still counts: clocks of two machines agree no better.
+# A timer that fires this much early still counts: clocks of two machines are not more exact.
 _SLACK_SECONDS = 0.02
 
 
 class Participant(Protocol):
-    """Whoever waits on a connection of its own: a member, or a relay for many."""
+    """A waiting connection: a member, or a relay for many."""
 
     def send(self, frame: bytes) -> None: ...
 
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Waiter:
-    """``mask``: for whom; ``deadline``: on the loop's clock."""
+    """``mask``: its members; ``deadline``: on the loop's clock."""
 
     mask: int
     deadline: float
@@ -42,7 +42,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Arrival:
-    """One participant's word: members of it have arrived at a barrier, and wait for so many seconds at most."""
+    """A participant's message: members of it have arrived at a barrier, and wait for this many seconds at most."""
 
     key: Key
     participant: Participant
@@ -50,13 +50,13 @@ class Arrival:
     count: int
     timeout: float
     calls: dict[str, int]
-    """What members have called in their scripts to get here, where they have said so: call -> members."""
+    """The members' calls in their scripts that led here, if they gave any: call -> members."""
     fields: Fields
     body: Body
     times: Told
-    """Of a member: what it says of itself, where it does."""
+    """A member's report about itself, if it gave one."""
     again: bool
-    """A relay's part, told again with more members than before."""
+    """A relay's part, sent again with more members than before."""
 
 
 @dataclass
@@ -71,11 +71,11 @@ class Barrier:
     """When the first arrived, on the loop's clock."""
     arrived: int = 0
     withdrawn: int = 0
-    """Came, and went when their own patience was over: not to blame for those that came a moment after them."""
+    """Arrived, and left after their own timeout: not responsible if others arrived shortly after them."""
     calls: dict[str, int] = field(default_factory=dict)
     waiters: dict[Participant, Waiter] = field(default_factory=dict)
     times: Told = field(default_factory=dict)
-    """What members that are connected here have said of themselves with it."""
+    """The reports of members that are connected here."""
     timer: asyncio.TimerHandle | None = None
     too_large: bool = False
 
@@ -88,7 +88,7 @@ class Barrier:
         return self.missing & ~self.withdrawn
 
     def take(self, arrival: Arrival, now: float) -> None:
-        """Raises ProtocolError, TooLarge for what the members bring; then they have not arrived."""
+        """Raises ProtocolError, TooLarge for the members' data; then they have not arrived."""
         self.payload.add(Word(arrival.mask, self.count, arrival.fields, arrival.body))
         self.arrived |= arrival.mask
         self.withdrawn &= ~arrival.mask
@@ -98,7 +98,7 @@ class Barrier:
         self.waiters[arrival.participant] = Waiter(arrival.mask, now + arrival.timeout)
 
     def answer(self, frame: bytes) -> None:
-        """The same bytes for everybody."""
+        """The same bytes for all."""
         for participant in self.waiters:
             participant.send(frame)
         self.waiters.clear()
@@ -108,7 +108,7 @@ class Barrier:
 
 
 class Barriers:
-    """All barriers of a round. ``on_timeout`` is called with those whose patience, and ``grace_seconds``, are over."""
+    """All barriers of a round. ``on_timeout`` is called with those whose timeout plus ``grace_seconds`` has expired."""
 
     def __init__(
         self, on_timeout: Callable[[Barrier, list[Participant]], None], grace_seconds: float, pace: Pace
@@ -119,14 +119,14 @@ class Barriers:
         self._pace = pace
 
     def take(self, arrival: Arrival, now: float) -> Barrier | None:
-        """The barrier that an arrival belongs to, made by the first; None where the arrival counts no more.
+        """The barrier of an arrival, created by the first one; None if the arrival no longer counts.
 
-        Raises ProtocolError for what it brings. Where that is more than can be held, the barrier is ``too_large``.
+        Raises ProtocolError for its data. If that is more than can be held, the barrier is ``too_large``.
         """
         barrier = self._of(arrival, now)
         if arrival.again and arrival.participant not in barrier.waiters:
             self._close_if_idle(barrier)
-            return None  # it has crossed our answer on the way
+            return None  # it crossed our answer
         try:
             barrier.take(arrival, now)
         except ProtocolError:
@@ -164,14 +164,14 @@ class Barriers:
             self.arm(barrier, min(waiter.deadline for waiter in barrier.waiters.values()))
 
     def withdraw(self, barrier: Barrier, participant: Participant) -> None:
-        """Its patience is over: it no longer counts as arrived, so that a later round of this barrier starts clean."""
+        """Its timeout has expired: it no longer counts as arrived, so that a later use of this barrier starts clean."""
         waiter = barrier.waiters.pop(participant)
         barrier.withdrawn |= waiter.mask
         barrier.arrived &= ~waiter.mask
         self._close_if_idle(barrier)
 
     def forget(self, participant: Participant) -> None:
-        """Its connection has ended: what it has brought stands while others wait."""
+        """Its connection has ended: its data stays while others wait."""
         for barrier in list(self.pending.values()):
             if barrier.waiters.pop(participant, None) is not None:
                 self._close_if_idle(barrier)

@@ -1,4 +1,4 @@
-"""Whom a server hears: the addresses of a job's hosts. A host's name may get another address while the job lives."""
+"""The addresses that a server accepts: those of a job's hosts. A host name's address may change while the job runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LOOK_AGAIN_SECONDS = 2.0
 
 
 class Callers:
-    """The addresses of ``hosts``. Where some are names, they are looked up again when somebody else calls: a pod that
-    was put on another machine has a new address behind its name. ``hears`` never waits for a lookup."""
+    """The addresses of ``hosts``. Names are resolved again when an unknown address connects: a pod that moved to
+    another machine has a new address for its name. ``hears`` never waits for a lookup."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
         hosts = tuple(dict.fromkeys(hosts))
@@ -32,7 +32,7 @@ class Callers:
 
     @property
     def may_change(self) -> bool:
-        """Whether who is refused now may be heard a moment later."""
+        """Whether an address that is refused now may be accepted later."""
         return bool(self._names)
 
     def _look_again(self) -> None:
@@ -44,14 +44,14 @@ class Callers:
 
     def _look(self) -> None:
         try:
-            for name in self._names:  # one that is away has no address for a while, and keeps nobody else out
+            for name in self._names:  # a lost one may have no address for a while, and must not block the others
                 self._known |= addresses_of(name)
         finally:
             self._is_looking.release()
 
 
 def addresses_of(host: str) -> frozenset[str]:
-    """Every IPv4 address that a host's name has now; none where nobody knows it yet."""
+    """Every IPv4 address that a host name has now; none if it cannot be resolved yet."""
     try:
         return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET))
     except (OSError, UnicodeError):

@@ -1,8 +1,8 @@
-"""Hosts the rendezvous store in a small process beside rank 0, for launch forms without a launcher of ours.
+"""Hosts the rendezvous store in a small process next to rank 0, for launch forms without our launcher.
 
 Not in rank 0 itself: Paddle holds the interpreter lock while it waits for peers in C++, and a store that shares that
-lock would be deaf exactly then. The process ends by itself once its parent and all members are gone. In a job of many
-ranks each node has one, beside its first rank; all but rank 0's are relays.
+lock could not respond during that time. The process ends by itself once its parent and all members are gone. In a job
+of many ranks each node has one, next to its first rank; all but rank 0's are relays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _READY = "listening"
 # After the parent has ended: how long members may still be connected, how long none must have been before the process
-# ends (a member that lost its connection may come back to report), and how often to look, in seconds.
+# ends (a member that lost its connection may reconnect to report), and how often to check, in seconds.
 _EXIT_BARRIER_SECONDS = 300.0
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.05
@@ -53,7 +53,7 @@ class Place:
     host: str
     port: int
     hosts: list[str] | None
-    """Whom it hears; None: whoever knows the job's id, or its secret."""
+    """The addresses it accepts; None: every process that knows the job's id, or its secret."""
     members: int
     node: int = 0
     parent: str = ""
@@ -75,12 +75,12 @@ class Place:
 
 
 def needs_relays(cluster: Cluster) -> bool:
-    """Few ranks speak to the root directly; it is the shortest way."""
+    """A few ranks connect to the root directly, which is the shortest path."""
     return cluster.world_size > FAN_IN and cluster.node_num > 1
 
 
 def endpoint_of(cluster: Cluster) -> str:
-    """Where this rank speaks to the store."""
+    """The store's server for this rank."""
     if cluster.store_endpoint:
         return cluster.store_endpoint
     node = cluster.this.node_index if needs_relays(cluster) else 0
@@ -95,7 +95,7 @@ def is_host(cluster: Cluster) -> bool:
 
 
 class StoreHost:
-    """The parent's handle. Raises ClusterError when the address cannot be bound, or a parent not be reached."""
+    """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
 
     def __init__(self, place: Place, job_id: str) -> None:
         root = str(Path(__file__).resolve().parents[4])

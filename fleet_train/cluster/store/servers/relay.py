@@ -1,8 +1,8 @@
 """A relay: the server of one node in a job of many, between its members and its parent.
 
-It waits until all members below it have arrived at a barrier, tells its parent one reduction, and hands the answer on
-as it is. When members are late it tells who is there after a moment, so that the root can name the others. Everything
-else is asked upwards. A relay that loses its parent says so to whoever waits.
+It waits until all members below it have arrived at a barrier, sends its parent one reduction, and forwards the answer
+unchanged. If members are late, it soon reports those that have arrived, so that the root can name the others. All
+other requests are forwarded to the parent. A relay that loses its parent reports that to all that wait.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fleet_train.cluster.store.servers.barriers import Arrival, Barrier, Key, Pa
 from fleet_train.cluster.store.servers.pace import Pace
 from fleet_train.cluster.store.servers.rounds import MOST_NAME, Reply, Round
 
-# How long members may be late before the parent is told who is there already.
+# How long members may be late before the parent gets a list of those that have arrived.
 _PARTIAL_SECONDS = 1.0
-# Once it has been told: how long those who come one by one are collected.
+# After that: how long further arrivals are collected.
 _UPDATE_SECONDS = 0.1
-# Beyond a waiter's patience: how long the parent may take to name who is missing.
+# In addition to a waiter's timeout: how long the parent may take to name the missing members.
 _PARENT_GRACE_SECONDS = 2.0
 _BEATS_PER_SILENCE = 4
 _RETRY_SECONDS = 0.1
@@ -46,7 +46,7 @@ _DIAL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a relay's parent listens, and for whom the relay speaks."""
+    """Where a relay's parent listens, and which members the relay serves."""
 
     host: str
     port: int
@@ -55,7 +55,7 @@ class Parent:
     """The relay's own number among relays (its node's), for messages."""
     machine: str
     below: int
-    """The ranks of the relay's whole subtree: the members of groups that are numbered as ranks are."""
+    """The ranks of the relay's whole subtree: the members of groups whose numbers are ranks."""
     access: Access
     silence_seconds: float = 20.0
 
@@ -65,7 +65,7 @@ class Parent:
 
 
 class Relay(Round):
-    """A node's share of a round whose root is elsewhere."""
+    """A node's part of a round whose root is elsewhere."""
 
     def __init__(self, clock: Callable[[], float], pace: Pace, parent: Parent) -> None:
         super().__init__(clock, pace, grace_seconds=_PARENT_GRACE_SECONDS)
@@ -80,7 +80,7 @@ class Relay(Round):
     # towards the parent
 
     async def connect(self, timeout_seconds: float) -> None:
-        """Raises Refused, with what the parent said, or once nobody has answered for so long."""
+        """Raises Refused, with the parent's reason, or after this long without an answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:
@@ -105,7 +105,7 @@ class Relay(Round):
             self._link.close()
 
     def parent_lost(self, why: str) -> None:
-        """Whoever waits, or asks from now on, is told."""
+        """Report it to all that wait, or ask from now on."""
         self._lost = self._lost or f"{self.parent.endpoint}, the parent of this node's relay: {why}"
         for barrier in list(self.barriers.pending.values()):
             self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
@@ -142,7 +142,7 @@ class Relay(Round):
             self._tell(barrier, barrier.count)
 
     def _tell(self, barrier: Barrier, count: int) -> None:
-        """Who is there so far and what they bring; again when more have come."""
+        """Send the members that have arrived so far and their data; again when more have arrived."""
         header, body = barrier.payload.part()
         patience = min(waiter.deadline for waiter in barrier.waiters.values()) - self.clock()
         calls = [[call, members.ranges(mask & barrier.arrived)] for call, mask in barrier.calls.items()]
@@ -161,7 +161,7 @@ class Relay(Round):
         barrier.answer(frame)
 
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
-        """The parent has not named who is missing in time: all that is known here is that it is silent."""
+        """The parent has not named the missing members in time: here only its silence is known."""
         frame = barrier.frame({"error": "store", "why": f"{self.parent.endpoint} has not answered in time"})
         for participant in late:
             self.barriers.withdraw(barrier, participant)
@@ -181,7 +181,7 @@ class Relay(Round):
     # from the parent
 
     def heard(self, head: bytes, header: Header, body: Body) -> None:
-        """A frame of the parent: an answer to a barrier or to a question, or a question. Raises ProtocolError.
+        """A frame of the parent: an answer to a barrier or a request, or a request. Raises ProtocolError.
 
         ``head``: its header as it came.
         """
@@ -232,7 +232,7 @@ def _nothing(_: Header, __: Body) -> None:
 def _key(told: object) -> Key:
     if isinstance(told, list) and len(told) == 3 and all(isinstance(part, str) for part in told) and told[1] in KINDS:
         return Key(*told)
-    raise ProtocolError("an answer says not to which barrier")
+    raise ProtocolError("an answer does not name its barrier")
 
 
 class Link(asyncio.Protocol):
@@ -299,7 +299,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ready.done():
             self.ready.set_exception(OSError("the connection was closed"))
-            self.ready.exception()  # nobody may wait for it any more
+            self.ready.exception()  # mark as retrieved: possibly nothing waits for it any more
             return
         self._end(str(error or "the connection was closed"))
 

@@ -1,8 +1,8 @@
-"""One rendezvous round: what its members have stored, who is gone, which failures were reported, who waits where.
+"""One rendezvous round: stored values, departed members, reported failures, and which members wait where.
 
-A job that starts again meets in a new round, at the same port, so that nothing of a failed attempt is seen by the next.
-The round lives at the root of the tree; a relay (``relay.py``) keeps the same books of its own members and asks
-upwards. Touched by the event loop's thread only.
+A restarted job uses a new round, at the same port, so that nothing of a failed attempt is visible to the next.
+The round is kept at the root of the tree; a relay (``relay.py``) keeps the same state for its own members and asks
+its parent. Used by the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fleet_train.cluster.store.protocol.wire import Body, Fields, Header, Protoc
 from fleet_train.cluster.store.servers.barriers import Arrival, Barrier, Barriers, Participant
 from fleet_train.cluster.store.servers.pace import Pace
 
-# How long all members may stand at different barriers before that counts as a mistake and not as a coincidence.
+# How long all members may wait at different barriers before that counts as an error and not as a coincidence.
 _CROSSED_SECONDS = 1.0
-# What members may store under keys, and how long a key may be.
+# How many bytes members may store under keys, and how long a key may be.
 _MOST_STORED_BYTES = 64 << 20
 _MOST_KEYS = 1 << 18
 MOST_NAME = 500
 
 Reply = Callable[[Header, Body], None]
 Pull = Callable[[str, int], "asyncio.Future[Told]"]
-"""Ask a relay for its members' times: group, up to which barrier."""
+"""Request a relay's members' times: group, up to which barrier."""
 
 
 class Round(ABC):
-    """What a session may ask of a round, wherever its root is."""
+    """A session's interface to a round, wherever its root is."""
 
     def __init__(self, clock: Callable[[], float], pace: Pace, grace_seconds: float = 0.0) -> None:
         self.clock = clock
@@ -47,17 +47,17 @@ class Round(ABC):
 
     @abstractmethod
     def ask(self, request: Header, body: Body, reply: Reply) -> None:
-        """Carry out what needs no waiting for other members; raises ProtocolError, or calls ``reply`` once."""
+        """Execute a request that does not wait for other members; raises ProtocolError, or calls ``reply`` once."""
 
     @abstractmethod
     def depart(self, group: str, mask: int, how: str) -> None:
-        """Members are no longer there: ``left``, or how they were lost."""
+        """Members have departed: ``left``, or how they were lost."""
 
     @abstractmethod
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None: ...
 
     def complete(self, barrier: Barrier) -> int:
-        """Add up what members have said with a step barrier; returns its number in the round's order."""
+        """Add up the members' reports at a step barrier; returns its number in the round's order."""
         return self.times.setdefault(barrier.key.group, Times()).add(barrier.times)
 
     async def collect_times(self, group: str, number: int) -> Told:
@@ -65,7 +65,7 @@ class Round(ABC):
         told = self.times.setdefault(group, Times()).up_to(number)
         pulls = [pull(group, number) for pull in list(self.pulls.values())]
         for answer in await asyncio.gather(*pulls, return_exceptions=True):
-            if isinstance(answer, dict):  # a relay that is lost says nothing; its loss is told elsewhere
+            if isinstance(answer, dict):  # a lost relay does not answer; its loss is reported elsewhere
                 told |= answer
         return told
 
@@ -76,7 +76,7 @@ class Root(Round):
     def __init__(self, clock: Callable[[], float], pace: Pace) -> None:
         super().__init__(clock, pace)
         self.present: dict[str, dict[int, str]] = {}
-        """By group: member -> the machine that it has named."""
+        """By group: member -> its machine."""
         self._began = clock()
         self._values: dict[str, Body] = {}
         self._stored_bytes = 0
@@ -133,7 +133,7 @@ class Root(Round):
             asyncio.get_running_loop().call_later(_CROSSED_SECONDS, self._give_up_if_crossed, group)
 
     def _give_up_if_crossed(self, group: str) -> None:
-        """All members wait, but at different barriers: nobody will ever come, so say who stands where."""
+        """All members wait, but at different barriers, so none can complete: report which member waits where."""
         self._is_looking.discard(group)
         pending = self.barriers.of_group(group)
         waiting = 0
@@ -151,13 +151,13 @@ class Root(Round):
             self._finish(barrier, {"error": "crossed"}, json.dumps(where).encode())
 
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
-        """They are withdrawn, so that a later round of this barrier can start clean; the others go on waiting."""
+        """They are withdrawn, so that a later use of this barrier starts clean; the others continue to wait."""
         frame = barrier.frame({"error": "timeout", "missing": members.ranges(barrier.blamed)})
         for participant in late:
             self.barriers.withdraw(barrier, participant)
             participant.send(frame)
 
-    # what needs no waiting
+    # requests that do not wait
 
     def ask(self, request: Header, body: Body, reply: Reply) -> None:
         fields = Fields(request)
@@ -170,13 +170,13 @@ class Root(Round):
         reply({} if self.put(fields.text("key", most=MOST_NAME), body) else {"error": "full"}, b"")
 
     def put(self, key: str, body: Body) -> bool:
-        """Whether there was room for it."""
-        self._stored_bytes += len(body) - len(self._values.get(key, b""))
-        self._values[key] = body
-        is_full = self._stored_bytes > _MOST_STORED_BYTES or len(self._values) > _MOST_KEYS
-        if is_full:
-            self._stored_bytes -= len(self._values.pop(key))
-        return not is_full
+        """Whether there was room for it; where not, what was there before stays."""
+        stored = self._stored_bytes + len(body) - len(self._values.get(key, b""))
+        keys = len(self._values) + (key not in self._values)
+        if stored > _MOST_STORED_BYTES or keys > _MOST_KEYS:
+            return False
+        self._stored_bytes, self._values[key] = stored, body
+        return True
 
     def _get(self, fields: Fields, _: Body, reply: Reply) -> None:
         reply({}, self._values.get(fields.text("key", most=MOST_NAME), b""))
@@ -194,7 +194,7 @@ class Root(Round):
         reply({}, b"")
 
     def _failures(self, fields: Fields, _: Body, reply: Reply) -> None:
-        """Those that the asker has not been told yet: it knows the first so many."""
+        """The reports that are new to the caller: it knows this many already."""
         reply({}, json.dumps(self._reports[fields.integer("known", 0, MOST_REPORTS) :]).encode())
 
     def _clock(self, _: Fields, __: Body, reply: Reply) -> None:
@@ -204,7 +204,7 @@ class Root(Round):
         reply({}, _by_reason(self._gone.get(fields.text("group", most=MOST_NAME), {})))
 
     def _ended(self, fields: Fields, _: Body, reply: Reply) -> None:
-        """The member's process has ended well: one that has never come will not come either."""
+        """The member's process ended with 0: if it has never connected, it will not connect."""
         group, member = fields.text("group", most=MOST_NAME), fields.integer("member", 0, members.MOST_MEMBERS - 1)
         gone = self._gone.setdefault(group, {})
         if member not in self.present.get(group, {}) and member not in gone:
@@ -240,7 +240,7 @@ class Root(Round):
         self.review()
 
     def lose(self, machine: str, how: str) -> None:
-        """The machine is silent: its members count as gone, whatever TCP still believes."""
+        """The machine is silent: its members count as lost, even if TCP connections remain."""
         for group, present in self.present.items():
             mask = sum(members.one(member) for member, named in present.items() if named == machine)
             if mask:

@@ -1,8 +1,8 @@
-"""The rendezvous store's server: where the members of a job meet, and how each learns who is missing.
+"""The rendezvous store's server, which all members of a job connect to, and which reports missing members.
 
-It offers what a key-value store does not: *barriers* that know whom they still wait for, notice a member whose
-connection breaks, and tell every waiter who that was. It needs no Paddle, so that launchers can host it and outlive the
-ranks. In a job of many nodes each has a server: one is the root of a round, the others relay to it.
+Beyond a key-value store it offers *barriers* that know which members are missing, notice a member whose connection
+breaks, and report it to every waiting member. It needs no Paddle, so that launchers can host it and outlive the ranks.
+In a job of many nodes each has a server: one is the root of a round, the others relay to it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fleet_train.cluster.store.servers.state import ServerState
 from fleet_train.errors import ClusterError
 
 _BACKLOG = 4096
-# How many connections are taken in one turn of the loop: a storm of them shall not hold up a barrier.
+# How many connections are accepted in one iteration of the loop, so that many of them do not delay a barrier.
 _ACCEPTED_AT_ONCE = 64
-# What a process needs besides the store's connections.
+# Open files that a process needs besides the store's connections.
 _OTHER_DESCRIPTORS = 256
 _CONNECTIONS_PER_MEMBER = 3
 
@@ -39,11 +39,11 @@ T = TypeVar("T")
 class StoreServer:
     """Host the store on ``host:port`` (0 picks a free port) from a thread of this process.
 
-    ``callers``: whose addresses are heard; None for all. With a secret in ``access`` they do not matter.
+    ``callers``: the accepted addresses; None for all. With a secret in ``access`` they are ignored.
     ``members``: how many connect here at most; the process's limit of open files is raised for them.
-    ``say``: told of refused connections, from the server's thread.
+    ``say``: called with messages about refused connections, from the server's thread.
     ``begins_rounds``: whether a member may begin a round that has not been opened.
-    Raises ClusterError when the address cannot be bound, or the limit cannot be raised, naming it.
+    Raises ClusterError if the address cannot be bound, or the limit cannot be raised.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StoreServer:
         return self._state.present(group, scope) if self._state is not None else set()
 
     def has_members(self) -> bool:
-        """Whether anybody is connected who stands for a member (a racy reading)."""
+        """Whether any member is connected (a racy reading)."""
         return self._state is not None and self._state.has_members
 
     def publish(self, name: str, key: str, value: Json) -> None:
@@ -119,7 +119,7 @@ class StoreServer:
         self._do(opened, 10.0)
 
     def open_relay(self, parent: Parent, timeout_seconds: float) -> None:
-        """Relay a round to ``parent``. Raises ClusterError when the parent does not take this relay in that time."""
+        """Relay a round to ``parent``. Raises ClusterError if the parent does not accept this relay in that time."""
 
         async def opened(state: ServerState) -> None:
             await state.open_relay(parent, timeout_seconds)
@@ -130,7 +130,7 @@ class StoreServer:
             raise ClusterError(str(refusal)) from None
 
     def close_round(self, name: str) -> None:
-        """End this server's relaying of a round; nothing where its root is here."""
+        """Stop relaying a round; no effect if its root is here."""
 
         async def closed(state: ServerState) -> None:
             state.close_round(name)
@@ -164,11 +164,11 @@ class StoreServer:
         await self._stopping.wait()
         server.close()
         self._state.close()
-        await asyncio.sleep(0)  # connections say their last word in the loop's next turn
+        await asyncio.sleep(0)  # connections send their last message in the loop's next iteration
 
 
 async def listen(state: ServerState, host: str, port: int) -> asyncio.Server:
-    """Take connections for ``state`` on the running loop. Raises OSError when the address cannot be bound."""
+    """Accept connections for ``state`` on the running loop. Raises OSError if the address cannot be bound."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,7 +183,7 @@ async def listen(state: ServerState, host: str, port: int) -> asyncio.Server:
 
 
 def raise_descriptor_limit(wanted: int) -> None:
-    """Let this process open so many files. Raises ClusterError where the hard limit is lower, with the fix."""
+    """Let this process open this many files. Raises ClusterError if the hard limit is lower, with the fix."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -198,8 +198,8 @@ def raise_descriptor_limit(wanted: int) -> None:
 
 
 def _no_traceback(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Asyncio's handler prints a traceback per refused connection when descriptors run out. What matters of a
-    connection is told by its end; what is a mistake of ours must not hide."""
+    """Asyncio's handler prints a traceback per refused connection when descriptors run out. Errors of a connection
+    are reported when it ends; errors of ours must stay visible."""
     error = context.get("exception")
     if isinstance(error, (OSError, asyncio.CancelledError)) or error is None:
         return

@@ -1,4 +1,4 @@
-"""One connection to a server of the store: a stranger until its hello is taken, then a member or a relay."""
+"""One connection to a server of the store: unauthenticated until its hello is accepted, then a member or a relay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fleet_train.cluster.store.servers.rounds import MOST_NAME, Reply, Round
 from fleet_train.cluster.store.servers.state import ServerState
 
 STRANGERS_SECONDS = 5.0
-# How long a caller that is refused may take to read that.
+# How long a refused caller may take to read the refusal.
 _REFUSAL_SECONDS = 1.0
 _PULL_SECONDS = 5.0
 _MOST_CALLS = 64
@@ -35,7 +35,7 @@ _RELAYS_ONLY = ("join", "depart")
 
 
 class Session(asyncio.BufferedProtocol):
-    """What one connection says, checked field by field, and what it is answered."""
+    """The messages of one connection, checked field by field, and their answers."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -81,7 +81,7 @@ class Session(asyncio.BufferedProtocol):
         if not later:
             self.close()
             return
-        # Closed with its hello unread the connection would be reset, and the caller take us for dead.
+        # Closed with its hello unread, the connection would be reset, and the caller would assume that we are dead.
         self._is_refused = True
         self._state.keep_stranger(self)
         transport.write_eof()
@@ -92,7 +92,7 @@ class Session(asyncio.BufferedProtocol):
             self._transport.write(frame)
 
     def pause_writing(self) -> None:
-        """The other side does not read: it is not heard either until it does, so that answers do not pile up."""
+        """The other side does not read: reading from it stops until it does, so that answers do not accumulate."""
         assert self._transport is not None
         self._transport.pause_reading()
 
@@ -127,7 +127,7 @@ class Session(asyncio.BufferedProtocol):
                 self._round.depart(group, mask, how)
 
     def get_buffer(self, _: int) -> memoryview:
-        """One buffer for all connections: what comes in is taken out of it at once."""
+        """One buffer for all connections: received data is copied out of it at once."""
         return self._state.buffer
 
     def buffer_updated(self, size: int) -> None:
@@ -142,7 +142,7 @@ class Session(asyncio.BufferedProtocol):
         except Refused as refusal:
             self._refuse(refusal)
         except ProtocolError:
-            self.close()  # a stranger, or a member that is broken: nothing it says can be trusted
+            self.close()  # a foreign process, or a faulty member: its messages cannot be trusted
 
     def _hear(self, header: Header, body: Body) -> None:
         fields = Fields(header)
@@ -183,7 +183,7 @@ class Session(asyncio.BufferedProtocol):
         self._member = hello.integer("member", 0, members.MOST_MEMBERS - 1)
         self._is_relay = hello.text("role", "member", most=20) == "relay"
         self._machine = hello.text("machine", "", most=MOST_NAME)
-        if self._machine and not self._is_relay:  # nobody can lose another machine than the one it calls from
+        if self._machine and not self._is_relay:  # a connection can lose only the machine that it comes from
             self._machine += f" at {self._address}"
         self._silence = hello.optional_seconds("silence")
         if self._is_relay:
@@ -232,7 +232,7 @@ class Session(asyncio.BufferedProtocol):
         self.close()
 
     def _watch(self) -> None:
-        """Lose it, and all that have named the same machine, once it is silent for too long."""
+        """Treat it as lost, and all members on the same machine, once it is silent for too long."""
         assert self._silence is not None
         silent = self._state.clock() - self._heard_at
         if silent < self._silence:
@@ -257,10 +257,10 @@ class Session(asyncio.BufferedProtocol):
             mask = members.from_ranges(fields.header.get("members"), count)
             calls = _read_calls(fields.header.get("calls"), count)
             if not mask:
-                raise ProtocolError("a part of nobody")
+                raise ProtocolError("a part without members")
         else:
             if self._member >= count or fields.flag("part"):
-                raise ProtocolError("a member speaks for another")
+                raise ProtocolError("a member sends data of another")
             mask = members.one(self._member)
             calls = {fields.text("call", ""): mask}
         told = {self._member: times.read(fields.header["times"])} if "times" in fields.header else {}
@@ -276,10 +276,10 @@ class Session(asyncio.BufferedProtocol):
             self._pulled(fields, body)
             return
         if fields.header.get("do") != "ask":
-            raise ProtocolError("an unknown word of a relay")
+            raise ProtocolError("an unknown message of a relay")
         number, request = fields.integer("id", 0, 1 << 60), fields.header.get("ask")
         if not isinstance(request, dict):
-            raise ProtocolError("a question is no object")
+            raise ProtocolError("a request is not an object")
         assert self._round is not None
         self._round.ask(request, body, self._reply_to(number, Fields(request)))
 
@@ -319,11 +319,11 @@ class Session(asyncio.BufferedProtocol):
 
 def _read_calls(told: Json, count: int) -> dict[str, int]:
     if not isinstance(told, list) or len(told) > _MOST_CALLS:
-        raise ProtocolError("calls are no list, or too many")
+        raise ProtocolError("calls are not a list, or too many")
     calls: dict[str, int] = {}
     for pair in told:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ProtocolError("a call is no pair of text and members")
+            raise ProtocolError("a call is not a pair of text and members")
         calls[pair[0][:MOST_NAME]] = members.from_ranges(pair[1], count)
     return calls
 

@@ -1,4 +1,4 @@
-"""What all connections of one server share: the rounds, who may connect, and how many."""
+"""State that all connections of one server share: the rounds, which addresses may connect, and how many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet_train.cluster.store.servers.pace import Pace
 from fleet_train.cluster.store.servers.relay import Parent, Relay
 from fleet_train.cluster.store.servers.rounds import Root, Round
 
-# Connections that have not said who they are: beyond these the one that has been silent longest is closed.
+# The most unauthenticated connections: beyond these the one that has been silent longest is closed.
 _MOST_STRANGERS = 256
 _CONNECTIONS_PER_MEMBER = 4
 _MOST_ROUNDS = 4096
@@ -25,7 +25,7 @@ _INNER_SECONDS = 30.0
 
 
 class Connection(Protocol):
-    """A session, as far as those who count sessions know it."""
+    """The part of a session that counting sessions needs."""
 
     @property
     def stands_for_members(self) -> bool: ...
@@ -34,7 +34,7 @@ class Connection(Protocol):
 
 
 class ServerState:
-    """Touched by the event loop's thread only, except where it is said."""
+    """Used by the event loop's thread only, except where noted."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ServerState:
     # connections
 
     def admit(self, session: Connection, address: str) -> bool:
-        """Whether a connection from there may say who it is."""
+        """Whether a connection from there may authenticate itself."""
         if self._callers is not None and not self._callers.hears(address):
             if not self._callers.may_change:
                 self._say_refused(address)
@@ -72,14 +72,14 @@ class ServerState:
         return True
 
     def keep_stranger(self, session: Connection) -> None:
-        """Count a connection that nobody knows, in place of the oldest such where there are many."""
+        """Count an unauthenticated connection, in place of the oldest one if there are many."""
         if len(self._strangers) >= _MOST_STRANGERS:
             self._strangers.popitem(last=False)[0].abort()
         self._strangers[session] = None
 
     @property
     def may_admit_later(self) -> bool:
-        """Whether the addresses that are heard may become others."""
+        """Whether the accepted addresses may change."""
         return self._callers is not None and self._callers.may_change
 
     def _say_refused(self, address: str) -> None:
@@ -113,10 +113,10 @@ class ServerState:
     # rounds
 
     def find_round(self, name: str, *, is_relay: bool, then: Callable[[Round | None], None]) -> None:
-        """Call ``then`` with the round of that name; None where it is not open.
+        """Call ``then`` with the round of that name; None if it is not open.
 
-        Members may begin a round where the server is no relay, others wait until it is opened. A round within another
-        (``0.selftest`` in ``0``) has its tree, and is opened when somebody asks for it.
+        Members may begin a round if the server is not a relay, others wait until it is opened. A round within another
+        (``0.selftest`` in ``0``) has its tree, and is opened on the first request for it.
         """
         outer = self.rounds.get(name.partition(".")[0])
         if name in self.rounds:
@@ -142,13 +142,13 @@ class ServerState:
         return found
 
     async def open_relay(self, parent: Parent, timeout_seconds: float) -> None:
-        """A round whose root is elsewhere. Raises Refused when the parent does not take this relay."""
+        """A round whose root is elsewhere. Raises Refused if the parent does not accept this relay."""
         relay = Relay(self.clock, self._pace, parent)
         await relay.connect(timeout_seconds)
         self.rounds[parent.round_name] = relay
 
     def close_round(self, name: str) -> None:
-        """End the relaying of a round and of those within it; a round whose root is here stays to be read."""
+        """Stop relaying a round and those within it; a round whose root is here stays readable."""
         for inner in [each for each in self.rounds if each.partition(".")[0] == name]:
             found = self.rounds[inner]
             if isinstance(found, Relay):
@@ -156,7 +156,7 @@ class ServerState:
                 del self.rounds[inner]
 
     def lose(self, machine: str, how: str) -> None:
-        """The machine is silent: its members count as gone in every round."""
+        """The machine is silent: its members count as lost in every round."""
         for found in list(self.rounds.values()):
             if isinstance(found, Root):
                 found.lose(machine, how)

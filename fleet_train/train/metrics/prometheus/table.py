@@ -33,6 +33,7 @@ OF_CURVES: dict[str, Metric | None] = {
     "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
     "train/epoch": Metric("epochs_total", "Epochs that are done.", "counter"),
     "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),
+    "train/gradient_norm": Metric("gradient_norm", "Global norm of the averaged gradients, before clipping."),
     "train/loss_scale": Metric("loss_scale", "What the loss is multiplied by in float16 mixed precision."),
     "test/loss": Metric("test_loss", "Loss of the last evaluation."),
     "test/accuracy": Metric("test_accuracy_ratio", "Accuracy of the last evaluation, 0 to 1."),

@@ -1,0 +1,338 @@
+"""An addition for each recipe of CONTRIBUTING.md, as small as it can be while it is whole: what goes into which file.
+
+`tests/unit/test_contributing.py` writes them into a copy of the checkout. Each is real: the tests that the recipe names
+pass with it, the ones on several ranks included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """``text`` in front of the first ``before``, or behind the first ``behind``; a new file where both are empty."""
+
+    text: str
+    before: str = ""
+    behind: str = ""
+
+    def into(self, path: Path) -> None:
+        """Raises ValueError where the place is not there."""
+        if not self.before and not self.behind:
+            path.write_text(self.text, encoding="utf-8")
+            return
+        old, mark = path.read_text(encoding="utf-8"), self.before or self.behind
+        if mark not in old:
+            raise ValueError(f"{path}: the example of the recipe looks for {mark!r}, which is not there any more")
+        head, _, tail = old.partition(mark)
+        new = self.text + mark if self.before else mark + self.text
+        path.write_text(head + new + tail, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Example:
+    """``name`` stands for NAME. ``written``: by a command of the recipe."""
+
+    name: str
+    files: dict[str, tuple[Insertion, ...]]
+    written: dict[str, str] = field(default_factory=dict)
+
+
+_EXPORT = "python -m fleet_train.profile.export"
+_OPTIONS = "python -m tests.unit.cli.command_options"
+
+KNOB = Example(
+    "last_gradient_alone",
+    {
+        "fleet_train/profile/schema/communication.py": (
+            Insertion(
+                """    last_gradient_alone: bool = knob(
+        False,
+        fate="carried out",
+        needs="fuse_all_reduce_ops",
+        meaning="Give the gradient that is ready last a bucket of its own.",
+        reason="The plan cuts the last bucket in front of its last gradient.",
+    )
+""",
+                before="    link_gigabits: float = knob(",
+            ),
+        ),
+        "fleet_train/plan/build.py": (
+            Insertion(
+                """    if profile.last_gradient_alone:
+        groups = [*groups[:-1], *(part for part in (groups[-1][:-1], groups[-1][-1:]) if part)]
+""",
+                before="    buckets = tuple(\n",
+            ),
+        ),
+        "tests/parallel/knob_effects_sending.py": (
+            Insertion(
+                '\n    Case("last_gradient_alone", True, {see.sent: [["all_reduce 9344", "all_reduce 32"]] * 2}),',
+                behind="\nBUCKETS = [",
+            ),
+        ),
+        "fleet_train/plan/notes.py": (
+            Insertion(
+                """    if profile.last_gradient_alone:
+        notes.append(Note("last_gradient_alone", "the last gradient is a bucket by itself"))
+""",
+                before="    return notes\n",
+            ),
+        ),
+    },
+    {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},
+)
+
+PROFILE = Example(
+    "int8_hierarchical",
+    {
+        "strategies/int8_hierarchical.yaml": (
+            Insertion(
+                """# yaml-language-server: $schema=./schema.json
+#
+# Several machines with several ranks each, on a slow network.
+# Why:    whole gradients inside each machine, whole numbers of 8 bits between the machines.
+# Costs:  approximate gradients with error feedback, and three exchanges in a row for each bucket.
+# Use:    on each machine, with its own address as node_ip:
+#         python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --node_ip=192.168.1.2
+#           --nproc_per_node=2 --strategy int8_hierarchical train.py
+
+description: Several machines with several ranks each; the machines' leaders send gradients in 8 bits.
+extends: int8_compression
+use_hierarchical_allreduce: true
+
+measured:
+  - "not measured: an example of how a profile is added"
+"""
+            ),
+        ),
+        "tests/unit/profile/test_profile_catalogue.py": (
+            Insertion('    "int8_hierarchical",\n', before='    "local_sgd",\n'),
+            Insertion(
+                """        "int8_hierarchical": {
+            "fetch_frequency": 2,
+            "compression": "int8",
+            "use_hierarchical_allreduce": True,
+        },
+""",
+                behind='        "int8_compression": {"fetch_frequency": 2, "compression": "int8"},\n',
+            ),
+        ),
+        "docs/strategies.md": (
+            Insertion("| `int8_hierarchical` | several ranks each | no |\n", before="| `ethernet_1g` | several"),
+        ),
+    },
+)
+
+COMPRESSION = Example(
+    "bf16_gather",
+    {
+        "fleet_train/profile/schema/compression.py": (Insertion('"bf16_gather", ', before='"fp16", "int8"'),),
+        "fleet_train/profile/compatibility.py": (Insertion('"bf16_gather", ', before='"fp16"'),),
+        "fleet_train/plan/compressions.py": (
+            Insertion(
+                """def _gathered(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
+    if hierarchical:
+        return _in_16_bits(bucket, profile, hierarchical)
+    return (Sent("allgather", 2 * bucket.elements, 2),)
+
+
+""",
+                before="def _in_few_bits(",
+            ),
+            Insertion(
+                '    "bf16_gather": Compression(_gathered, wire_dtype="bfloat16"),\n', before='    "fp16": Compression('
+            ),
+        ),
+        "fleet_train/plan/simulate/methods.py": (
+            Insertion(
+                """class Gathered:
+    \"\"\"Every rank's gradients rounded to bfloat16, and summed in float32.\"\"\"
+
+    def __init__(self, bucket: Bucket, wire: SimulatedWire) -> None:
+        self._bucket, self._wire = bucket, wire
+
+    def average(self, gradients: Gradients) -> list[Array]:
+        self._wire.count(self._bucket.sent[0])
+        flat = [np.concatenate([np.ravel(values) for values in rank]).astype(np.float32) for rank in gradients]
+        bits = [one.view(np.uint32) for one in flat]
+        rounded = [((one + 0x7FFF + (one >> 16 & 1)) & 0xFFFF0000).view(np.float32) for one in bits]
+        mean = np.sum(rounded, axis=0, dtype=np.float32) * np.float32(1.0 / len(flat))
+        return cut(mean, [gradient.shape for gradient in self._bucket.gradients])
+
+
+""",
+                before="@dataclass(frozen=True)\nclass _Parts:",
+            ),
+            Insertion(
+                """def _gathered(parts: _Parts) -> SimulatedMethod:
+    return _dense(parts) if parts.plan.team_size else Gathered(parts.bucket, parts.wire)
+
+
+""",
+                before="def _in_few_bits(",
+            ),
+            Insertion('    "bf16_gather": _gathered,\n', before='    "fp16": _dense,'),
+        ),
+        "fleet_train/collectives/methods/registry.py": (
+            Insertion(
+                "from fleet_train.collectives.methods.bf16_gather import GatheredMethod\n",
+                before="from fleet_train.collectives.methods.dgc",
+            ),
+            Insertion(
+                """def _gathered(parts: _Parts) -> BucketMethod:
+    if parts.plan.team_size:
+        return _in_16_bits(parts)
+    group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
+    on_host = parts.job.engine.reads_values
+    return GatheredMethod(parts.bucket, group, parts.plan.world_size, cast_for(on_host), cut_for(on_host))
+
+
+""",
+                before="def _in_few_bits(",
+            ),
+            Insertion('    "bf16_gather": _gathered,\n', before='    "fp16": _in_16_bits,'),
+        ),
+        "fleet_train/collectives/methods/bf16_gather.py": (
+            Insertion(
+                '''"""Every rank's gradients in bfloat16 to every rank, which sums them in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.methods.base import Cut, flatten
+from fleet_train.collectives.methods.host_casts import Cast
+from fleet_train.plan import Bucket
+
+
+class GatheredMethod:
+    """One all-gather; the sum is rounded in float32 alone, in the order of ranks on all of them."""
+
+    kind = "gathered"
+    own_state: tuple[str, ...] = ()
+
+    def __init__(self, bucket: Bucket, group: Any, world_size: int, cast: Cast, cut: Cut) -> None:
+        self._bucket, self._group, self._world_size, self._cast, self._cut = bucket, group, world_size, cast, cut
+
+    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        narrow = self._cast(flatten(gradients), "bfloat16")
+        yield HAND_OVER
+        output = paddle.empty([self._world_size * self._bucket.elements], "bfloat16")
+        yield Stage((Collective("all_gather", self._group, narrow, output=output),))
+        total = self._cast(output, "float32").reshape([self._world_size, -1]).sum(0)
+        return self._cut(total.scale_(1.0 / self._world_size), [g.shape for g in self._bucket.gradients])
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        del state
+'''
+            ),
+        ),
+        "tests/parallel/knob_effects_training.py": (
+            Insertion(
+                """    Case(
+        "compression",
+        "bf16_gather",
+        {see.sent: [["all_gather 4688 bfloat16"]] * 2, see.moved: [1.5, 1.5], see.counted: 9376},
+    ),
+""",
+                before='    Case("compression", "fp16"',
+            ),
+        ),
+        "tests/unit/profile/test_profile_catalogue.py": (
+            Insertion('"bf16_gather", ', before='"fp16", "int8", "int4", "powersgd"'),
+        ),
+    },
+    {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},
+)
+
+ENGINE = Example(
+    "flux",
+    {
+        "fleet_train/cluster/engines/flux.py": (
+            Insertion(
+                '''"""Flux: a task of ``flux run``. Variables: flux-framework.readthedocs.io, flux-environment(7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet_train.cluster.engines.started import Started, Variables, checked
+
+
+def read(environ: Mapping[str, str]) -> Started | None:
+    if not {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"} <= environ.keys():
+        return None
+    of = Variables(environ, "Flux")
+    started = Started(
+        engine="Flux",
+        index=of.needed("FLUX_TASK_RANK"),
+        count=of.needed("FLUX_JOB_SIZE"),
+        local_index=of.needed("FLUX_TASK_LOCAL_ID"),
+        job="flux",
+    )
+    return checked(started, "FLUX_TASK_RANK", "FLUX_JOB_SIZE")
+'''
+            ),
+        ),
+        "fleet_train/cluster/engines/detect.py": (
+            Insertion("flux, ", before="kubernetes, mpi"),
+            Insertion('    ("flux", flux.read),\n', before='    ("torchrun", torchrun.read),'),
+        ),
+        "tests/unit/cluster/test_engines.py": (
+            Insertion(
+                'FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}\n',
+                before="RECOGNISED: ",
+            ),
+            Insertion('    (FLUX, ("Flux", 1, 2, 0, None)),\n', before="    (OPEN_MPI, ("),
+        ),
+        "docs/engines.md": (
+            Insertion(
+                "| Flux | the variables of the task | `flux run -n 16 python train.py` | not tried |\n",
+                before="| Open MPI 4 and 5 |",
+            ),
+            Insertion("`flux`, ", before="`torchrun`, `kubernetes`) insists"),
+        ),
+    },
+    {"tests/unit/cli/options.json": _OPTIONS},
+)
+
+MODEL = Example(
+    "linear",
+    {
+        "fleet_train/train/reference/model_names.py": (Insertion('"linear", ', before="*VISION_MODELS)"),),
+        "tests/unit/train/test_models.py": (Insertion('"linear", ', before='"ResNet18", "MobileNetV1"'),),
+        "docs/training.md": (Insertion("`linear`, ", behind="\n## Networks\n\n"),),
+        "fleet_train/train/reference/models.py": (
+            Insertion(
+                '''def linear(sample_shape: Shape, num_classes: int) -> Any:
+    """Logistic regression: [batch, *sample_shape] -> logits [batch, num_classes]."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(sample_shape)), num_classes))
+
+
+''',
+                before="def cnn(",
+            ),
+            Insertion('"linear": linear, ', before='"mlp": mlp,'),
+        ),
+    },
+    {"tests/unit/cli/options.json": _OPTIONS},
+)
+
+EXAMPLES = {
+    "A knob of the profile": KNOB,
+    "A strategy: a profile of the catalogue": PROFILE,
+    "A strategy: a compression of gradients": COMPRESSION,
+    "An engine that starts jobs": ENGINE,
+    "A model of the reference trainer": MODEL,
+}
+"""By the recipe's heading."""

@@ -1,0 +1,655 @@
+"""The books of one round, at its root and at a relay, on a clock that jumps: no sockets, no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.wire import Fields, ProtocolError, encode
+from fleet_train.cluster.store.servers import relay as relay_module
+from fleet_train.cluster.store.servers import rounds
+from fleet_train.cluster.store.servers.barriers import Arrival, Key
+from fleet_train.cluster.store.servers.pace import Pace
+from fleet_train.cluster.store.servers.relay import Parent, Relay
+from fleet_train.cluster.store.servers.rounds import Root, Round
+from tests.support.connections import Heard, Transport
+from tests.support.virtual_time import in_virtual_time
+
+BARRIER = ["rank", "barrier", "step 1"]
+
+
+def root_here() -> Root:
+    return Root(asyncio.get_running_loop().time, Pace())
+
+
+def arrive(
+    at: Round,
+    who: Heard,
+    member: int,
+    count: int,
+    *,
+    name: str = "step 1",
+    kind: str = "barrier",
+    group: str = "rank",
+    timeout: float = 60.0,
+    call: str = "",
+    body: bytes = b"",
+    told: list[float] | None = None,
+) -> None:
+    times = {} if told is None else {member: told}
+    fields = Fields({"slowest": 1.0})
+    mask = 1 << member
+    key = Key(group, kind, name)
+    at.arrive(Arrival(key, who, mask, count, timeout, {call: mask}, fields, body, times, False))
+
+
+def ask(at: Round, header: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], Any]:
+    """The answer to what needs no waiting: its header, and its body read."""
+    answers: list[tuple[dict[str, Any], Any]] = []
+    at.ask(header, body, lambda head, text: answers.append((head, json.loads(text) if text else None)))
+    assert len(answers) == 1
+    return answers[0]
+
+
+def join(root: Root, member: int, machine: str = "m", group: str = "rank") -> dict[str, Any]:
+    return ask(root, {"do": "join", "group": group, "member": member, "machine": machine})[0]
+
+
+# the root
+
+
+@in_virtual_time
+async def test_barriers_are_numbered_and_other_kinds_are_not() -> None:
+    root = root_here()
+    for number in (1, 2):
+        one, two = Heard(), Heard()
+        arrive(root, one, 0, 2)
+        assert one.frames == []
+        arrive(root, two, 1, 2)
+        assert one.frames == two.frames == [({"slowest": 1.0, "stop": None, "number": number, "to": BARRIER}, b"")]
+    arrive(root, one, 0, 1, kind="all_gather", body=b"x")
+    assert one.headers[-1] == {"number": 0, "to": ["rank", "all_gather", "step 1"]}
+    arrive(root, one, 0, 1, group="supervisor")
+    assert one.headers[-1]["number"] == 1  # every group has an order of its own
+    assert not root.barriers.pending
+
+
+@in_virtual_time
+async def test_who_does_not_come_in_time_is_named_and_who_gave_up_is_not_blamed() -> None:
+    root = root_here()
+    patient, hasty = Heard(), Heard()
+    arrive(root, patient, 0, 4, timeout=5.0)
+    arrive(root, hasty, 2, 4, timeout=2.0)
+    await asyncio.sleep(1.9)
+    assert hasty.frames == []
+    await asyncio.sleep(0.2)
+    assert hasty.headers == [{"error": "timeout", "missing": [[1, 1], [3, 3]], "to": BARRIER}]
+    assert patient.frames == []
+    await asyncio.sleep(2.8)
+    assert patient.frames == []
+    await asyncio.sleep(0.2)
+    assert patient.headers == [{"error": "timeout", "missing": [[1, 1], [3, 3]], "to": BARRIER}]
+    assert not root.barriers.pending
+
+
+@in_virtual_time
+async def test_members_that_say_another_number_of_members_are_told_both() -> None:
+    root = root_here()
+    one, two = Heard(), Heard()
+    arrive(root, one, 3, 8)
+    arrive(root, two, 5, 9)
+    expected = {"error": "count", "counts": [[3, 8], [5, 9]], "to": BARRIER}
+    assert one.headers == two.headers == [expected]
+
+
+@in_virtual_time
+async def test_members_at_different_barriers_are_told_a_second_later() -> None:
+    root = root_here()
+    one, two, other = Heard(), Heard(), Heard()
+    arrive(root, other, 0, 3, group="supervisor", name="facts")
+    arrive(root, one, 0, 2, name="a", call="fleet.save")
+    arrive(root, two, 1, 2, name="b")
+    await asyncio.sleep(0.9)
+    assert one.frames == two.frames == []
+    await asyncio.sleep(0.2)
+    where = [[[[0, 0]], "a", "fleet.save"], [[[1, 1]], "b", ""]]
+    assert [(header["error"], json.loads(body)) for header, body in one.frames + two.frames] == [("crossed", where)] * 2
+    assert other.frames == []
+
+
+@in_virtual_time
+async def test_a_coincidence_is_no_mistake_and_is_looked_at_again() -> None:
+    root = root_here()
+    one, two, three = Heard(), Heard(), Heard()
+    arrive(root, one, 0, 3, name="a")
+    arrive(root, two, 1, 3, name="b")
+    await asyncio.sleep(5.0)  # the third may come to either
+    assert one.frames == two.frames == []
+    arrive(root, three, 2, 3, name="b")
+    await asyncio.sleep(0.9)
+    assert one.frames == []
+    await asyncio.sleep(0.2)
+    assert [heard.headers[0]["error"] for heard in (one, two, three)] == ["crossed"] * 3
+    # Afterwards the same is seen again.
+    arrive(root, one, 0, 2, name="a")
+    arrive(root, two, 1, 2, name="b")
+    await asyncio.sleep(1.1)
+    assert len(one.frames) == len(two.frames) == 2
+
+
+@in_virtual_time
+async def test_members_that_come_to_the_same_place_meanwhile_are_left_alone() -> None:
+    root = root_here()
+    one, two = Heard(), Heard()
+    arrive(root, one, 0, 2, name="a")
+    arrive(root, two, 1, 2, name="b", timeout=0.5)
+    await asyncio.sleep(0.6)
+    assert two.headers[0]["error"] == "timeout"
+    await asyncio.sleep(5.0)
+    assert one.frames == []
+    assert len(root.barriers.pending) == 1
+
+
+@in_virtual_time
+async def test_a_value_that_does_not_fit_is_refused() -> None:
+    root = root_here()
+    most = 64 << 20
+    half = bytes(most // 2)
+    assert root.put("a", half)
+    assert root.put("b", half)
+    assert not root.put("c", b"x")
+    assert root.put("a", half)  # in place of the old one
+    assert root.put("a", half[:-1])
+    assert root.put("c", b"x")
+    assert not root.put("d", b"x")
+    assert ask(root, {"do": "set", "key": "e"}, b"1") == ({"error": "full"}, None)
+    assert ask(root, {"do": "keys", "prefix": ""}) == ({}, ["a", "b", "c"])
+
+
+@in_virtual_time
+async def test_a_value_that_is_refused_leaves_the_one_before() -> None:
+    root = root_here()
+    root.put("a", bytes(40 << 20))
+    root.put("b", b"7")
+    assert not root.put("b", bytes(30 << 20))
+    assert ask(root, {"do": "get", "key": "b"}) == ({}, 7)
+    assert root.put("c", bytes((24 << 20) - 1))
+    assert not root.put("d", b"x")
+
+
+def test_keys_are_bounded_and_listed_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_MOST_KEYS", 3)
+
+    @in_virtual_time
+    async def body() -> None:
+        root = root_here()
+        assert [root.put(key, b"1") for key in ("ab", "b", "ac", "d")] == [True, True, True, False]
+        assert root.put("b", b"2")
+        assert ask(root, {"do": "keys", "prefix": "a"}) == ({}, ["ab", "ac"])
+        assert ask(root, {"do": "get", "key": "b"}) == ({}, 2)
+        assert ask(root, {"do": "get", "key": "d"}) == ({}, None)
+
+    body()
+
+
+@in_virtual_time
+async def test_a_failure_ends_every_barrier_and_the_first_one_stands() -> None:
+    root = root_here()
+    one, two, late = Heard(), Heard(), Heard()
+    arrive(root, one, 0, 2)
+    arrive(root, two, 0, 2, group="supervisor")
+    await asyncio.sleep(2.5)
+    for message in ("first", "second"):
+        assert ask(root, {"do": "fail"}, json.dumps({"message": message}).encode()) == ({}, None)
+    for heard in (one, two):
+        assert [(header["error"], json.loads(body)) for header, body in heard.frames] == [
+            ("failed", {"message": "first"})
+        ]
+    arrive(root, late, 1, 2)
+    assert json.loads(late.frames[0][1]) == {"message": "first"}
+    await asyncio.sleep(1.0)
+    assert ask(root, {"do": "failures", "known": 0})[1] == [[{"message": "first"}, 2.5], [{"message": "second"}, 2.5]]
+    assert ask(root, {"do": "failures", "known": 1})[1] == [[{"message": "second"}, 2.5]]
+    assert ask(root, {"do": "clock"}) == ({"value": 3.5}, None)
+
+
+@in_virtual_time
+async def test_so_many_failures_are_kept() -> None:
+    root = root_here()
+    for number in range(260):
+        ask(root, {"do": "fail"}, json.dumps({"message": str(number)}).encode())
+    assert [report["message"] for report, _ in ask(root, {"do": "failures", "known": 254})[1]] == ["254", "255"]
+
+
+@in_virtual_time
+async def test_whoever_is_gone_is_named_to_those_who_wait_for_it_only() -> None:
+    root = root_here()
+    for member in range(4):
+        assert join(root, member) == {}
+    waiting, other, done = Heard(), Heard(), Heard()
+    arrive(root, waiting, 0, 4, call="fleet.all_reduce")
+    arrive(root, done, 1, 4, call="fleet.all_reduce")
+    arrive(root, other, 0, 2, name="of two")
+    root.depart("rank", 0b0010, "left")
+    assert waiting.frames == []  # member 1 had arrived
+    assert json.loads(other.frames[0][1]) == [[[[1, 1]], "left"]]
+    root.depart("rank", 0b1100, "its connection broke")
+    header, body = waiting.frames[0]
+    assert header == {"error": "gone", "call": "fleet.all_reduce", "to": BARRIER}
+    assert json.loads(body) == [[[[2, 3]], "its connection broke"]]
+    assert ask(root, {"do": "gone", "group": "rank"})[1] == [[[[1, 1]], "left"], [[[2, 3]], "its connection broke"]]
+    assert ask(root, {"do": "gone", "group": "other"})[1] == []
+
+
+@in_virtual_time
+async def test_the_first_reason_for_which_a_member_is_gone_stands() -> None:
+    root = root_here()
+    join(root, 0)
+    root.depart("rank", 0b01, "left")
+    root.depart("rank", 0b01, "its connection broke")
+    assert ask(root, {"do": "gone", "group": "rank"})[1] == [[[[0, 0]], "left"]]
+    join(root, 1)
+    root.depart("rank", 0b10, "lost")
+    ask(root, {"do": "ended", "group": "rank", "member": 1})
+    assert ask(root, {"do": "gone", "group": "rank"})[1] == [[[[0, 0]], "left"], [[[1, 1]], "lost"]]
+    assert join(root, 1) == {}
+    assert ask(root, {"do": "gone", "group": "rank"})[1] == [[[[0, 0]], "left"]]
+
+
+@in_virtual_time
+async def test_a_process_that_has_ended_without_joining_is_not_waited_for() -> None:
+    root = root_here()
+    waiting = Heard()
+    join(root, 0)
+    arrive(root, waiting, 0, 2)
+    assert ask(root, {"do": "ended", "group": "rank", "member": 0}) == ({}, None)  # it is here: its connection will say
+    assert waiting.frames == []
+    assert ask(root, {"do": "ended", "group": "rank", "member": 1}) == ({}, None)
+    assert json.loads(waiting.frames[0][1]) == [[[[1, 1]], "left"]]
+
+
+@in_virtual_time
+async def test_a_member_may_join_once_in_each_group() -> None:
+    root = root_here()
+    assert join(root, 3) == {}
+    assert join(root, 3) == {"error": "twice"}
+    assert join(root, 3, group="supervisor") == {}
+    with pytest.raises(ProtocolError, match="member"):
+        join(root, 1 << 17)
+    assert join(root, (1 << 17) - 1) == {}
+
+
+@in_virtual_time
+async def test_a_silent_machine_takes_its_members_with_it_in_every_group() -> None:
+    root = root_here()
+    for member, machine in enumerate(("a", "b", "a")):
+        join(root, member, machine)
+    join(root, 0, "a", "supervisor")
+    join(root, 1, "b", "supervisor")
+    waiting = Heard()
+    arrive(root, waiting, 1, 2, group="supervisor")
+    root.lose("a", "not heard of for 3 s")
+    assert ask(root, {"do": "gone", "group": "rank"})[1] == [[[[0, 0], [2, 2]], "not heard of for 3 s"]]
+    assert json.loads(waiting.frames[0][1]) == [[[[0, 0]], "not heard of for 3 s"]]
+
+
+@in_virtual_time
+async def test_what_cannot_be_asked_is_refused() -> None:
+    for header in ({"do": "dance"}, {"do": "get"}, {"do": "get", "key": "k" * 501}, {"do": "failures", "known": 257}):
+        with pytest.raises(ProtocolError):
+            ask(root_here(), header)
+    ask(root_here(), {"do": "get", "key": "k" * 500})
+
+
+@in_virtual_time
+async def test_times_of_relays_are_added_and_a_lost_relay_says_nothing() -> None:
+    root = root_here()
+    here = Heard()
+    for _ in range(2):
+        arrive(root, here, 0, 1, told=[1.0, 10.0, 5.0])
+
+    async def told(values: dict[int, list[float]] | None) -> dict[int, list[float]]:
+        if values is None:
+            raise TimeoutError
+        return values
+
+    asked: list[tuple[str, int]] = []
+
+    def pull(values: dict[int, list[float]] | None) -> rounds.Pull:
+        def answer(group: str, number: int) -> asyncio.Future[dict[int, list[float]]]:
+            asked.append((group, number))
+            return asyncio.ensure_future(told(values))
+
+        return answer
+
+    root.pulls = {Heard(): pull({5: [2.0, 3.0, 4.0]}), Heard(): pull(None)}
+    assert await root.collect_times("rank", 1) == {0: [1.0, 10.0, 5.0], 5: [2.0, 3.0, 4.0]}
+    assert await root.collect_times("rank", 2) == {0: [2.0, 20.0, 10.0], 5: [2.0, 3.0, 4.0]}
+    assert await root.collect_times("supervisor", 0) == {5: [2.0, 3.0, 4.0]}
+    assert asked == [("rank", 1)] * 2 + [("rank", 2)] * 2 + [("supervisor", 0)] * 2
+
+
+@in_virtual_time
+async def test_a_member_reads_the_times_of_all_up_to_a_barrier() -> None:
+    root = root_here()
+    for _ in range(3):
+        arrive(root, Heard(), 0, 2, told=[1.0, 10.0, 5.0])
+        arrive(root, Heard(), 1, 2, told=[2.0, 20.0, 6.0])
+    answers: list[Any] = []
+    for number in (2, 3):
+        request = {"do": "times", "group": "rank", "number": number}
+        root.ask(request, b"", lambda header, body: answers.append((header, json.loads(body))))
+        await asyncio.sleep(0.01)
+    assert answers == [
+        ({}, [[0, [2.0, 20.0, 10.0]], [1, [4.0, 40.0, 12.0]]]),
+        ({}, [[0, [3.0, 30.0, 15.0]], [1, [6.0, 60.0, 18.0]]]),
+    ]
+
+
+# a relay
+
+
+def relay_of(below: int = 0b111, silence: float = 4.0) -> tuple[Relay, Heard]:
+    """A relay of these members (of a job's first six), and what it tells its parent."""
+    parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", below, Access(), silence)
+    relay = Relay(asyncio.get_running_loop().time, Pace(), parent)
+    link = Heard()
+    relay._link = link  # type: ignore[assignment]
+    return relay, link
+
+
+def answer(relay: Relay, header: dict[str, Any], body: bytes = b"") -> bytes:
+    """A frame of the parent; returned as it travels."""
+    frame = encode(header, body)
+    relay.heard(json.dumps(header, separators=(",", ":")).encode(), header, body)
+    return frame
+
+
+@in_virtual_time
+async def test_a_relay_speaks_once_for_all_below_it() -> None:
+    relay, link = relay_of()
+    members = [Heard() for _ in range(3)]
+    for member, timeout in enumerate((60.0, 30.0, 90.0)):
+        assert link.frames == []
+        arrive(relay, members[member], member, 6, timeout=timeout, call="" if member else "fleet.save")
+    told = {"do": "barrier", "group": "rank", "name": "step 1", "count": 6, "timeout": 30.0, "part": True}
+    told |= {"members": [[0, 2]], "calls": [["fleet.save", [[0, 0]]], ["", [[1, 2]]]], "again": False}
+    assert link.take() == [(told | {"slowest": 1.0, "stop": None}, b"")]
+    answer(relay, {"number": 1, "slowest": 9.0, "to": BARRIER}, b"as it came")
+    assert [heard.frames for heard in members] == [[({"number": 1, "slowest": 9.0, "to": BARRIER}, b"as it came")]] * 3
+    assert not relay.barriers.pending
+    await asyncio.sleep(100.0)
+    assert link.frames == []
+
+
+@in_virtual_time
+async def test_a_relay_waits_for_those_of_a_small_group_only() -> None:
+    """The first two ranks of six meet: nobody else below the relay will come."""
+    relay, link = relay_of()
+    one, two = Heard(), Heard()
+    arrive(relay, one, 0, 2)
+    assert link.frames == []
+    arrive(relay, two, 1, 2)
+    assert [header["members"] for header in link.headers] == [[[0, 1]]]
+
+
+@in_virtual_time
+async def test_a_relay_tells_who_is_there_while_others_are_late() -> None:
+    relay, link = relay_of()
+    members = [Heard() for _ in range(3)]
+    arrive(relay, members[0], 0, 6)
+    await asyncio.sleep(0.9)
+    assert link.frames == []
+    await asyncio.sleep(0.2)
+    assert [(header["members"], header["again"]) for header in link.headers] == [([[0, 0]], False)]
+    arrive(relay, members[1], 1, 6)
+    assert len(link.frames) == 1
+    await asyncio.sleep(0.11)
+    arrive(relay, members[2], 2, 6)  # the last one is told at once
+    assert [(header["members"], header["again"]) for header in link.headers[1:]] == [([[0, 1]], True), ([[0, 2]], True)]
+    await asyncio.sleep(10.0)
+    assert len(link.frames) == 3
+
+
+@in_virtual_time
+async def test_a_relay_that_has_told_all_does_not_tell_a_part_later() -> None:
+    relay, link = relay_of()
+    members = [Heard() for _ in range(3)]
+    for member in range(3):
+        arrive(relay, members[member], member, 6)
+        await asyncio.sleep(0.3)
+    assert len(link.frames) == 1
+    answer(relay, {"number": 1, "to": BARRIER})
+    await asyncio.sleep(5.0)
+    # The next round of the same barrier begins anew, with a second of patience.
+    arrive(relay, members[0], 0, 6)
+    await asyncio.sleep(0.9)
+    assert len(link.frames) == 1
+    await asyncio.sleep(0.2)
+    assert [header["again"] for header in link.headers] == [False, False]
+
+
+@in_virtual_time
+async def test_members_below_that_say_another_number_are_told_upwards_at_once() -> None:
+    relay, link = relay_of()
+    arrive(relay, Heard(), 0, 6)
+    arrive(relay, Heard(), 1, 5)
+    assert [(header["count"], header["members"]) for header in link.headers] == [(5, [[0, 1]])]
+
+
+@in_virtual_time
+async def test_a_parent_that_does_not_answer_in_time_is_named() -> None:
+    """It has two seconds more than its members' patience, to name who is missing."""
+    relay, _ = relay_of()
+    hasty, patient = Heard(), Heard()
+    arrive(relay, hasty, 0, 6, timeout=3.0)
+    arrive(relay, patient, 1, 6, timeout=60.0)
+    await asyncio.sleep(4.9)
+    assert hasty.frames == []
+    await asyncio.sleep(0.2)
+    assert hasty.headers == [{"error": "store", "why": "10.0.0.1:6170 has not answered in time", "to": BARRIER}]
+    await asyncio.sleep(56.7)
+    assert patient.frames == []
+    await asyncio.sleep(0.3)
+    assert len(patient.frames) == 1
+
+
+@in_virtual_time
+async def test_those_whose_patience_is_over_hear_who_is_missing_and_the_others_wait_on() -> None:
+    relay, link = relay_of()
+    hasty, patient = Heard(), Heard()
+    arrive(relay, hasty, 0, 6, timeout=3.0)
+    arrive(relay, patient, 1, 6, timeout=60.0)
+    await asyncio.sleep(2.8)
+    link.take()
+    timeout = {"error": "timeout", "missing": [[4, 5]], "to": BARRIER}
+    answer(relay, timeout)
+    assert hasty.headers == [timeout]
+    assert patient.frames == []
+    again = link.headers[0]
+    assert (again["members"], again["timeout"], again["again"]) == ([[1, 1]], 57.2, False)
+    assert len(link.take()) == 1
+    answer(relay, timeout)  # not yet theirs either
+    assert patient.frames == []
+    answer(relay, {"error": "gone", "call": "", "to": BARRIER}, b"[]")
+    assert patient.headers == [{"error": "gone", "call": "", "to": BARRIER}]
+
+
+@in_virtual_time
+async def test_questions_in_flight_are_answered_when_the_parent_is_lost() -> None:
+    relay, link = relay_of()
+    waiting, late = Heard(), Heard()
+    arrive(relay, waiting, 0, 6)
+    answers: list[tuple[int, dict[str, Any], bytes]] = []
+    for number in range(3):
+        relay.ask({"do": "get", "key": str(number)}, b"", lambda head, body, n=number: answers.append((n, head, body)))
+    assert [(header["do"], header["id"], header["ask"]["key"]) for header in link.headers] == [
+        ("ask", 1, "0"),
+        ("ask", 2, "1"),
+        ("ask", 3, "2"),
+    ]
+    answer(relay, {"id": 2, "error": "full"}, b"body")
+    answer(relay, {"id": 2}, b"again")  # nobody waits for it any more
+    answer(relay, {"id": 99}, b"")
+    assert answers == [(1, {"error": "full"}, b"body")]
+    relay.parent_lost("the connection was closed")
+    lost = {"error": "store", "why": "10.0.0.1:6170, the parent of this node's relay: the connection was closed"}
+    assert answers[1:] == [(0, lost, b""), (2, lost, b"")]
+    assert waiting.headers == [lost | {"to": BARRIER}]
+    relay.parent_lost("something else")
+    relay.ask({"do": "get", "key": "x"}, b"", lambda head, body: answers.append((7, head, body)))
+    arrive(relay, late, 1, 6)
+    assert answers[3:] == [(7, lost, b"")]
+    assert late.headers == [lost | {"to": BARRIER}]
+    assert len(link.frames) == 3
+    assert not relay.barriers.pending
+
+
+@in_virtual_time
+async def test_a_departure_is_told_upwards() -> None:
+    relay, link = relay_of()
+    relay.depart("rank", 0b101, "left")
+    request = {"do": "depart", "group": "rank", "members": [[0, 0], [2, 2]], "how": "left"}
+    assert link.take() == [({"do": "ask", "id": 1, "ask": request}, b"")]
+    answer(relay, {"id": 1})
+
+
+@in_virtual_time
+async def test_barriers_are_counted_here_as_at_the_root() -> None:
+    relay, _ = relay_of()
+    answer(relay, {"number": 1, "to": BARRIER})  # of members elsewhere
+    one = Heard()
+    arrive(relay, one, 0, 6, told=[1.0, 10.0, 5.0])
+    answer(relay, {"number": 2, "to": BARRIER})
+    answer(relay, {"number": 0, "to": ["rank", "all_gather", "values"]})
+    assert await relay.collect_times("rank", 2) == {0: [1.0, 10.0, 5.0]}
+    assert await relay.collect_times("rank", 1) == {0: [0.0, 0.0, 0.0]}
+    with pytest.raises(ProtocolError, match="counted differently"):
+        answer(relay, {"number": 4, "to": BARRIER})
+
+
+@in_virtual_time
+async def test_a_relay_says_its_members_times_when_it_is_asked() -> None:
+    relay, link = relay_of()
+    arrive(relay, Heard(), 2, 6, told=[1.0, 10.0, 5.0])
+    arrive(relay, Heard(), 0, 6, told=[2.0, 20.0, 6.0])
+    answer(relay, {"number": 1, "to": BARRIER})
+    answer(relay, {"do": "times", "id": 5, "group": "rank", "number": 1})
+    answer(relay, {"beat": True})
+    await asyncio.sleep(0.01)
+    header, body = link.frames[-1]
+    assert header == {"do": "times", "id": 5}
+    assert json.loads(body) == [[0, [2.0, 20.0, 6.0]], [2, [1.0, 10.0, 5.0]]]
+
+
+@pytest.mark.parametrize("to", [None, "rank", ["rank", "barrier"], ["rank", "dance", "a"], ["rank", "barrier", 1]])
+@in_virtual_time
+async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -> None:
+    relay, _ = relay_of()
+    with pytest.raises(ProtocolError):
+        answer(relay, {"to": to})
+
+
+def test_what_is_more_than_can_be_held_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet_train.cluster.store.protocol.payloads.MOST_GATHERED_BYTES", 10)
+
+    @in_virtual_time
+    async def body() -> None:
+        for at in (root_here(), relay_of()[0]):
+            one, two = Heard(), Heard()
+            arrive(at, one, 0, 3, kind="all_gather", body=b"12345")
+            arrive(at, two, 1, 3, kind="all_gather", body=b"123456")
+            assert one.headers == two.headers == [{"error": "large", "to": ["rank", "all_gather", "step 1"]}]
+            assert not at.barriers.pending
+
+    body()
+
+
+# a relay's link
+
+
+def linked(silence: float = 4.0, *, is_welcome: bool = True) -> tuple[relay_module.Link, Transport, list[str]]:
+    """A link that its parent has taken, the connection, and why the parent counts as lost."""
+    relay, _ = relay_of(silence=silence)
+    link, transport = relay_module.Link(relay), Transport()
+    lost: list[str] = []
+    relay.parent_lost = lost.append  # type: ignore[method-assign]
+    link.connection_made(transport)
+    hello = transport.sent.take()[0][0]
+    assert {name: hello[name] for name in ("do", "role", "round", "group", "member", "machine", "silence")} == {
+        "do": "hello",
+        "role": "relay",
+        "round": "0",
+        "group": "relay",
+        "member": 1,
+        "machine": "node 1",
+        "silence": silence,
+    }
+    if is_welcome:
+        link.data_received(encode({"welcome": True}))
+        assert link.ready.done()
+    return link, transport, lost
+
+
+@in_virtual_time
+async def test_a_link_beats_four_times_in_its_silence() -> None:
+    link, transport, lost = linked()
+    for _ in range(10):
+        await asyncio.sleep(1.0)
+        link.data_received(encode({"beat": True}))
+    assert 10 <= transport.sent.headers.count({"do": "beat"}) <= 11
+    assert lost == []
+    link.close()
+    transport.sent.take()
+    await asyncio.sleep(20.0)
+    assert transport.sent.frames == []
+    assert lost == []
+
+
+@in_virtual_time
+async def test_a_parent_that_is_silent_is_lost() -> None:
+    link, transport, lost = linked()
+    await asyncio.sleep(3.5)
+    link.data_received(encode({"beat": True}))
+    await asyncio.sleep(3.9)
+    assert lost == []
+    await asyncio.sleep(1.5)
+    assert lost == ["not heard of for 4 s"]
+    assert transport.is_closing()
+    link.connection_lost(None)
+    assert len(lost) == 1
+
+
+@in_virtual_time
+async def test_a_parent_that_ends_the_connection_is_lost() -> None:
+    link, _, lost = linked()
+    link.connection_lost(None)
+    link, _, lost_too = linked()
+    link.connection_lost(OSError("reset"))
+    link, transport, broken = linked()
+    link.data_received(encode({"to": 7}))
+    assert transport.is_closing()
+    assert (lost, lost_too) == (["the connection was closed"], ["reset"])
+    assert broken == ["an answer does not name its barrier"]
+
+
+@in_virtual_time
+async def test_a_parent_that_does_not_take_the_link_is_no_loss() -> None:
+    link, _, lost = linked(is_welcome=False)
+    link.connection_lost(None)
+    with pytest.raises(OSError, match="the connection was closed"):
+        await link.ready
+    link, transport, lost_too = linked(is_welcome=False)
+    link.data_received(encode({"error": "closed"}))
+    with pytest.raises(relay_module.Refused, match="not opened this round yet"):
+        await link.ready
+    assert transport.is_closing()
+    link.connection_lost(None)
+    link, _, ours = linked()
+    link.close()
+    link.connection_lost(None)
+    assert lost == lost_too == ours == []

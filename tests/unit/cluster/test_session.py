@@ -1,0 +1,657 @@
+"""One connection to a server of the store, on a clock that jumps: what it may say, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.greeting import Refused
+from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
+from fleet_train.cluster.store.servers.callers import Callers
+from fleet_train.cluster.store.servers.pace import Pace
+from fleet_train.cluster.store.servers.relay import Parent, Relay
+from fleet_train.cluster.store.servers.rounds import Round
+from fleet_train.cluster.store.servers.server import StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.servers.session import Session
+from fleet_train.cluster.store.servers.state import ServerState
+from fleet_train.errors import ClusterError
+from tests.support.connections import Transport
+from tests.support.processes import ROOT, clean_environ
+from tests.support.virtual_time import in_virtual_time
+
+ENDED = {"closed", "aborted"}
+
+
+def hall_here(**options: Any) -> ServerState:
+    state = ServerState(Access(), options.pop("callers", None), **options)
+    if options.get("begins_rounds", True):
+        state.open_root("0")
+    return state
+
+
+class Caller:
+    """Whoever has connected: it says frames, and keeps what it hears."""
+
+    def __init__(self, state: ServerState, address: str = "10.0.0.9") -> None:
+        self.transport = Transport(address)
+        self.session = Session(state)
+        self._state = state
+        self.session.connection_made(self.transport)
+
+    def write(self, data: bytes) -> None:
+        while data:
+            buffer = self.session.get_buffer(0)
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+            self.session.buffer_updated(len(part))
+
+    def say(self, header: dict[str, Any], body: bytes = b"") -> list[dict[str, Any]]:
+        """The headers of what it is answered at once."""
+        self.transport.sent.take()
+        self.write(encode(header, body))
+        return self.transport.sent.headers
+
+    def hello(self, **fields: Any) -> list[dict[str, Any]]:
+        told = {"do": "hello", "job": "", "nonce": "n", "round": "0", "group": "rank", "member": 0, "watched": True}
+        self.write(PREAMBLE)
+        return self.say(told | fields)
+
+    def lose(self) -> None:
+        self.session.connection_lost(None)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.transport.is_closing()
+
+
+def member(state: ServerState, number: int, **fields: Any) -> Caller:
+    caller = Caller(state)
+    assert caller.hello(member=number, **fields) == [{"welcome": True}]
+    return caller
+
+
+def relay(state: ServerState, number: int = 1, **fields: Any) -> Caller:
+    return member(state, number, role="relay", group="relay", machine=f"node {number}", **fields)
+
+
+def keep_waiting(state: ServerState) -> list[Callable[[Round | None], None]]:
+    """Who asks for a round gets it when the test says so."""
+    waiting: list[Callable[[Round | None], None]] = []
+
+    def find_round(_: str, *, is_relay: bool, then: Callable[[Round | None], None]) -> None:
+        assert not is_relay
+        waiting.append(then)
+
+    state.find_round = find_round  # type: ignore[method-assign]
+    return waiting
+
+
+def gone(state: ServerState, group: str = "rank") -> Any:
+    answers: list[bytes] = []
+    state.rounds["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
+    return json.loads(answers[0])
+
+
+def barrier(count: int, **fields: Any) -> dict[str, Any]:
+    return {"do": "barrier", "name": "s", "count": count, "timeout": 60.0, "slowest": 1.0} | fields
+
+
+# who connects
+
+
+@in_virtual_time
+async def test_who_says_nothing_is_closed_after_five_seconds_and_a_member_is_not() -> None:
+    state = hall_here()
+    silent, known = Caller(state), member(state, 0)
+    await asyncio.sleep(4.9)
+    assert not silent.is_ended
+    await asyncio.sleep(0.2)
+    assert silent.is_ended
+    await asyncio.sleep(1000.0)
+    assert not known.is_ended
+    assert state.present("rank", "0") == {0}
+    assert state.has_members
+
+
+@in_virtual_time
+async def test_a_connection_is_watched_by_the_kernel() -> None:
+    options = Caller(hall_here()).transport.options
+    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1) in options
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1) in options
+    assert (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000) in options
+
+
+@in_virtual_time
+async def test_an_address_that_is_not_heard_is_told_and_closed() -> None:
+    said: list[str] = []
+    stranger = Caller(hall_here(callers=Callers(["10.0.0.1"]), say=said.append))
+    assert stranger.transport.sent.headers == [{"error": "address", "address": "10.0.0.9", "later": False}]
+    assert stranger.transport.ends == ["closed"]
+    assert said == ["refused a connection from 10.0.0.9, which is not in the node list"]
+    heard = Caller(hall_here(callers=Callers(["10.0.0.1"])), "10.0.0.1")
+    assert heard.hello() == [{"welcome": True}]
+
+
+@in_virtual_time
+async def test_an_address_that_may_be_heard_later_has_a_second_to_read_so() -> None:
+    stranger = Caller(hall_here(callers=Callers(["10.0.0.1", "localhost"])))
+    assert stranger.transport.sent.headers == [{"error": "address", "address": "10.0.0.9", "later": True}]
+    assert stranger.transport.ends == ["eof"]
+    assert stranger.hello() == []  # what it says is not heard
+    await asyncio.sleep(0.9)
+    assert not stranger.is_ended
+    await asyncio.sleep(0.2)
+    assert stranger.is_ended
+
+
+@in_virtual_time
+async def test_a_round_that_is_not_open_is_refused() -> None:
+    state = hall_here(begins_rounds=False)
+    caller = Caller(state)
+    assert caller.hello() == [{"error": "closed"}]
+    assert caller.is_ended
+    assert not state.rounds
+
+
+@in_virtual_time
+async def test_another_job_is_told_this_ones_name() -> None:
+    caller = Caller(ServerState(Access("ours"), None))
+    assert caller.hello(job="theirs") == [{"error": "job", "job": "ours"}]
+    assert caller.is_ended
+
+
+@in_virtual_time
+async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
+    state = hall_here()
+    first, second = member(state, 3), Caller(state)
+    assert second.hello(member=3) == [{"error": "twice"}]
+    assert second.is_ended
+    second.lose()
+    assert state.present("rank", "0") == {3}
+    assert gone(state) == []
+    assert not first.is_ended
+
+
+@in_virtual_time
+async def test_large_frames_are_for_those_who_are_known() -> None:
+    state = hall_here()
+    stranger = Caller(state)
+    stranger.write(PREAMBLE + encode({"do": "hello"}, bytes(4097)))
+    assert stranger.is_ended
+    known = member(state, 0, watched=False)
+    assert known.say({"do": "set", "key": "large"}, bytes(5000)) == [{}]
+
+
+@in_virtual_time
+async def test_two_hellos_are_one_too_many() -> None:
+    """The second comes while the first waits for its relay's parent, in the same packet."""
+    state = hall_here()
+    keep_waiting(state)
+    caller = Caller(state)
+    assert caller.hello() == []
+    assert not caller.is_ended
+    caller.hello()
+    assert caller.is_ended
+
+
+@in_virtual_time
+async def test_who_has_gone_before_it_was_taken_is_gone() -> None:
+    state = hall_here()
+    waiting = keep_waiting(state)
+    caller = Caller(state)
+    caller.hello(member=2)
+    caller.session.close()
+    waiting[0](state.rounds["0"])
+    assert state.present("rank", "0") == set()
+    assert gone(state) == [[[[2, 2]], "its connection broke"]]
+
+
+# who is lost
+
+
+@in_virtual_time
+async def test_a_broken_connection_loses_its_member_and_what_leaves_has_left() -> None:
+    state = hall_here()
+    one, two, unwatched = member(state, 0), member(state, 1), member(state, 2, watched=False)
+    assert two.say({"do": "leave"}) == [{}]
+    for caller in (one, two, unwatched):
+        caller.lose()
+    assert gone(state) == [[[[0, 0]], "its connection broke"], [[[1, 1]], "left"]]
+    assert not state.has_members
+
+
+@in_virtual_time
+async def test_a_silent_member_is_lost_with_its_machine_at_that_address() -> None:
+    state = hall_here()
+    silent = member(state, 0, machine="m", silence=3.0)
+    beside = member(state, 1, machine="m")
+    elsewhere = Caller(state, "10.0.0.8")
+    elsewhere.hello(member=2, machine="m")
+    await asyncio.sleep(2.0)
+    assert silent.say({"do": "beat"}) == [{"beat": True}]
+    await asyncio.sleep(2.9)
+    assert not silent.is_ended
+    await asyncio.sleep(0.2)
+    assert silent.transport.ends == ["aborted"]
+    assert gone(state) == [[[[0, 1]], "not heard of for 3 s"]]
+    assert not beside.is_ended
+
+
+@in_virtual_time
+async def test_only_a_member_that_is_watched_can_be_silent() -> None:
+    state = hall_here()
+    caller = member(state, 0, silence=1.0, watched=False)
+    await asyncio.sleep(100.0)
+    assert not caller.is_ended
+
+
+@in_virtual_time
+async def test_a_silent_relay_is_lost_with_all_below_it() -> None:
+    state = hall_here()
+    caller = relay(state, silence=3.0)
+    for number in (4, 5):
+        join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
+        assert caller.say({"do": "ask", "id": number, "ask": join}) == [{"id": number}]
+    assert state.has_members
+    leave = {"do": "depart", "group": "rank", "members": [[5, 5]], "how": "left"}
+    assert caller.say({"do": "ask", "id": 6, "ask": leave}) == [{"id": 6}]
+    await asyncio.sleep(3.1)
+    assert caller.transport.ends == ["aborted"]
+    caller.lose()
+    assert gone(state) == [[[[4, 4]], "the relay of node 1 was not heard of for 3 s"], [[[5, 5]], "left"]]
+    assert not state.has_members
+
+
+@in_virtual_time
+async def test_a_relay_whose_connection_breaks_is_named_with_those_that_had_joined() -> None:
+    state = hall_here()
+    caller = relay(state)
+    member(state, 7)
+    for number in (4, 7):
+        join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
+        caller.say({"do": "ask", "id": number, "ask": join})
+    assert caller.transport.sent.headers == [{"error": "twice", "id": 7}]
+    caller.lose()
+    assert gone(state) == [[[[4, 4]], "the relay of node 1 was lost"]]
+    assert state.present("rank", "0") == {7}
+
+
+@in_virtual_time
+async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
+    state = hall_here()
+    one = member(state, 0, watched=False)
+    assert one.say(barrier(2)) == []
+    one.lose()
+    assert not state.rounds["0"].barriers.pending
+
+
+# what is said
+
+
+@in_virtual_time
+async def test_members_meet_and_their_times_are_kept_where_they_are_connected() -> None:
+    state = hall_here()
+    one, two = member(state, 0), member(state, 1)
+    assert one.say(barrier(2, times=[1, 10, 5], call="fleet.save")) == []
+    answer = {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
+    assert two.say(barrier(2, times=[2, 20, 6])) == [answer]
+    assert one.transport.sent.headers == [answer]
+    assert await state.rounds["0"].collect_times("rank", 1) == {0: [1.0, 10.0, 5.0], 1: [2.0, 20.0, 6.0]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        barrier(2),  # member 2 of two
+        barrier(3, part=True),  # a part is a relay's
+        barrier(0),
+        barrier(1 << 18),
+        barrier(3, name="n" * 501),
+        barrier(3, timeout=2e7),
+        barrier(3, call=7),
+        barrier(3, times=[1, 2]),
+        {"do": "join", "group": "rank", "member": 5, "machine": ""},
+        {"do": "depart", "group": "rank", "members": [[0, 0]], "how": "left"},
+        {"do": "dance"},
+        {"do": "d" * 21},
+        {"do": "get"},
+    ],
+)
+@in_virtual_time
+async def test_a_member_that_breaks_the_rules_is_closed(header: dict[str, Any]) -> None:
+    state = hall_here()
+    caller = member(state, 2)
+    assert caller.say(header) == []
+    assert caller.is_ended
+    assert state.present("rank", "0") == {2}  # until its connection has ended
+
+
+@in_virtual_time
+async def test_a_member_may_name_as_many_as_it_says_and_stay() -> None:
+    caller = member(hall_here(), 2)
+    assert caller.say(barrier(3, name="n" * 500, timeout=1e7)) == []
+    assert not caller.is_ended
+
+
+@in_virtual_time
+async def test_nothing_is_heard_behind_what_breaks_the_rules() -> None:
+    state = hall_here()
+    caller = member(state, 0)
+    caller.say({"do": "dance"})
+    caller.say({"do": "set", "key": "a"}, b"1")
+    caller = member(state, 1)
+    caller.session.close()
+    caller.say({"do": "set", "key": "b"}, b"1")
+    assert member(state, 2).say({"do": "keys", "prefix": ""}) == [{}]
+    answers: list[bytes] = []
+    state.rounds["0"].ask({"do": "keys", "prefix": ""}, b"", lambda _, body: answers.append(bytes(body)))
+    assert answers == [b"[]"]
+
+
+@in_virtual_time
+async def test_a_member_that_does_not_read_is_not_heard() -> None:
+    caller = member(hall_here(), 0)
+    caller.session.pause_writing()
+    caller.session.resume_writing()
+    assert caller.transport.ends == ["paused", "resumed"]
+    caller.session.close()
+    caller.session.resume_writing()
+    assert caller.transport.ends == ["paused", "resumed", "closed"]
+
+
+# what relays say
+
+
+def part(members: object, calls: object = (), count: int = 4, **fields: Any) -> dict[str, Any]:
+    return barrier(count, group="rank", part=True, members=members, calls=list(calls), **fields)  # type: ignore[call-overload]
+
+
+@in_virtual_time
+async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> None:
+    state = hall_here()
+    caller = relay(state)
+    assert caller.say(part([[1, 2]], [["fleet.save", [[1, 1]]], ["", [[2, 2]]]])) == []
+    (waiting,) = state.rounds["0"].barriers.pending.values()
+    assert (waiting.arrived, waiting.calls) == (0b110, {"fleet.save": 0b010, "": 0b100})
+    assert caller.say(part([[1, 3]], again=True)) == []
+    assert waiting.arrived == 0b1110
+    member(state, 0).say(barrier(4))
+    assert caller.transport.sent.headers == [
+        {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
+    ]
+    # What it says again has crossed the answer on its way: no new round begins.
+    assert caller.say(part([[1, 3]], again=True)) == []
+    assert not state.rounds["0"].barriers.pending
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        part([]),
+        part([[0, 4]]),
+        part([[1, 1]], [["a"]]),
+        part([[1, 1]], [[1, [[1, 1]]]]),
+        part([[1, 1]], ["ab"]),
+        part([[1, 1]], [["a", [[4, 4]]]]),
+        part([[1, 1]], [["a", [[1, 1]]]] * 65),
+        part([[1, 1]]) | {"calls": {"a": [[1, 1]]}},
+        {"do": "get", "key": "a"},
+        {"do": "ask", "id": -1, "ask": {"do": "get", "key": "a"}},
+        {"do": "ask", "id": 1, "ask": ["get"]},
+        {"do": "ask", "id": 1, "ask": {"do": "dance"}},
+    ],
+)
+@in_virtual_time
+async def test_a_relay_that_breaks_the_rules_is_closed(header: dict[str, Any]) -> None:
+    caller = relay(hall_here())
+    assert caller.say(header) == []
+    assert caller.is_ended
+
+
+@in_virtual_time
+async def test_a_relay_may_tell_of_64_calls() -> None:
+    caller = relay(hall_here())
+    assert caller.say(part([[1, 1]], [[str(number), [[1, 1]]] for number in range(64)])) == []
+    assert not caller.is_ended
+
+
+@in_virtual_time
+async def test_a_relay_is_asked_for_its_members_times() -> None:
+    state = hall_here()
+    caller, silent = relay(state, 1), relay(state, 2)
+    asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 3))
+    await asyncio.sleep(0.1)
+    question, _ = caller.transport.sent.take()[-1]
+    assert question == {"do": "times", "id": 1, "group": "rank", "number": 3}
+    caller.say({"do": "times", "id": 7}, b"[]")  # nobody has asked that
+    caller.say({"do": "times", "id": 1}, b"[[4, [1, 10, 5]]]")
+    caller.say({"do": "times", "id": 1}, b"[[4, [2, 20, 6]]]")  # it has answered already
+    await asyncio.sleep(4.8)
+    assert not asked.done()
+    await asyncio.sleep(0.2)
+    assert asked.result() == {4: [1.0, 10.0, 5.0]}
+    silent.say({"do": "times", "id": 1}, b"[[5, [1, 10, 5]]]")  # too late
+    assert not silent.is_ended
+    again = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 4))
+    await asyncio.sleep(0.1)
+    assert caller.transport.sent.headers == [{"do": "times", "id": 2, "group": "rank", "number": 4}]
+    caller.say({"do": "times", "id": 2}, b"[[4, [3, 30, 7]]]")
+    silent.lose()  # nobody waits for it any longer
+    await asyncio.sleep(0.1)
+    assert again.result() == {4: [3.0, 30.0, 7.0]}
+    caller.lose()
+    assert await state.rounds["0"].collect_times("rank", 4) == {}
+
+
+@in_virtual_time
+async def test_times_that_are_too_long_or_no_times_close_a_relay() -> None:
+    for body in (b"7", b"[[4, [1, 10]]]", b"[[4, [1, 10, 5]]] " + bytes(8 << 20), b" " * (8 << 20) + b"[]"):
+        state = hall_here()
+        caller = relay(state)
+        asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 1))
+        await asyncio.sleep(0.1)
+        caller.say({"do": "times", "id": 1}, body)
+        assert caller.is_ended
+        caller.lose()
+        assert await asked == {}
+
+
+# what connections share
+
+
+class Stranger:
+    """A connection, as far as the hall knows it."""
+
+    stands_for_members = False
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@in_virtual_time
+async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
+    state = hall_here()
+    known, strangers = Stranger(), [Stranger() for _ in range(258)]
+    state.admit(known, "10.0.0.9")
+    state.know(known)
+    for number, stranger in enumerate(strangers):
+        assert state.admit(stranger, "10.0.0.9")
+        if number == 3:
+            state.forget(strangers[0])
+    assert [number for number, stranger in enumerate(strangers) if stranger.aborted] == [1]
+    assert not known.aborted
+    state.close()
+    assert [stranger.aborted for stranger in (known, *strangers[:3])] == [1, 0, 1, 1]
+
+
+@in_virtual_time
+async def test_a_member_may_have_a_few_connections_and_not_any_number() -> None:
+    state = hall_here(most_members=2)
+    connections = [Stranger() for _ in range(73)]
+    for connection in connections:
+        state.know(connection)
+    assert [number for number, connection in enumerate(connections) if connection.aborted] == [72]  # 4 * 2 + 64
+    state.forget(connections[0])
+    state.forget(connections[72])
+    state.know(connections[72])
+    assert connections[72].aborted == 1
+
+
+@in_virtual_time
+async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
+    said: list[str] = []
+    state = hall_here(callers=Callers(["10.0.0.1"]), say=said.append)
+    for last in [*range(2, 12), 2, 3]:
+        assert not state.admit(Stranger(), f"10.0.0.{last}")
+    assert [line.split()[4] for line in said] == [f"10.0.0.{last}," for last in range(2, 10)]
+    for silent in (
+        hall_here(callers=Callers(["10.0.0.1"])),
+        hall_here(callers=Callers(["localhost"]), say=said.append),
+    ):
+        assert not silent.admit(Stranger(), "10.0.0.2")
+    assert len(said) == 8  # an address that may be heard a moment later is not told
+    assert ServerState(Access(secret=b"x" * 20), Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
+
+
+def found_by(state: ServerState, name: str, *, is_relay: bool = False) -> list[Round | None]:
+    """What somebody who asks for that round has been given so far."""
+    answers: list[Round | None] = []
+    state.find_round(name, is_relay=is_relay, then=answers.append)
+    return answers
+
+
+@in_virtual_time
+async def test_who_may_begin_a_round() -> None:
+    state = hall_here()
+    assert found_by(state, "0") == [state.rounds["0"]]
+    assert found_by(state, "1", is_relay=True) == [None]
+    assert found_by(state, "0.selftest", is_relay=True) == [state.rounds["0.selftest"]]
+    assert found_by(state, "1") == [state.rounds["1"]]
+    assert found_by(state, "1", is_relay=True) == [state.rounds["1"]]
+    assert len({id(found) for found in state.rounds.values()}) == 3
+    closed = hall_here(begins_rounds=False)
+    assert found_by(closed, "0") == found_by(closed, "0.selftest") == [None]
+    closed.open_root("0")
+    assert found_by(closed, "0.selftest") == [closed.rounds["0.selftest"]]
+    assert closed.open_root("0") is closed.rounds["0"]
+
+
+@in_virtual_time
+async def test_rounds_are_bounded() -> None:
+    state = hall_here()
+    for number in range(4097):
+        state.find_round(str(number), is_relay=False, then=lambda _: None)
+    assert len(state.rounds) == 4096
+    assert found_by(state, "0.inner") == found_by(state, "4096") == [None]
+
+
+@in_virtual_time
+async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() -> None:
+    state = hall_here(begins_rounds=False)
+    parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access())
+    state.rounds["0"] = Relay(state.clock, Pace(), parent)
+    opened: list[tuple[Parent, float]] = []
+
+    async def open_relay(parent: Parent, timeout_seconds: float) -> None:
+        opened.append((parent, timeout_seconds))
+        await asyncio.sleep(1.0)
+        if parent.round_name == "0.closed":
+            raise Refused("not opened", kind="closed")
+        state.rounds[parent.round_name] = Relay(state.clock, Pace(), parent)
+
+    state.open_relay = open_relay  # type: ignore[method-assign]
+    asked = [found_by(state, "0.selftest") for _ in range(2)]
+    refused = found_by(state, "0.closed")
+    await asyncio.sleep(0.5)
+    assert [*asked, refused] == [[], [], []]
+    await asyncio.sleep(1.0)
+    assert asked == [[state.rounds["0.selftest"]]] * 2
+    assert refused == [None]
+    assert [(one.round_name, one.number, seconds) for one, seconds in opened] == [
+        ("0.selftest", 1, 30.0),
+        ("0.closed", 1, 30.0),
+    ]
+    # A round that could not be opened may be tried again.
+    found_by(state, "0.closed")
+    await asyncio.sleep(2.0)
+    assert len(opened) == 3
+    state.open_root("1")
+    state.close_round("0")
+    state.close_round("1")
+    assert set(state.rounds) == {"1"}
+
+
+@in_virtual_time
+async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None:
+    state = hall_here()
+    one, two = member(state, 0, machine="m"), member(state, 1, machine="m", round="1")
+    member(state, 2, machine="other")
+    assert (state.present("rank", "0"), state.present("rank", "1")) == ({0, 2}, {1})
+    assert state.present("supervisor", "0") == state.present("rank", "2") == set()
+    state.lose("m at 10.0.0.9", "silent")
+    assert (state.present("rank", "0"), state.present("rank", "1")) == ({2}, set())
+    assert gone(state) == [[[[0, 0]], "silent"]]
+    assert not one.is_ended
+    assert not two.is_ended
+
+
+# the server
+
+
+def test_a_server_that_has_stopped_is_not_there_any_more() -> None:
+    server = StoreServer("127.0.0.1", 0)
+    assert (server.has_members(), server.connected_members()) == (False, set())  # nor before it is started
+    server.start()
+    with socket.create_connection((server.host, server.port), timeout=10):
+        server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port), timeout=10)
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind((server.host, server.port))
+        again.listen()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "made"),
+    [
+        ((1024, 4096), 1024, None),
+        ((1024, 4096), 1025, (1025, 4096)),
+        ((1024, 4096), 4096, (4096, 4096)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 5000, None),
+        ((1024, resource.RLIM_INFINITY), 5000, (5000, resource.RLIM_INFINITY)),
+    ],
+)
+def test_as_many_files_may_be_open_as_members_need(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int, made: tuple[int, int] | None
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, now: found.append(now))
+    raise_descriptor_limit(wanted)
+    assert found == ([] if made is None else [made])
+    if limits[1] == 4096:
+        with pytest.raises(ClusterError, match=r"needs 4097 open files .* may have 4096 at most"):
+            raise_descriptor_limit(4097)
+
+
+def test_a_process_ends_although_its_server_was_never_stopped() -> None:
+    code = (
+        "from fleet_train.cluster.store.servers.server import StoreServer\n"
+        "server = StoreServer('127.0.0.1', 0).start()\n"
+        "assert server.has_members() is False\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean_environ(), check=True, timeout=300)

@@ -1,0 +1,121 @@
+"""Several ranks in one process: their stages are taken in turn, and collectives are carried out by numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import paddle
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.engines.stages import Collective, Progress, Stages
+from tests.unit.collectives.recorded import Group
+
+T = TypeVar("T")
+
+
+@dataclass
+class PaperRank:
+    """A rank of a job, as far as those see it who make process groups and stages: groups are on paper, too."""
+
+    rank: int
+    world_size: int
+    on_host: bool = False
+    formed: list[Group] = field(default_factory=list)
+    """In the order in which this rank has made them."""
+
+    def __post_init__(self) -> None:
+        self.cluster = Cluster(Cluster.imagined(self.world_size, 1).ranks, self.rank)
+        self.engine = SimpleNamespace(reads_values=self.on_host)
+
+    def communicators(self, number: int) -> list[Any]:
+        while len(self.formed) < number:
+            form(self, range(self.world_size))
+        return list(self.formed[:number])
+
+
+def form(job: PaperRank, ranks: Sequence[int]) -> Group:
+    """Stands for the making of a process group: its number says which one it is on all ranks."""
+    job.formed.append(Group(len(job.formed), tuple(ranks)))
+    return job.formed[-1]
+
+
+def ranks_of(world_size: int, on_host: bool = False) -> list[PaperRank]:
+    return [PaperRank(rank, world_size, on_host) for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class CollectiveSpec:
+    """A collective that was carried out."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    dtype: str
+    elements: int
+    more: bool
+
+
+def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[CollectiveSpec]]:
+    """What every rank returns, and what was sent. Fails where ranks yield different stages."""
+    everybody, sent = [Progress(stages) for stages in ranks], list[CollectiveSpec]()
+    while any(not one.is_done for one in everybody):
+        assert all(not one.is_done for one in everybody), "a rank has yielded fewer stages than another"
+        queues: dict[int, dict[int, list[Collective]]] = {}
+        for rank, one in enumerate(everybody):
+            for collective in one.stage.collectives:  # type: ignore[union-attr]
+                queues.setdefault(collective.group.id, {}).setdefault(rank, []).append(collective)
+        assert len({one.stage.more for one in everybody}) == 1  # type: ignore[union-attr]
+        for queue in queues.values():
+            for collectives in zip(*_by_member(queue), strict=True):
+                _carry_out(collectives)
+                first = collectives[0]
+                dtype = str(first.tensor.dtype).rpartition(".")[2]
+                more = everybody[0].stage.more  # type: ignore[union-attr]
+                sent.append(CollectiveSpec(first.kind, tuple(first.group.ranks), dtype, first.tensor.size, more))
+        for one in everybody:
+            one.go_on()
+    return [one.value for one in everybody], sent  # type: ignore[misc]
+
+
+def _by_member(queue: dict[int, list[Collective]]) -> list[list[Collective]]:
+    ranks = next(iter(queue.values()))[0].group.ranks
+    assert set(queue) == set(ranks), f"{sorted(queue)} have come to a collective of {list(ranks)}"
+    return [queue[rank] for rank in ranks]
+
+
+def _carry_out(collectives: tuple[Collective, ...]) -> None:
+    """By what each kind is defined to do; ``collectives`` are one per member, in the order of the group."""
+    assert len({(one.kind, one.root, one.op) for one in collectives}) == 1
+    first, ranks = collectives[0], list(collectives[0].group.ranks)
+    brought = [_array(one.tensor) for one in collectives]
+    root = ranks.index(first.root) if first.root >= 0 else -1
+    reductions: dict[str, Callable[..., Any]] = {"sum": np.sum, "max": np.max, "min": np.min}
+    for position, one in enumerate(collectives):
+        match one.kind:
+            case "all_reduce":
+                _put(one.tensor, reductions[one.op](brought, axis=0))
+            case "reduce" if position == root:
+                _put(one.tensor, np.sum(brought, axis=0))
+            case "reduce":
+                _put(one.tensor, np.zeros_like(brought[0]))  # what it holds is nobody's business
+            case "broadcast":
+                _put(one.tensor, brought[root])
+            case "all_gather":
+                _put(one.output, np.concatenate(brought))
+            case "all_to_all":
+                _put(one.output, np.concatenate([np.split(each, len(ranks))[position] for each in brought]))
+            case _:
+                raise AssertionError(f"{one.kind} is not played here")
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.array(tensor.cast("float32").numpy() if tensor.dtype == paddle.bfloat16 else tensor.numpy())
+
+
+def _put(tensor: Any, values: np.ndarray) -> None:
+    """A backend takes a buffer as it is."""
+    assert tuple(tensor.shape) == values.shape
+    paddle.assign(paddle.to_tensor(values).cast(tensor.dtype), output=tensor)

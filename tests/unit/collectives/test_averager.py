@@ -1,0 +1,306 @@
+"""Averagings of LocalSGD on three ranks in one process, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.local_sgd import flats as flats_module
+from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
+from fleet_train.collectives.methods import allreduce, parts
+from fleet_train.collectives.methods.allreduce import make_allreduces
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.plan import TensorSpec, build_plan
+from fleet_train.profile import Profile
+from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
+
+RANKS = 3
+SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "three.b": (2,)}
+
+
+@pytest.fixture(autouse=True)
+def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (allreduce, parts):
+        monkeypatch.setattr(module, "new_group", form)
+
+
+class Later:
+    """A copy that is read later, and how often it was."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor, self.reads = tensor, 0
+
+    def read(self) -> Any:
+        self.reads += 1
+        return self._tensor.numpy()
+
+
+def averager(rank: PaperRank, rate: float = 0.5, dtype: str = "float32", **settings: Any) -> ParameterAverager:
+    profile = Profile(use_local_sgd=True, **settings)
+    values = [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
+    plan = build_plan(values, Cluster.imagined(RANKS, 1), profile, values)
+    (allreduce,) = make_allreduces(rank, 1, 0)  # type: ignore[arg-type]
+    assert plan.averaging is not None
+    sums = QuantisedSums(rank, plan, [allreduce]) if plan.averaging.quantised else None  # type: ignore[arg-type]
+    return ParameterAverager(profile, plan, allreduce, sums, lambda: rate, Later)
+
+
+def averagers(**settings: Any) -> list[ParameterAverager]:
+    return [averager(rank, **settings) for rank in ranks_of(RANKS)]
+
+
+def full(value: float, dtype: str = "float32") -> list[Any]:
+    """All parameters, each of one value: that, twice that, .."""
+    return [paddle.full(shape, value * (index + 1), dtype) for index, shape in enumerate(SHAPES.values())]
+
+
+def held(value: float, dtype: str = "float32") -> Held:
+    return Held(full(value, dtype), [paddle.full([2], 100 * value), paddle.full([1], value, "float64")], [])
+
+
+def average(
+    every: Sequence[ParameterAverager], brought: Sequence[Held], fragment: int = 0, losses: Sequence[float] = (0, 0, 0)
+) -> list[CollectiveSpec]:
+    stages = [
+        one.average(one.fragments[fragment], one.held_of(one.fragments[fragment], mine), paddle.full([1], loss))
+        for one, mine, loss in zip(every, brought, losses, strict=True)
+    ]
+    return in_turn(stages)[1]
+
+
+def values_of(tensors: Sequence[Any]) -> list[float]:
+    """Of tensors that hold one value each."""
+    found = []
+    for tensor in tensors:
+        (value,) = set(tensor.cast("float64").numpy().reshape(-1).tolist())
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_parameters_and_statistics_become_their_means(dtype: str) -> None:
+    every, brought = averagers(dtype=dtype), [held(value, dtype) for value in (1.0, 2.0, 6.0)]
+    sent = average(every, brought)
+    for mine in brought:
+        assert values_of(mine.parameters) == [3.0, 6.0, 9.0, 12.0, 15.0]
+        assert {str(tensor.dtype) for tensor in mine.parameters} == {f"paddle.{dtype}"}
+        assert values_of(mine.statistics) == [300.0, 3.0]
+    wide = "float64" if dtype == "float64" else "float32"
+    assert [(one.dtype, one.elements, one.more) for one in sent] == [
+        (wide, 19, False),
+        ("float32", 2, False),
+        ("float64", 1, False),
+    ]
+    assert every[0].anchor is None
+    assert every[0].velocity is None
+
+
+def test_16_bits_carry_the_difference_to_what_was_last_agreed() -> None:
+    """Of 1000 and a little, bfloat16 would keep nothing; of the little it does: 3, 5 and 1 become 3."""
+    every = averagers(local_sgd_dtype="bfloat16")
+    starts = [full(1000.0) for _ in every]
+    brought = [
+        Held([one + little for one in full(1000.0)], [paddle.full([2], little)], []) for little in (3.0, 5.0, 1.0)
+    ]
+    for one, start in zip(every, starts, strict=True):
+        one.before_update(start)
+        one.before_update(full(7.0))  # it is the first that counts
+    sent = average(every, brought)
+    for one, mine in zip(every, brought, strict=True):
+        assert values_of(mine.parameters) == [1003.0, 2003.0, 3003.0, 4003.0, 5003.0]
+        assert values_of(mine.statistics) == [3.0]
+        (anchor,) = one.anchor or []
+        assert anchor.tolist() == [1003.0] * 6 + [2003.0] * 3 + [3003.0] * 4 + [4003.0] * 4 + [5003.0] * 2
+    assert [(one.dtype, one.elements) for one in sent] == [("bfloat16", 19), ("float32", 2)]
+
+
+def test_mean_of_differences_in_16_bits_is_taken_in_32() -> None:
+    """256 / 3 has more bits than bfloat16, and a third in bfloat16 is 0.2 % too large."""
+    every = averagers(local_sgd_dtype="bfloat16")
+    brought = [Held([one + little for one in full(0.0)], [], []) for little in (128.0, 64.0, 64.0)]
+    for one in every:
+        one.before_update(full(0.0))
+    average(every, brought)
+    for mine in brought:
+        np.testing.assert_allclose(flat(mine.parameters), 256 / 3, rtol=1e-6)
+
+
+def test_values_are_added_in_the_dtype_of_their_means_and_keep_their_own() -> None:
+    tensors = [paddle.full([2], 1.0, "float16"), paddle.full([3], 2.0, "float64"), paddle.full([1], 3.0, "bfloat16")]
+    more = [paddle.full([2], 0.5), paddle.full([3], 2.0**-40, "float64"), paddle.full([1], 4.0)]
+    flats_module.add(tensors, flats_module.flats(more))
+    assert values_of(tensors) == [1.5, 2.0 + 2.0**-40, 7.0]
+    assert [str(one.dtype) for one in tensors] == ["paddle.float16", "paddle.float64", "paddle.bfloat16"]
+
+
+def test_nothing_is_remembered_where_values_themselves_are_sent() -> None:
+    (one, *_) = averagers()
+    one.before_update(full(1.0))
+    one.after_synchronous_step(0, held(1.0))
+    assert (one.keeps_anchor, one.anchor) == (False, None)
+
+
+def test_last_step_of_the_warm_up_is_what_local_training_starts_from() -> None:
+    (one, *_) = averagers(local_sgd_dtype="bfloat16", local_sgd_is_warm_steps=3)
+    one.before_update(full(1.0))
+    for step, agreed in ((1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)):
+        one.after_synchronous_step(step, held(float(step)))
+        assert one.anchor is not None
+        assert one.anchor[0][0].item() == agreed
+
+
+@pytest.mark.parametrize(
+    ("momentum", "expected", "more"),
+    [("keep", [1.0, 2.0, 6.0], False), ("average", [3.0] * 3, True), ("reset", [0.0] * 3, False)],
+)
+def test_optimizers_state_is_kept_averaged_or_reset(momentum: str, expected: list[float], more: bool) -> None:
+    every = averagers(local_sgd_momentum=momentum)
+    brought = [Held(full(1.0), [], [paddle.full([5], value)]) for value in (1.0, 2.0, 6.0)]
+    sent = average(every, brought)
+    assert [mine.accumulators[0].tolist() for mine in brought] == [[value] * 5 for value in expected]
+    assert [(one.elements, one.more) for one in sent] == [(19, more), *([(5, False)] if more else [])]
+
+
+def test_nothing_follows_where_there_is_no_state_to_average() -> None:
+    sent = average(averagers(local_sgd_momentum="average"), [Held(full(1.0), [], []) for _ in range(RANKS)])
+    assert [(one.elements, one.more) for one in sent] == [(19, False)]
+
+
+def test_mean_of_tensors_replaces_them() -> None:
+    brought = [[paddle.full([2], value), paddle.full([3], 2 * value, "float64")] for value in (1.0, 2.0, 6.0)]
+    in_turn([one.mean(mine) for one, mine in zip(averagers(), brought, strict=True)])
+    assert [values_of(mine) for mine in brought] == [[3.0, 6.0]] * 3
+
+
+def test_adaptive_period_follows_from_the_mean_loss_that_is_read_once_later() -> None:
+    """Ranks' losses 1, 2, 6 have the mean 3; at a quarter of it and the same rate the period is halved."""
+    every = averagers(local_sgd_schedule="adaptive", local_sgd_steps=8, local_sgd_is_warm_steps=0)
+    brought = [Held(full(1.0), [], []) for _ in every]
+    for losses, period in (((1.0, 2.0, 6.0), 8), ((0.25, 0.5, 1.5), 4)):
+        for one in every:
+            one.schedule.local_steps = one.schedule.period
+        sent = average(every, brought, losses=losses)
+        assert [one.elements for one in sent] == [19, 1]
+        for one in every:
+            before = one.schedule.period
+            heard = one._heard
+            assert heard is not None
+            assert (heard[0].reads, heard[1], before) == (0, 0.5, 8)  # type: ignore[attr-defined]
+            one.settle()
+            one.settle()
+            assert heard[0].reads == 1  # type: ignore[attr-defined]
+            assert one.schedule.period == period
+            assert one.schedule.local_steps == 0
+
+
+def test_other_schedules_ask_for_no_loss() -> None:
+    every = averagers(local_sgd_steps=8)
+    average(every, [Held(full(1.0), [], []) for _ in every], losses=[float("nan")] * 3)
+    for one in every:
+        one.settle()
+        assert (one.schedule.period, one.rate) == (8, 0.5)
+
+
+FRAGMENTS = {"local_sgd_fragments": 2, "local_sgd_steps": 4, "local_sgd_fragment_pattern": "strided"}
+# Layers are dealt out in turn: "one" and "three" to the first, "two" to the second.
+FIRST, SECOND = (0, 1, 3, 4), (2,)
+
+
+def test_fragments_are_averaged_each_for_itself_and_the_statistics_with_the_last() -> None:
+    every, brought = averagers(**FRAGMENTS), [held(value) for value in (1.0, 2.0, 6.0)]
+    (one, *_) = every
+    assert [fragment.positions for fragment in one.fragments] == [FIRST, SECOND]
+    assert [fragment.is_last for fragment in one.fragments] == [False, True]
+    sent = average(every, brought, fragment=0)
+    assert [each.elements for each in sent] == [15]
+    assert [values_of(mine.parameters) for mine in brought] == [[3.0, 6.0, own, 12.0, 15.0] for own in (3.0, 6.0, 18.0)]
+    assert [values_of(mine.statistics) for mine in brought] == [[100.0, 1.0], [200.0, 2.0], [600.0, 6.0]]
+    sent = average(every, brought, fragment=1)
+    assert [each.elements for each in sent] == [4, 2, 1]
+    assert [values_of(mine.parameters) for mine in brought] == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
+    assert [values_of(mine.statistics) for mine in brought] == [[300.0, 3.0]] * 3
+
+
+def flat(tensors: Sequence[Any]) -> list[float]:
+    return [value for tensor in tensors for value in tensor.reshape([-1]).tolist()]
+
+
+def test_anchor_and_momentum_of_fragments_are_saved_as_those_of_all_parameters() -> None:
+    """DiLoCo at a momentum of 1/2 and a rate of 1: a fragment with a mean difference d goes on by 1.5 d."""
+    settings = {**FRAGMENTS, "outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.5}
+    every = averagers(**settings)
+    brought = [Held(full(value), [], []) for value in (1.0, 2.0, 6.0)]
+    for one in every:
+        one.before_update(full(5.0))
+    average(every, brought, fragment=0)
+    (one, *_) = every
+    # Differences to 5, 10, .. : 4 - 1 + 3 over three ranks = 2 (times 1, 2, 4, 5 by parameter).
+    agreed = [paddle.full(shape, [2.0, 4.0, 15.0, 8.0, 10.0][i]) for i, shape in enumerate(SHAPES.values())]
+    momentum = [paddle.full(shape, [2.0, 4.0, 0.0, 8.0, 10.0][i]) for i, shape in enumerate(SHAPES.values())]
+    assert one.anchor is not None
+    assert one.velocity is not None
+    assert one.anchor[0].tolist() == flat(agreed)
+    assert one.velocity[0].tolist() == flat(momentum)
+    (again, *_) = averagers(**settings)
+    assert (again.anchor, again.velocity) == (None, None)
+    again.take(one.anchor, one.velocity)
+    assert again.anchor is not None
+    assert again.velocity is not None
+    assert again.anchor[0].tolist() == flat(agreed)
+    assert again.velocity[0].tolist() == flat(momentum)
+    assert again.fragments[1].anchor[0].tolist() == [15.0] * 4  # type: ignore[index]
+    again.take(None, None)
+    assert (again.anchor, again.velocity) == (None, None)
+    again.take(one.anchor, None)
+    assert again.velocity is None
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_few_bits_carry_whole_numbers_exactly_and_belong_to_their_parameters(more: bool) -> None:
+    """Differences to the agreed ones, -127 .. 127 in steps of the scale, lose nothing."""
+    settings = {"local_sgd_dtype": "int8", "quantised_block_size": 32}
+    every = averagers(**settings, **({"local_sgd_momentum": "average"} if more else {}))
+    brought = []
+    for one, little in zip(every, (3.0, 5.0, 1.0), strict=True):
+        one.before_update(full(1000.0))
+        state = [paddle.full([1], little)] if more else []
+        brought.append(Held([each + little for each in full(1000.0)], [paddle.full([2], little)], state))
+    sent = average(every, brought)
+    for mine in brought:
+        np.testing.assert_allclose(flat(mine.parameters), flat([each + 3.0 for each in full(1000.0)]), rtol=1e-6)
+        assert values_of(mine.statistics) == [3.0]
+    assert {one.dtype for one in sent[:-1]} - {"float32"} == {"uint8"}
+    assert next(one.more for one in sent if one.dtype == "float32") is more
+    assert all(one.more for one in sent if one.dtype == "uint8")
+    for one in every:
+        ((bucket, memory),) = one.memories
+        assert [gradient.name for gradient in bucket.gradients] == list(SHAPES)
+        assert (memory.kind, bucket.index) == ("local_sgd", 0)
+        assert memory.state()["one.w.sums"].tolist() == [1]
+
+
+def test_few_bits_go_on_where_only_the_optimizers_state_follows() -> None:
+    every = averagers(local_sgd_dtype="int8", quantised_block_size=32, local_sgd_momentum="average")
+    for one in every:
+        one.before_update(full(1.0))
+    sent = average(every, [Held(full(2.0), [], [paddle.ones([5])]) for _ in every])
+    assert [(one.dtype, one.more) for one in sent[-2:]] == [("uint8", True), ("float32", False)]
+
+
+def test_few_bits_end_where_neither_statistics_nor_state_follow() -> None:
+    every = averagers(local_sgd_dtype="int8", quantised_block_size=32)
+    for one in every:
+        one.before_update(full(1.0))
+    sent = average(every, [Held(full(2.0), [], []) for _ in every])
+    assert [one.more for one in sent if one.kind == "all_gather"][-1] is False
+
+
+def test_fragments_of_few_bits_remember_each_their_own() -> None:
+    (one, *_) = averagers(**FRAGMENTS, local_sgd_dtype="int4", quantised_block_size=32)
+    found = [(bucket.index, [gradient.name for gradient in bucket.gradients]) for bucket, _ in one.memories]
+    assert found == [(0, ["one.w", "one.b", "three.w", "three.b"]), (1, ["two.w"])]

@@ -1,0 +1,322 @@
+"""Sums in few bits of several ranks, against a simulation in numpy of what each keeps back and what all read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.methods import allreduce, parts
+from fleet_train.collectives.methods.allreduce import make_allreduces
+from fleet_train.collectives.methods.quantised import QuantisedMethod
+from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce, QuantisedSums
+from fleet_train.plan import Bucket, TensorSpec, build_plan
+from fleet_train.plan.quantised import QuantisedSettings
+from fleet_train.profile import Profile
+from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
+
+ELEMENTS, BLOCK = 150, 32
+WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
+SHAPES = [(3, 7), (40,), (1,), (8, 11)]
+GRADIENTS = [TensorSpec(f"w{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
+
+
+@pytest.fixture(autouse=True, params=["nccl", "gloo"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    for module in (allreduce, parts):
+        monkeypatch.setattr(module, "new_group", form)
+    monkeypatch.setattr(parts, "backend_name", lambda: request.param)
+    return str(request.param)
+
+
+def settings(bits: int = 8, **others: Any) -> QuantisedSettings:
+    return QuantisedSettings(bits, BLOCK, **others)
+
+
+def sums_of(rank: PaperRank, **profile: Any) -> QuantisedSums:
+    chosen = Profile(compression="int8", **profile)
+    plan = build_plan(GRADIENTS, Cluster.imagined(rank.world_size, 1), chosen)
+    made = make_allreduces(rank, plan.communicators, plan.team_size)  # type: ignore[arg-type]
+    return QuantisedSums(rank, plan, made)  # type: ignore[arg-type]
+
+
+def allreduces(world_size: int, chosen: QuantisedSettings, name: str = "w0") -> list[QuantisedAllreduce]:
+    return [sums_of(rank).make(0, name, ELEMENTS, chosen).rounded for rank in ranks_of(world_size)]
+
+
+def values(world_size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((world_size, ELEMENTS)).astype("float32")
+
+
+def summed(every: Sequence[Any], brought: np.ndarray) -> list[np.ndarray]:
+    tensors = [paddle.to_tensor(mine) for mine in brought]
+    found, _ = in_turn([one.sum([mine]) for one, mine in zip(every, tensors, strict=True)])
+    for tensor, mine in zip(tensors, brought, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), mine)
+    return [np.array(total.numpy()) for (total,) in found]
+
+
+def rounded(values: np.ndarray, bits: int) -> np.ndarray:
+    """What is read of values [elements] whose blocks are sent as whole numbers of their scale."""
+    levels = {8: 127, 4: 7}[bits]
+    blocks = values.reshape(-1, BLOCK)
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / levels
+    whole = np.rint(np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0))
+    return (whole * scales).reshape(-1)
+
+
+class Simulated:
+    """What ranks owe and read, in float64: two read each other's numbers; more round the sums of a part each."""
+
+    def __init__(self, world_size: int, bits: int, feedback: bool = True) -> None:
+        self.bits, self.feedback, self.world_size = bits, feedback, world_size
+        self.parts = world_size if world_size > 2 else 1
+        blocks = -(-ELEMENTS // (BLOCK * self.parts))
+        self.size = blocks * BLOCK
+        self.owed = np.zeros((world_size, self.parts * self.size))
+
+    def sum(self, brought: np.ndarray) -> np.ndarray:
+        self.owed[:, :ELEMENTS] += brought
+        read = np.stack([rounded(mine, self.bits) for mine in self.owed])
+        left = self.owed - read
+        if self.parts == 1:
+            total = read.sum(axis=0)
+        else:
+            total = np.empty(self.parts * self.size)
+            for owner in range(self.parts):
+                own = slice(owner * self.size, (owner + 1) * self.size)
+                exact = self.owed[owner, own] + read[:, own].sum(axis=0) - read[owner, own]
+                total[own] = rounded(exact, self.bits)
+                left[owner, own] = exact - total[own]
+        self.owed = left if self.feedback else np.zeros_like(left)
+        return total[:ELEMENTS]
+
+
+@WORLDS
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int, bits: int, feedback: bool) -> None:
+    every = allreduces(world_size, settings(bits, error_feedback=feedback))
+    simulated = Simulated(world_size, bits, feedback)
+    for step in range(3):
+        brought = values(world_size, step)
+        found, expected = summed(every, brought), simulated.sum(brought)
+        for rank, total in enumerate(found):
+            np.testing.assert_array_equal(total, found[0])
+            np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+            assert (every[rank].step, every[rank].keeps_back) == (step + 1, feedback)
+            owed = every[rank].owed.numpy()
+            np.testing.assert_allclose(owed, simulated.owed[rank, :ELEMENTS], rtol=1e-4, atol=1e-5)
+
+
+@WORLDS
+def test_nothing_is_lost_between_what_is_read_and_what_is_owed(world_size: int) -> None:
+    every, brought = allreduces(world_size, settings(4)), values(world_size)
+    (total, *_) = summed(every, brought)
+    owed = sum(one.owed.numpy() for one in every)
+    np.testing.assert_allclose(total + owed, brought.sum(axis=0), rtol=0, atol=1e-5)
+    assert np.abs(owed).max() > 0.1
+
+
+def test_nothing_is_owed_before_the_first_sum() -> None:
+    (one, _) = allreduces(2, settings())
+    assert (one.step, one.owed.tolist()) == (0, [0.0] * ELEMENTS)
+
+
+@WORLDS
+def test_a_factor_is_taken_of_what_is_read_and_not_of_what_is_owed(world_size: int) -> None:
+    brought = values(world_size)
+    whole = allreduces(world_size, settings())
+    (total, *_) = summed(whole, brought)
+    every = allreduces(world_size, settings())
+    for one, mine in zip(every, brought, strict=True):
+        one.add([paddle.to_tensor(mine[:100]), paddle.to_tensor(mine[100:].reshape(5, 10))])
+    found, _ = in_turn([one.sum_added(0.25) for one in every])
+    for one, other, quarter in zip(every, whole, found, strict=True):
+        np.testing.assert_array_equal(quarter.numpy(), total / 4)
+        np.testing.assert_array_equal(one.owed.numpy(), other.owed.numpy())
+
+
+def test_two_send_everything_once_and_three_their_parts_and_then_the_sums(backend: str) -> None:
+    """150 elements: 5 blocks of 36 bytes between two; 2 blocks for each of three owners."""
+    for more in (True, False):
+        two, three = (allreduces(world_size, settings()) for world_size in (2, 3))
+        _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])], more) for one in two])
+        assert sent == [CollectiveSpec("all_gather", (0, 1), "uint8", 180, more)]
+        _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])], more) for one in three])
+        there = [CollectiveSpec("all_to_all", (0, 1, 2), "uint8", 216, True)]
+        if backend == "gloo":
+            there = [CollectiveSpec("all_gather", pair, "uint8", 72, True) for pair in ((0, 1), (0, 2), (1, 2))]
+        assert sorted(sent[:-1], key=lambda one: one.ranks) == there
+        assert sent[-1] == CollectiveSpec("all_gather", (0, 1, 2), "uint8", 72, more)
+
+
+@WORLDS
+def test_random_numbers_of_a_step_come_again_after_its_state_is_taken_back(world_size: int) -> None:
+    stochastic, brought = settings(4, stochastic=True), values(world_size)
+    every = allreduces(world_size, stochastic)
+    first, second, third = (summed(every, brought)[0] for _ in range(3))
+    assert (first != second).any()
+    again = allreduces(world_size, stochastic)
+    np.testing.assert_array_equal(summed(again, brought)[0], first)
+    owed = [one.owed.clone() for one in again]
+    after = allreduces(world_size, stochastic)
+    for one, left in zip(after, owed, strict=True):
+        one.take(left, 1)
+        np.testing.assert_array_equal(one.owed.numpy(), left.numpy())
+    np.testing.assert_array_equal(summed(after, brought)[0], second)
+    np.testing.assert_array_equal(summed(after, brought)[0], third)
+    other = allreduces(world_size, stochastic, "another name")
+    assert (summed(other, brought)[0] != first).any()
+
+
+def gradients(world_size: int, seed: int = 0) -> list[list[np.ndarray]]:
+    random = np.random.default_rng(seed)
+    return [[random.standard_normal(shape).astype("float32") for shape in SHAPES] for _ in range(world_size)]
+
+
+def methods(ranks: Sequence[PaperRank], feedback: bool = True, **profile: Any) -> list[QuantisedMethod]:
+    bucket = Bucket(0, tuple(GRADIENTS), 0)
+    return [
+        QuantisedMethod(
+            bucket, sums_of(rank, **profile).make(0, "w0", ELEMENTS, settings(error_feedback=feedback)), len(ranks)
+        )
+        for rank in ranks
+    ]
+
+
+def averaged(every: Sequence[QuantisedMethod], brought: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    tensors = [[paddle.to_tensor(one) for one in mine] for mine in brought]
+    found, _ = in_turn([one.average(mine) for one, mine in zip(every, tensors, strict=True)])
+    for mine, before in zip(tensors, brought, strict=True):
+        for tensor, one in zip(mine, before, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), one)
+    return [[np.array(average.numpy()) for average in averages] for averages in found]
+
+
+def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+@WORLDS
+def test_gradients_become_averages_of_their_shapes(world_size: int) -> None:
+    simulated, every = Simulated(world_size, 8), methods(ranks_of(world_size))
+    for step in range(2):
+        brought = gradients(world_size, step)
+        expected = simulated.sum(np.stack([flat(mine) for mine in brought])) / world_size
+        for averages in averaged(every, brought):
+            assert [average.shape for average in averages] == SHAPES
+            np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
+    """Two local groups of two: what the leaders bring to the few bits are the sums of their local groups."""
+    ranks = ranks_of(4)
+    every = methods(ranks, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
+    brought = gradients(4)
+    local_groups = np.stack([flat(brought[0]) + flat(brought[1]), flat(brought[2]) + flat(brought[3])])
+    simulated = Simulated(2, 8)
+    expected = simulated.sum(local_groups) / 4
+    for averages in averaged(every, brought):
+        np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-5)
+    for rank, owed in ((0, simulated.owed[0]), (2, simulated.owed[1])):
+        state = every[rank].state()
+        errors = flat([state[f"w{index}.error"].numpy() for index in range(4)])
+        np.testing.assert_allclose(errors, owed[:ELEMENTS], rtol=1e-4, atol=1e-5)
+    assert every[1].state()["w0.error"].numpy().any() == np.False_
+
+
+@WORLDS
+def test_method_that_takes_back_a_state_goes_on_with_the_same_bits(world_size: int) -> None:
+    every = methods(ranks_of(world_size))
+    averaged(every, gradients(world_size, 0))
+    states = [one.state() for one in every]
+    for state in states:
+        assert list(state) == ["w0.sums", "w0.error", "w1.error", "w2.error", "w3.error"]
+        assert state["w0.sums"].tolist() == [1]
+        assert [state[f"w{index}.error"].shape for index in range(4)] == [[21], [40], [1], [88]]
+    expected = averaged(every, gradients(world_size, 1))
+    again = methods(ranks_of(world_size))
+    for one, state in zip(again, states, strict=True):
+        one.load_state(state)
+    for found, wanted in zip(averaged(again, gradients(world_size, 1)), expected, strict=True):
+        np.testing.assert_array_equal(flat(found), flat(wanted))
+    assert [one.state()["w0.sums"].item() for one in again] == [2] * world_size
+
+
+def test_state_of_sums_without_feedback_is_their_number() -> None:
+    every = methods(ranks_of(2), feedback=False)
+    averaged(every, gradients(2))
+    assert {name: tensor.tolist() for name, tensor in every[0].state().items()} == {"w0.sums": [1]}
+
+
+def test_what_is_missing_or_of_another_size_starts_as_zero() -> None:
+    (one, _) = methods(ranks_of(2))
+    state = {"w1.error": paddle.ones([40]), "w2.error": paddle.ones([2]), "w0.sums": paddle.to_tensor([4, 5])}
+    one.load_state(state)
+    found = {name: np.unique(tensor.numpy()).tolist() for name, tensor in one.state().items()}
+    assert found == {"w0.sums": [0], "w0.error": [0.0], "w1.error": [1.0], "w2.error": [0.0], "w3.error": [0.0]}
+    one.load_state({"w3.error": paddle.ones([8, 11])})
+    assert one.state()["w3.error"].tolist() == [1.0] * 88
+    one.load_state({"w0.sums": paddle.to_tensor([6])})
+    assert one.state()["w0.sums"].tolist() == [6]
+
+
+def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> None:
+    """Where gradients are dense and averagings alone are in few bits, the first communicator has links."""
+    pairs = 3 if backend == "gloo" else 0
+    for compression, linked in (("int8", 2), ("none", 1)):
+        ranks = ranks_of(3)
+        profile = Profile(compression=compression, nccl_comm_num=2, fuse_all_reduce_ops=False)
+        plan = build_plan(GRADIENTS, Cluster.imagined(3, 1), profile)
+        every = [QuantisedSums(rank, plan, make_allreduces(rank, 2, 0)) for rank in ranks]  # type: ignore[arg-type]
+        assert all(len(rank.formed) == 2 + linked * pairs for rank in ranks)
+        for communicator in range(linked):
+            made = [sums.make(communicator, "w0", ELEMENTS, settings()).rounded for sums in every]
+            _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])]) for one in made])
+            assert sent[-1].ranks == (0, 1, 2)
+            gathers = [stage.collectives[0].group.id for stage in made[0]._links.gather(paddle.ones([4], "uint8"))]
+            assert gathers == [communicator]
+
+
+def test_buckets_that_stay_whole_leave_the_others_their_links(backend: str) -> None:
+    gradients = [*GRADIENTS, TensorSpec("count", (3,), "float64")]
+    plan = build_plan(gradients, Cluster.imagined(3, 1), Profile(compression="int8", nccl_comm_num=2))
+    assert sorted(bucket.is_quantised for bucket in plan.buckets) == [False, True]
+    (rank, *_) = ranks_of(3)
+    QuantisedSums(rank, plan, make_allreduces(rank, 2, 0))  # type: ignore[arg-type]
+    assert len(rank.formed) == 2 + (6 if backend == "gloo" else 0)
+
+
+@WORLDS
+def test_no_random_numbers_are_drawn_twice(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Any, ...]] = []
+    real = QuantisedSettings.dither
+
+    def dither(self: QuantisedSettings, *key: Any) -> Any:
+        drawn.append(key)
+        return real(self, *key)
+
+    monkeypatch.setattr(QuantisedSettings, "dither", dither)
+    for name in ("w0", "w1"):
+        made = allreduces(world_size, settings(stochastic=True), name)
+        for step in range(3):
+            summed(made, values(world_size, step))
+    assert len(drawn) == len(set(drawn)) == 2 * 3 * world_size * (1 if world_size == 2 else 2)
+
+
+def test_averages_are_cut_as_asked() -> None:
+    bucket, ranks = Bucket(0, tuple(GRADIENTS), 0), ranks_of(2)
+    asked: list[Any] = []
+
+    def cut(total: Any, shapes: Any) -> list[Any]:
+        asked.append((total.shape, [tuple(shape) for shape in shapes]))
+        return [total]
+
+    every = [QuantisedMethod(bucket, sums_of(rank).make(0, "w0", ELEMENTS, settings()), 2, cut) for rank in ranks]
+    in_turn([one.average([paddle.ones(shape) for shape in SHAPES]) for one in every])
+    assert asked == [([ELEMENTS], SHAPES)] * 2

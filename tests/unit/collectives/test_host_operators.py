@@ -1,0 +1,300 @@
+"""Host operators in a program that runs: what each calls with what, and what it hands on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.collectives import sync_batch_norm
+from fleet_train.collectives.engines.stages import Progress, Stage
+from fleet_train.collectives.hold import emit_hold
+from fleet_train.collectives.host_ops import (
+    HeldValues,
+    broadcast,
+    emit_arrive,
+    emit_begin,
+    emit_finish,
+    emit_launch,
+    emit_meeting,
+    emit_wait,
+    is_link,
+    is_meeting,
+    passes_a_token,
+    token,
+)
+from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
+from fleet_train.plan import Bucket, TensorSpec
+from fleet_train.plan.phases import CollectiveSpec
+from tests.unit.collectives.recorded import Group
+
+BUCKET = Bucket(2, (TensorSpec("w", (2, 3), "float32"), TensorSpec("b", (3,), "float32")), 0)
+
+
+class Exchange:
+    """What operators ask of one, written down; averages are twice what was launched."""
+
+    number = 7
+
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+        self.launched: list[Any] = []
+
+    def arrive(self) -> None:
+        self.did.append("arrive")
+
+    def begin(self, parameters: Any) -> None:
+        self.did.append(("begin", [one.tolist() for one in parameters]))
+
+    def launch(self, index: int, gradients: Any, boundary: Any) -> None:
+        self.launched = [2 * one for one in gradients]
+        self.did.append(("launch", index, None if boundary is None else boundary.tolist()))
+
+    def wait(self, index: int) -> list[Any]:
+        self.did.append(("wait", index))
+        return self.launched
+
+    def finish(self, held: Any, names: Any, loss: Any) -> None:
+        groups = [[one.tolist() for one in group] for group in (held.parameters, held.statistics, held.accumulators)]
+        self.did.append(("finish", groups, list(names), None if loss is None else loss.tolist()))
+        for parameter in held.parameters:
+            parameter.zero_()
+
+
+@pytest.fixture
+def main() -> Iterator[Any]:
+    paddle.enable_static()
+    made = paddle.static.Program()
+    with paddle.static.program_guard(made):
+        yield made
+    paddle.disable_static()
+
+
+def run(main: Any, fetched: list[Any], **feed: Any) -> list[np.ndarray]:
+    executor = paddle.static.Executor(paddle.CPUPlace())
+    return list(executor.run(main, feed=feed, fetch_list=fetched))
+
+
+def data(name: str, *shape: int, dtype: str = "float32") -> Any:
+    return paddle.static.data(name, list(shape), dtype)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_steps_operators_call_the_exchange_in_the_order_of_their_chain(main: Any, merged: bool) -> None:
+    exchange: Any = Exchange()
+    w, b, ends, loss = data("w", 2, 3), data("b", 3), data("ends", 1, dtype="bool"), data("loss", 1)
+    chain = emit_arrive(exchange, token())
+    chain = emit_begin(exchange, [b], chain)
+    chain = emit_launch(exchange, BUCKET, [w, b], chain, ends if merged else None)
+    chain, averages = emit_wait(exchange, BUCKET, [w.dtype, b.dtype], chain)
+    chain = emit_finish(exchange, HeldValues([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
+    operators = [one for one in main.global_block().ops if "fleet_train_" in one.name()]
+    assert [is_link(one) for one in operators] == [passes_a_token(one) for one in operators] == [True] * 5
+    assert not any(map(is_meeting, operators))
+    others = [one for one in main.global_block().ops if "fleet_train_" not in one.name()]
+    assert others
+    assert not any(is_link(one) or passes_a_token(one) for one in others)
+    ones = np.ones([2, 3], "float32")
+    feed = {"w": ones, "b": 3 * ones[0], "ends": np.array([True]), "loss": np.array([0.5], "float32")}
+    found = run(main, [chain, averages[0]], **feed)
+    np.testing.assert_array_equal(found[1], 2 * ones)
+    threes = [3.0] * 3
+    assert exchange.did == [
+        "arrive",
+        ("begin", [threes]),
+        ("launch", 2, [True] if merged else None),
+        ("wait", 2),
+        ("finish", [[[6.0] * 3], [threes, ones.tolist()], [[0.5]]], ["b"], [0.5] if merged else None),
+    ]
+
+
+class Job:
+    """What operators ask of one; others bring what this rank does, ``times`` over."""
+
+    timeout_seconds = 9.0
+
+    def __init__(self, world_size: int = 2, side_by_side: bool = True) -> None:
+        self.cluster = Cluster.imagined(world_size, 1)
+        self.world_size = world_size
+        self.engine = SimpleNamespace(side_by_side=side_by_side, run_here=self._run, start=self._start)
+        self.did: list[Any] = []
+        self.sent: list[tuple[str, int, Any]] = []
+
+    def count(self, name: str) -> int:
+        return [one for one in self.did if one == name].count(name)
+
+    def step_barrier(self, name: str, timeout_seconds: float) -> None:
+        self.did.append((name, timeout_seconds))
+
+    def communicators(self, number: int) -> list[Group]:
+        assert number == 1, "no other group is needed"
+        return [Group(index) for index in range(number)]
+
+    def _start(self, stages: Any, place: Any) -> Any:
+        return SimpleNamespace(result=lambda: self._run(stages, place))
+
+    def _run(self, stages: Any, place: Any) -> Any:
+        assert place.timeout_seconds == 9.0
+        self.did.append(place.what)
+        progress = Progress[Any](stages)
+        while progress.stage is not None:
+            self._carry_out(progress.stage)
+            progress.go_on()
+        return progress.value
+
+    def _carry_out(self, stage: Stage) -> None:
+        (one,) = stage.collectives
+        self.sent.append((one.kind, one.tensor.size, one.group.id))
+        if one.kind == "all_gather":
+            paddle.assign(paddle.concat([one.tensor] * self.world_size), output=one.output)
+        elif one.kind == "all_reduce":
+            paddle.assign(one.tensor * self.world_size, output=one.tensor)
+        else:
+            assert (one.kind, one.root, one.tensor.dtype) == ("broadcast", 0, paddle.uint8)
+            paddle.assign(
+                paddle.to_tensor(one.tensor.numpy()[::-1].copy()), output=one.tensor
+            )  # rank 0 has them the other way round
+
+
+def test_ranks_meet_under_a_name_and_within_the_jobs_bound(main: Any) -> None:
+    job: Any = Job()
+    chain = emit_meeting(job, "before the epoch", token())
+    (operator,) = [one for one in main.global_block().ops if passes_a_token(one)]
+    assert (is_meeting(operator), is_link(operator)) == (True, False)
+    run(main, [chain])
+    assert job.did == [("before the epoch 0", 9.0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "size"),
+    [("bool", [True, False, False, True, True], 5), ("uint8", [1, 2, 3, 250], 4), ("int8", [1, -2, 3, -4], 4)],
+)
+def test_rank_0s_values_replace_this_ranks_as_bytes(dtype: str, values: list[Any], size: int) -> None:
+    job: Any = Job()
+    tensor = paddle.to_tensor(values, dtype=dtype).reshape([1, -1])
+    found = broadcast(job, tensor, "start value of 'w'")
+    assert (found.tolist(), found.dtype) == ([values[::-1]], tensor.dtype)
+    assert tensor.tolist() == [values]
+    assert (job.sent, job.did) == ([("broadcast", size, 0)], ["start value of 'w'"])
+
+
+def test_wide_values_travel_in_their_bytes_and_nothing_does_not() -> None:
+    job: Any = Job()
+    broadcast(job, paddle.ones([3, 2], "float64"), "w")
+    nothing = paddle.empty([0, 4])
+    assert broadcast(job, nothing, "n") is nothing
+    assert job.sent == [("broadcast", 48, 0)]
+
+
+def test_error_of_an_operator_is_marked_as_one_of_ours(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _, error, __: told.append(error))
+    exchange: Any = Exchange()
+
+    def fail() -> None:
+        raise ValueError("no barrier")
+
+    exchange.arrive = fail
+    chain = emit_arrive(exchange, token())
+    with pytest.raises((SystemError, ValueError)):
+        run(main, [chain])
+    assert all(error.inside_host_operator for error in told)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_held_values_are_copies_that_wait_for_another(main: Any, number: int) -> None:
+    values = [data(f"x{index}", 2) for index in range(number)]
+    held = emit_hold(values, data("trigger", 1))
+    assert len(held) == number
+    feed = {f"x{index}": np.full(2, index + 1.0, "float32") for index in range(number)}
+    found = run(main, held, **feed, trigger=np.zeros(1, "float32"))
+    assert [one.tolist() for one in found] == [[index + 1.0] * 2 for index in range(number)]
+
+
+@pytest.fixture
+def new_groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    formed: list[Any] = []
+
+    def form(_: Any, ranks: Any) -> Group:
+        formed.append(list(ranks))
+        return Group(9)
+
+    monkeypatch.setattr(sync_batch_norm, "new_group", form)
+    return formed
+
+
+@pytest.mark.parametrize(("world_size", "gathers"), [(2, True), (4, True), (5, False)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_statistics_and_sums_are_those_of_ranks_that_bring_the_same(
+    main: Any, new_groups: list[Any], world_size: int, gathers: bool, dtype: str
+) -> None:
+    """Two layers share an exchange: of 6 values in each of 2 channels, and of 4 in each of 3."""
+    job: Any = Job(world_size)
+    ranks = RankStatistics(job)
+    ranks.connect()
+    assert new_groups == [list(range(world_size))]
+    first = Local(data("x", 2, 2, 3, dtype=dtype), data("m", 2, dtype=dtype), data("v", 2, dtype=dtype))
+    second = Local(data("y", 4, 3, dtype=dtype), data("n", 3, dtype=dtype), data("w", 3, dtype=dtype))
+    found, chain = ranks.combine("batch norm 'bn'", [first, second], ranks.start())
+    sums = [(first.mean, first.variance), (second.mean, second.variance)]
+    for each, channels in zip(found, (2, 3), strict=True):
+        assert [one.shape for one in (each.count, each.mean, each.variance)] == [[1], [channels], [channels]]
+        assert {one.dtype for one in (each.count, each.mean, each.variance)} == {first.mean.dtype}
+    means, chain = ranks.average("gradients of 'bn'", sums, [each.count for each in found], chain)
+    feed = {
+        "x": np.ones([2, 2, 3], dtype),
+        "y": np.ones([4, 3], dtype),
+        "m": np.array([1.0, 2.0], dtype),
+        "v": np.array([3.0, 4.0], dtype),
+        "n": np.array([5.0, 6.0, 7.0], dtype),
+        "w": np.array([8.0, 9.0, 10.0], dtype),
+    }
+    fetched = [value for each in found for value in (each.count, each.mean, each.variance)]
+    results = run(main, [chain, *fetched, *(one for pair in means for one in pair)], **feed)[1:]
+    expected = [[6.0 * world_size], feed["m"], feed["v"], [4.0 * world_size], feed["n"], feed["w"]]
+    expected += [feed["m"] / 6, feed["v"] / 6, feed["n"] / 4, feed["w"] / 4]
+    for one, wanted in zip(results, expected, strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-6)
+    kind = "all_gather" if gathers else "all_reduce"
+    assert job.sent == [("all_gather", 5 + 7, 9), (kind, 4 + 6, 9)]
+    assert job.did[1:] == ["batch norm 'bn'", "gradients of 'bn'"]
+    size = {"float32": 4, "float64": 8}[dtype]
+    planned = "allgather" if gathers else "allreduce"
+    assert ranks.exchanges == [
+        CollectiveSpec("allgather", 12 * size, size, flat=True),
+        CollectiveSpec(planned, 10 * size, size, flat=True),
+    ]
+
+
+def test_layer_that_shares_its_exchange_with_no_other(main: Any, new_groups: list[Any]) -> None:
+    job: Any = Job()
+    ranks = RankStatistics(job)
+    ranks.connect()
+    layer = Local(data("x", 4, 3), data("m", 3), data("v", 3))
+    ((found,), chain) = ranks.combine("batch norm", [layer], ranks.start())
+    feed = {"x": np.ones([4, 3], "float32"), "m": np.full(3, 2.0, "float32"), "v": np.full(3, 5.0, "float32")}
+    _, count, mean, variance = run(main, [chain, found.count, found.mean, found.variance], **feed)
+    assert (count.tolist(), mean.tolist(), variance.tolist()) == ([8.0], [2.0] * 3, [5.0] * 3)
+    assert ranks.exchanges == [CollectiveSpec("allgather", 7 * 4, 4, flat=True)]
+    assert new_groups == [[0, 1]]
+
+
+def test_statistics_on_streams_share_the_first_communicator(new_groups: list[Any]) -> None:
+    job: Any = Job(side_by_side=False)
+    ranks = RankStatistics(job)
+    ranks.connect()
+    (stage,) = ranks._gathered(paddle.ones([2]))
+    assert (stage.collectives[0].group.id, new_groups) == (0, [])
+
+
+def test_operators_of_two_programs_have_names_of_their_own(main: Any) -> None:
+    job: Any = Job()
+    emit_meeting(job, "a", emit_meeting(job, "a", token()))
+    names = [one.name() for one in main.global_block().ops if passes_a_token(one)]
+    assert len(set(names)) == 2

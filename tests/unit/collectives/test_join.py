@@ -1,0 +1,309 @@
+"""Joining, step by step: who is met, what is compared, what Paddle is told, and what is undone where it fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import paddle
+import pytest
+
+import fleet_train
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.collectives.job import join as join_module
+from fleet_train.collectives.job.join import join, refuse_other_ranks
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")
+PADDLES = ("PADDLE_MASTER", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
+OTHERS = ("PADDLE_CURRENT_ENDPOINT", "PADDLE_RANK_IN_NODE", "MASTER_ADDR", "MASTER_PORT")
+STORE_PORT = 4321
+
+
+def cluster_of(rank: int, hosts: tuple[str, ...] = ("10.0.0.1", "10.0.0.2")) -> Cluster:
+    imagined = Cluster.imagined(len(hosts), 1).ranks
+    ranks = tuple(replace(one, host=host) for one, host in zip(imagined, hosts, strict=True))
+    return Cluster(ranks, rank)
+
+
+class Connection:
+    """One of the store's; a broadcast answers with what rank 0 says."""
+
+    endpoint = "10.0.0.1:7000/job"
+
+    def __init__(self, world: World, watched: bool) -> None:
+        self._world, self._watched = world, watched
+
+    def compare(self, name: str, facts: dict[str, str], *others: Any) -> Any:
+        self._world.did.append(f"compare {name}")
+        self._world.facts = facts
+        assert others == (2, 30.0, "")[: len(others)]
+        return self._world.brought
+
+    def broadcast(self, name: str, value: Any, source: int, *_: Any) -> Any:
+        self._world.did.append(f"broadcast {name} from {source}: {value}")
+        return value or f"10.0.0.1:{STORE_PORT}"
+
+    def barrier(self, name: str, *_: Any) -> None:
+        self._world.did.append(f"barrier {name}")
+
+    def fail(self, report: dict[str, Any]) -> None:
+        self._world.did.append(f"fail: {report['message']}")
+
+    def leave(self) -> None:
+        self._world.did.append("leave")
+
+    def close(self) -> None:
+        self._world.did.append(f"close {'store' if self._watched else 'barriers'}")
+
+
+class World:
+    """Everything that joining touches, written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
+        self.did: list[str] = []
+        self.facts: dict[str, str] = {}
+        self.brought: Any = []
+        self.backend = backend
+        self.connections: list[tuple[Any, ...]] = []
+        self.refused = False
+        for name in (*VARIABLES, *PADDLES, *OTHERS):
+            monkeypatch.setenv(name, "")  # what joining sets is taken back
+            monkeypatch.delenv(name)
+        patched: dict[str, Any] = {
+            "backend_name": lambda: self.backend,
+            "keep_freed_memory": lambda: self.did.append("keep freed memory"),
+            "local_addresses": lambda: ("10.0.0.1", "10.0.0.2"),
+            "interface_towards": lambda host: self.did.append(f"route to {host}") or "eth7",
+            "is_host": lambda cluster: cluster.rank == 0,
+            "held_port": self._held_port,
+            "send_at_once": lambda port: self.did.append(f"send at once to {port}"),
+            "warm_up": lambda _, group: self.did.append(f"warm up {group}"),
+            "dynamic_mode": self._dynamic_mode,
+            "choose_place": lambda _: paddle.CPUPlace(),
+            "complete": lambda cluster, _: (cluster, None),
+            "StoreHost": SimpleNamespace(of=self._host),
+        }
+        for name, value in patched.items():
+            monkeypatch.setattr(join_module, name, value)
+        monkeypatch.setattr(StoreClient, "connect", self._connect)
+        monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", self._create)
+        monkeypatch.setattr(paddle.distributed, "init_parallel_env", self._form)
+
+    def release(self) -> None:
+        self.did.append("release the host")
+
+    def _host(self, _: Cluster, seconds: float) -> World:
+        self.did.append(f"host the store for {seconds:.0f} s")
+        return self
+
+    def _connect(self, endpoint: str, member: int, **options: Any) -> Connection:
+        if self.refused and self.connections:
+            raise JoinTimeout("rank 1 did not come")
+        self.connections.append((endpoint, member, options["watched"], options["timeout_seconds"]))
+        return Connection(self, options["watched"])
+
+    @contextmanager
+    def _held_port(self) -> Iterator[int]:
+        self.did.append("hold a port")
+        yield STORE_PORT
+        self.did.append("let the port go")
+
+    @contextmanager
+    def _dynamic_mode(self) -> Iterator[None]:
+        self.did.append("dynamic mode")
+        yield
+
+    def _create(self) -> None:
+        self.did.append(f"store at {os.environ['PADDLE_MASTER']} waits for {os.environ['PADDLE_TRAINERS_NUM']}")
+
+    def _form(self) -> str:
+        self.did.append(f"form as {os.environ['PADDLE_TRAINER_ID']} of {os.environ['PADDLE_TRAINERS_NUM']}")
+        return "the group"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_one_process_joins_nobody(world: World) -> None:
+    job = join(cluster_of(0, ("10.0.0.1",)), 30.0)
+    assert (job.world_size, world.did, world.connections) == (1, [], [])
+    job.leave()
+
+
+def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World) -> None:
+    job = join(cluster_of(0), 30.0)
+    assert world.did == [
+        "keep freed memory",
+        "host the store for 30 s",
+        "compare join",
+        "route to 10.0.0.2",
+        "hold a port",
+        f"store at 10.0.0.1:{STORE_PORT} waits for 1",
+        f"send at once to {STORE_PORT}",
+        "let the port go",
+        f"broadcast paddle store from 0: 10.0.0.1:{STORE_PORT}",
+        "dynamic mode",
+        "form as 0 of 2",
+        "warm up the group",
+        "barrier process group formed",
+    ]
+    assert [(member, watched, seconds) for _, member, watched, seconds in world.connections] == [
+        (0, True, 30.0),
+        (0, False, 30.0),
+    ]
+    assert job.timeout_seconds == 30.0
+    job.leave()
+    assert world.did[-4:] == ["leave", "close barriers", "close store", "release the host"]
+
+
+def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> None:
+    job = join(cluster_of(1), 30.0)
+    assert world.did == [
+        "keep freed memory",
+        "compare join",
+        "route to 10.0.0.1",
+        "broadcast paddle store from 0: None",
+        f"store at 10.0.0.1:{STORE_PORT} waits for 1",
+        f"send at once to {STORE_PORT}",
+        "dynamic mode",
+        "form as 1 of 2",
+        "warm up the group",
+        "barrier process group formed",
+    ]
+    job.leave()
+
+
+@pytest.mark.usefixtures("world")
+def test_paddle_is_told_what_it_needs_and_no_other_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    join(cluster_of(1), 30.0).leave()
+    told = {name: os.environ.get(name) for name in (*VARIABLES, "PADDLE_TRAINERS_NUM", "MASTER_ADDR", "MASTER_PORT")}
+    assert told == {
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "FLAGS_stop_check_timeout": "31",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_TRAINERS_NUM": "2",
+        "MASTER_ADDR": None,
+        "MASTER_PORT": None,
+    }
+
+
+@pytest.mark.usefixtures("world")
+def test_users_own_interface_and_bound_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("FLAGS_stop_check_timeout", "900")
+    join(cluster_of(0), 30.0).leave()
+    assert [os.environ[name] for name in VARIABLES[:3]] == ["ib0", "eth7", "900"]
+
+
+@pytest.mark.usefixtures("world")
+def test_without_a_route_no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_module, "interface_towards", lambda _: None)
+    join(cluster_of(0), 30.0).leave()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_ranks_of_one_machine_talk_over_its_own_interface(world: World) -> None:
+    join(cluster_of(1, ("10.0.0.1", "10.0.0.1")), 30.0).leave()
+    assert "route to 10.0.0.1" in world.did
+
+
+def test_nccl_keeps_its_allocator_and_its_backend(world: World) -> None:
+    world.backend = "nccl"
+    join(cluster_of(1), 30.0).leave()
+    assert "keep freed memory" not in world.did
+    assert "PADDLE_DISTRI_BACKEND" not in os.environ
+
+
+def test_versions_backend_and_endpoints_are_compared(world: World) -> None:
+    cluster = cluster_of(1)
+    join(cluster, 30.0).leave()
+    assert world.facts == {
+        "Paddle version": paddle.__version__,
+        "fleet_train version": fleet_train.__version__,
+        "backend": "gloo",
+        "endpoints of all ranks": ",".join(cluster.endpoints),
+    }
+
+
+def test_ranks_that_differ_form_nothing_and_everybody_is_told(world: World) -> None:
+    world.brought = [([[0, 0]], {"backend": "gloo"}), ([[1, 1]], {"backend": "nccl"})]
+    with pytest.raises(ScheduleMismatch, match=r"backend: .* has gloo, .* has nccl; all ranks must agree"):
+        join(cluster_of(0), 30.0)
+    assert world.did[2] == "compare join"
+    assert "could not join: backend: " in world.did[3]
+    assert world.did[4:] == ["close barriers", "close store", "release the host"]
+
+
+def test_store_that_cannot_be_reached_is_not_hosted_any_longer(world: World) -> None:
+    world.refused = True
+    with pytest.raises(JoinTimeout):
+        join(cluster_of(0), 30.0)
+    assert world.did[-1] == "release the host"
+    world.did.clear()
+    world.connections.clear()
+    world.connections.append(())
+    with pytest.raises(JoinTimeout):
+        join(cluster_of(1), 30.0)
+    assert "release the host" not in world.did
+
+
+@pytest.mark.usefixtures("world")
+def test_members_that_paddle_waits_for_are_put_right_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise FleetTrainError("address in use")
+
+    monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", fail)
+    with pytest.raises(FleetTrainError, match="address in use"):
+        join(cluster_of(0), 30.0)
+    assert os.environ["PADDLE_TRAINERS_NUM"] == "2"
+
+
+def test_address_of_another_machine_is_refused_before_anybody_is_met(world: World) -> None:
+    with pytest.raises(
+        ClusterError, match=r"but 10\.0\.0\.9 is not an address of this machine, which has 10\.0\.0\.1, "
+    ):
+        join(cluster_of(1, ("10.0.0.1", "10.0.0.9")), 30.0)
+    assert (world.did, world.connections) == ([], [])
+    join(cluster_of(1, ("10.0.0.1", "127.0.3.4")), 30.0).leave()
+
+
+FACTS = {"Paddle version": "3.3.1", "backend": "gloo"}
+NEWER = {"Paddle version": "3.4.0", "backend": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("brought", "told"),
+    [
+        ([([[0, 2]], FACTS), ([[3, 3]], NEWER)], "Paddle version: {0} has 3.3.1, {3} has 3.4.0; all"),
+        (
+            [([[0, 0], [2, 2]], FACTS), ([[1, 1], [3, 3]], NEWER)],
+            "Paddle version: {0} has 3.3.1, {1} has 3.4.0 (and so differ ranks 3); all",
+        ),
+        (
+            [([[0, 0]], FACTS), ([[2, 3]], NEWER), ([[1, 1]], FACTS | {"Paddle version": "3.2"})],
+            "Paddle version: {0} has 3.3.1, {2} has 3.4.0 (and so differ ranks 1, 3); all",
+        ),
+        ([([[0, 2]], FACTS), ([[3, 3]], FACTS | {"backend": "nccl"})], "backend: {0} has gloo, {3} has nccl; all"),
+        ([([[0, 2]], FACTS), ([[3, 3]], None)], "Paddle version: {0} has 3.3.1, {3} has None; all"),
+    ],
+)
+def test_first_fact_in_which_a_rank_differs_from_rank_0_is_told_with_all_that_differ(brought: Any, told: str) -> None:
+    cluster = Cluster.imagined(4, 1)
+    with pytest.raises(ScheduleMismatch) as raised:
+        refuse_other_ranks(brought, cluster)
+    assert str(raised.value) == told.format(*map(cluster.describe, range(4))) + " ranks must agree"
+
+
+@pytest.mark.parametrize("brought", [[], [([[0, 3]], FACTS)], [([[0, 1]], FACTS), ([[2, 3]], FACTS | {"more": "1"})]])
+def test_ranks_that_agree_with_what_rank_0_brings_are_not_refused(brought: Any) -> None:
+    refuse_other_ranks(brought, Cluster.imagined(4, 1))
