@@ -136,7 +136,7 @@ COMPRESSION = Example(
                 """def _gathered(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
     if hierarchical:
         return _in_16_bits(bucket, profile, hierarchical)
-    return (Sent("allgather", 2 * bucket.elements, 2),)
+    return (CollectiveSpec("allgather", 2 * bucket.elements, 2),)
 
 
 """,
