@@ -175,7 +175,7 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
             "amp_configs",
             {"level": "O3"},
             "DistributedStrategy.amp_configs.level (read as amp_level): given 'O3': Apex's pure half precision keeps "
-            "parameters in 16 bits, too, where an update smaller than 1/256 of a bfloat16 parameter is lost; use O2, "
+            "parameters in 16 bits, too, so that an update smaller than 1/256 of a bfloat16 parameter is lost; use O2, "
             "which keeps float32 parameters",
         ),
         (
@@ -194,7 +194,7 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
             "gradient_merge_configs",
             {"avg": False},
             "DistributedStrategy.gradient_merge_configs.avg: given false: asks for the sum of the micro-batches' "
-            "gradients, they are averaged here; leave it at True and scale the learning rate",
+            "gradients, which are averaged here; leave it at True and scale the learning rate",
         ),
         (
             "dgc_configs",

@@ -127,7 +127,7 @@ def with_lists() -> Any:
     ("make", "message"),
     [
         (without_checkpoints, "set recompute_segments or recompute_every_blocks in the profile"),
-        (with_offload, "offload is not done here"),
+        (with_offload, "offload is not supported"),
         (with_lists, "amp_lists with custom_black_list: .* follows from amp_level; leave amp_lists out"),
         (lambda: GradientMergeOptimizer(sgd(), 2, avg=False), "avg=False asks for the sum .* scale the learning rate"),
         (

@@ -19,13 +19,13 @@ from fleet_train.collectives.host_ops import (
     HeldValues,
     broadcast,
     emit_arrive,
+    emit_barrier,
     emit_begin,
     emit_finish,
     emit_launch,
-    emit_meeting,
     emit_wait,
+    is_barrier,
     is_link,
-    is_meeting,
     passes_a_token,
     token,
 )
@@ -96,7 +96,7 @@ def test_a_steps_operators_call_the_exchange_in_the_order_of_their_chain(main: A
     chain = emit_finish(exchange, HeldValues([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
     operators = [one for one in main.global_block().ops if "fleet_train_" in one.name()]
     assert [is_link(one) for one in operators] == [passes_a_token(one) for one in operators] == [True] * 5
-    assert not any(map(is_meeting, operators))
+    assert not any(map(is_barrier, operators))
     others = [one for one in main.global_block().ops if "fleet_train_" not in one.name()]
     assert others
     assert not any(is_link(one) or passes_a_token(one) for one in others)
@@ -164,9 +164,9 @@ class Job:
 
 def test_ranks_meet_under_a_name_and_within_the_jobs_bound(main: Any) -> None:
     job: Any = Job()
-    chain = emit_meeting(job, "before the epoch", token())
+    chain = emit_barrier(job, "before the epoch", token())
     (operator,) = [one for one in main.global_block().ops if passes_a_token(one)]
-    assert (is_meeting(operator), is_link(operator)) == (True, False)
+    assert (is_barrier(operator), is_link(operator)) == (True, False)
     run(main, [chain])
     assert job.did == [("before the epoch 0", 9.0)]
 
@@ -295,6 +295,6 @@ def test_statistics_on_streams_share_the_first_communicator(new_groups: list[Any
 
 def test_operators_of_two_programs_have_names_of_their_own(main: Any) -> None:
     job: Any = Job()
-    emit_meeting(job, "a", emit_meeting(job, "a", token()))
+    emit_barrier(job, "a", emit_barrier(job, "a", token()))
     names = [one.name() for one in main.global_block().ops if passes_a_token(one)]
     assert len(set(names)) == 2

@@ -108,7 +108,7 @@ def alone() -> Iterator[Job]:
 def test_one_process_meets_nobody(alone: Job) -> None:
     found = [meet(alone) for meet in MEETINGS.values()]
     assert found == [None, {0: 7}, 7, []]
-    assert (alone.meetings, alone.gone(), alone.world_size) == (0, {}, 1)
+    assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
     values = np.array([[1.0, 2.0]], "float32")
     np.testing.assert_array_equal(alone.reduce(values, "sum"), values)
     assert not np.shares_memory(alone.reduce(values, "sum"), values)
@@ -136,7 +136,7 @@ def test_meeting_waits_for_all_ranks_and_says_in_which_call(
         MEETINGS[meeting](made.job)
     MEETINGS[meeting](made.job)
     assert made.store.asked == [(*asked, 3, 60.0, call) for call in ("", "fleet.save", "fleet.save", "")]
-    assert (made.job.meetings, made.barriers.asked) == (4, [])
+    assert (made.job.sync_points, made.barriers.asked) == (4, [])
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
@@ -144,7 +144,7 @@ def test_two_ranks_meet_already(meeting: str) -> None:
     store: Any = Store()
     job = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=store)
     MEETINGS[meeting](job)
-    assert (store.names, job.meetings) == ([meeting], 1)
+    assert (store.names, job.sync_points) == ([meeting], 1)
     job.leave()
 
 
@@ -165,7 +165,7 @@ def test_another_programs_turn_counts_as_a_meeting(alone: Job) -> None:
     meetings = []
     for number in (0, 0, 1, 1, 0):
         alone.take_turn(number)
-        meetings.append(alone.meetings)
+        meetings.append(alone.sync_points)
     assert meetings == [1, 1, 2, 2, 3]
 
 
@@ -196,7 +196,7 @@ def test_step_barrier_goes_over_its_own_connection_and_is_no_meeting(make: Calla
     assert passed.answer is answer
     assert 0.0 <= passed.seconds < 60.0
     assert made.barriers.asked == [("barrier", "step 4", note, 3, 9.0, "fleet.barrier")]
-    assert (made.job.meetings, made.store.asked) == (0, [])
+    assert (made.job.sync_points, made.store.asked) == (0, [])
 
 
 def test_rank_that_does_not_come_to_a_step_is_a_failure_that_names_it(make: Callable[..., Made]) -> None:
@@ -243,13 +243,16 @@ def test_different_arrays_are_not_reduced(make: Callable[..., Made]) -> None:
     with pytest.raises(ConversionError) as raised:
         made.job.reduce(np.zeros(2, "int32"), "max")
     assert str(raised.value) == (
-        "all_reduce 0: the ranks brought different arrays: rank 0: [[2], 'int32', 'max']; rank 2: [[3], 'int32', 'max']"
+        "all_reduce 0: the ranks passed different arrays: rank 0: [[2], 'int32', 'max']; rank 2: [[3], 'int32', 'max']"
     )
 
 
 @pytest.mark.parametrize(
     ("dtype", "op", "told"),
-    [("float32", "mean", "op='mean' is unknown; it takes sum, max, min"), ("float16", "sum", "dtype float16 is not")],
+    [
+        ("float32", "mean", "op='mean' is unknown; it takes sum, max, min"),
+        ("float16", "sum", "dtype float16 cannot be reduced"),
+    ],
 )
 def test_what_no_backend_reduces_is_refused_before_anybody_is_met(
     make: Callable[..., Made], alone: Job, dtype: str, op: str, told: str

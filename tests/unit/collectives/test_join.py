@@ -287,11 +287,11 @@ NEWER = {"Paddle version": "3.4.0", "backend": "gloo"}
         ([([[0, 2]], FACTS), ([[3, 3]], NEWER)], "Paddle version: {0} has 3.3.1, {3} has 3.4.0; all"),
         (
             [([[0, 0], [2, 2]], FACTS), ([[1, 1], [3, 3]], NEWER)],
-            "Paddle version: {0} has 3.3.1, {1} has 3.4.0 (and so differ ranks 3); all",
+            "Paddle version: {0} has 3.3.1, {1} has 3.4.0 (ranks that also differ: 3); all",
         ),
         (
             [([[0, 0]], FACTS), ([[2, 3]], NEWER), ([[1, 1]], FACTS | {"Paddle version": "3.2"})],
-            "Paddle version: {0} has 3.3.1, {2} has 3.4.0 (and so differ ranks 1, 3); all",
+            "Paddle version: {0} has 3.3.1, {2} has 3.4.0 (ranks that also differ: 1, 3); all",
         ),
         ([([[0, 2]], FACTS), ([[3, 3]], FACTS | {"backend": "nccl"})], "backend: {0} has gloo, {3} has nccl; all"),
         ([([[0, 2]], FACTS), ([[3, 3]], None)], "Paddle version: {0} has 3.3.1, {3} has None; all"),

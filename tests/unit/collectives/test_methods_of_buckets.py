@@ -99,7 +99,7 @@ def test_other_compressions_have_no_dtype_of_their_own_between_local_groups(comp
 
 @pytest.mark.parametrize(
     ("compression", "told"),
-    [("int8", "int8 was planned without links for whole numbers"), ("dgc", "an optimizer whose momentum it has not")],
+    [("int8", "int8 was planned without links for quantised sums"), ("dgc", "an optimizer whose momentum it has not")],
 )
 def test_compression_without_what_it_needs_is_refused(compression: str, told: str) -> None:
     profile = Profile(compression=compression)

@@ -131,7 +131,7 @@ def test_sizes_that_take_too_long_are_left_out_but_for_the_first_two(make: Calla
     found = probe(job, 7 * 0.001, said.append)  # type: ignore[arg-type]
     # 1 ms each: 256 KiB take 2.8 ms.
     assert [sample.nbytes / KIB for sample in found["between nodes"].samples] == [4, 16, 64]
-    assert said[-1] == "between nodes: 256 KiB would take longer than asked for, left out from here on"
+    assert said[-1] == "between nodes: 256 KiB and more would exceed the given time; skipped"
     assert [one for _, one in job.timed].count(64 * KIB) == 2 + 3
     found = probe(job, 1e-9, said.append)  # type: ignore[arg-type]
     assert [sample.nbytes / KIB for sample in found["between nodes"].samples] == [4, 16]

@@ -120,9 +120,9 @@ def test_scale_and_its_counters_are_state() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_loss_scaling": 0.0}, "init_loss_scaling=0.0: it must be 1 or more"),
-        ({"incr_ratio": 1.0}, "incr_ratio=1.0: it must be more than 1"),
-        ({"decr_ratio": 1.5}, "decr_ratio=1.5: it must be between 0 and 1"),
+        ({"init_loss_scaling": 0.0}, "init_loss_scaling=0.0: must be 1 or more"),
+        ({"incr_ratio": 1.0}, "incr_ratio=1.0: must be more than 1"),
+        ({"decr_ratio": 1.5}, "decr_ratio=1.5: must be between 0 and 1"),
     ],
 )
 def test_refusals(settings: dict[str, float], message: str) -> None:

@@ -56,7 +56,7 @@ def step(buckets: Buckets, conditions: Conditions, compute: Compute) -> float:
 
 def test_the_default_leaves_everything_open() -> None:
     assert open_knobs(Profile()) == ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
-    with pytest.raises(ProfileError, match="nccl_comm_num: is auto, and nothing has chosen a number for it"):
+    with pytest.raises(ProfileError, match="nccl_comm_num: is auto, and no number was chosen for it"):
         buckets_of(Profile())
     with pytest.raises(ProfileError, match="is auto"):
         build_settled(layers(), PAIR, Profile())

@@ -40,7 +40,7 @@ def test_every_compression_is_a_strategy_that_goes_or_does_not_go_with_others() 
 
 
 def test_no_plan_is_made_of_a_compression_without_bytes() -> None:
-    with pytest.raises(ConversionError, match="compression: new has no bytes in the plan, so that it cannot be"):
+    with pytest.raises(ConversionError, match="compression: new has no bytes in the plan and cannot be"):
         build_plan(BUCKET.gradients, Cluster.imagined(2, 1), profile_of_a_value_that_only_the_schema_knows())
 
 

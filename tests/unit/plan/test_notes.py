@@ -100,12 +100,12 @@ def test_bounds_of_buckets_are_explained_where_gradients_are_fused() -> None:
         profile = Profile(fuse_all_reduce_ops=is_fused, nccl_comm_num=1)
         plan = build_plan([TensorSpec("w", (8,), "float32")] * 3, Cluster.imagined(2, 1), profile)
         assert fused & {note.knob for note in plan.notes} == (fused if is_fused else set())
-    assert note_of("fuse_all_reduce_ops", profile) == "off: each of 1 gradients is a collective of its own"
+    assert note_of("fuse_all_reduce_ops", profile) == "off: one collective for each of 1 gradients"
 
 
 def test_local_groups_are_explained_with_their_size() -> None:
     profile = Profile(use_hierarchical_allreduce=True)
-    for ranks, words in ((4, "local groups of 4 ranks; 3 leaders"), (1, "every local group would be one rank")):
+    for ranks, words in ((4, "local groups of 4 ranks; 3 leaders"), (1, "every local group would have one rank")):
         plan = build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(3, ranks), profile)
         (effect,) = [note.effect for note in plan.notes if note.knob == "use_hierarchical_allreduce"]
         assert words in effect
@@ -114,6 +114,6 @@ def test_local_groups_are_explained_with_their_size() -> None:
 def test_a_compression_that_was_declined_is_explained_with_what_is_sent() -> None:
     asked = Profile(compression="int8")
     assert note_of("compression", asked.with_choices("declined for a fast link", compression="none")) == (
-        "declined for a fast link: what was asked for does not pay there; float32 is sent"
+        "declined for a fast link: the requested compression does not pay there; float32 is sent"
     )
     assert "; bf16 is sent" in note_of("compression", asked.with_choices("declined for it", compression="bf16"))

@@ -215,7 +215,7 @@ def test_fragments_without_a_place_of_their_own_are_refused(settings: dict[str, 
 
 
 def test_a_block_that_is_no_multiple_of_32_is_refused_with_the_next_one() -> None:
-    with pytest.raises(ProfileError, match="quantised_block_size: 100 is no multiple of 32; use 96"):
+    with pytest.raises(ProfileError, match="quantised_block_size: 100 is not a multiple of 32; use 96"):
         Profile(compression="int8", quantised_block_size=100)
 
 

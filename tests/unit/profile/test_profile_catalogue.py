@@ -168,7 +168,7 @@ def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
     assert str(caught.value) == (
         "'multinode' is not a profile of the catalogue; did you mean 'multi_node'? There are "
         f"{', '.join(CATALOGUE)}; "
-        "a file is given by its path, such as ./multinode.yaml"
+        "give a file by its path, such as ./multinode.yaml"
     )
 
 
@@ -261,7 +261,7 @@ def test_the_page_of_knobs_has_the_choices_and_the_compatibility_table() -> None
 
 def test_the_page_of_knobs_lists_a_refused_one_with_its_reason(refused_knob: str) -> None:
     refused = export.knobs_page().partition("## Refused\n")[2]
-    assert refused.startswith("\n| knob | default | allowed | meaning | why, and what instead |\n")
+    assert refused.startswith("\n| knob | default | allowed | meaning | reason, and alternative |\n")
     assert refused.splitlines()[3].startswith(f"| `{refused_knob}` | false | true or false | ")
     assert refused.splitlines()[3].endswith(" | not available yet; leave it off: a reason. |")
 

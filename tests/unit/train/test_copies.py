@@ -98,7 +98,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
         job = Job(tmp_path, nodes, ranks_per_node)
         monkeypatch.setattr(copies, "fleet", job)
         monkeypatch.setattr(rank0, "fleet", job)
-        monkeypatch.setattr(rank0, "_MEETING_SECONDS", 0.1)
+        monkeypatch.setattr(rank0, "_SYNC_SECONDS", 0.1)
         return job
 
     return make
