@@ -58,7 +58,7 @@ def test_all_reduce_of_different_arrays_is_refused_on_every_rank(ranks: list[dic
 
 def test_all_reduce_names_what_it_takes(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["bad_op"] == "ConversionError: all_reduce: op='product' is unknown; it takes sum, max, min, mean"
-    assert ranks[0]["bad_dtype"].startswith("ConversionError: all_reduce: dtype float16 is not reduced")
+    assert ranks[0]["bad_dtype"].startswith("ConversionError: all_reduce: dtype float16 cannot be reduced")
 
 
 def test_gather_gives_all_values_by_rank(ranks: list[dict[str, Any]]) -> None:
