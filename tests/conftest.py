@@ -6,6 +6,7 @@ Each test runs in an empty working directory of its own; paths into the checkout
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -37,6 +38,7 @@ _TOLERATED_VARIABLES = {
 }
 # Threads that libraries keep for the life of the process.
 _TOLERATED_THREADS = ("tqdm", "TMonitor", "pytest_timeout", "asyncio_", "QueueFeederThread")
+_KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
 _TOLERATED_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky")
 
 
@@ -73,10 +75,10 @@ def no_leaked_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaked_processes() -> Iterator[None]:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = _descendants()
 
     def new() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children(recursive=True) if p.pid not in before and not _tolerated(p)]
+        return [p for p in map(_process, _descendants() - before) if p is not None and not _tolerated(p)]
 
     yield
     if not _gone(new):
@@ -105,6 +107,35 @@ def _gone(leaked: Callable[[], Sequence[object]]) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def _descendants() -> set[int]:
+    """Ids of all processes below this one, which psutil reads every process of the machine for."""
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        children = _children(parents.pop())
+        found |= children
+        parents.extend(children)
+    return found
+
+
+def _children(pid: int) -> set[int]:
+    children: set[int] = set()
+    if not _KERNEL_LISTS_CHILDREN:
+        process = _process(pid)
+        return {child.pid for child in process.children()} if process else children
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            children.update(map(int, thread.read_text().split()))
+    return children
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _command(process: psutil.Process) -> str:
