@@ -15,6 +15,7 @@ from tests.support.processes import ROOT
 TRAIN = ROOT / "tests" / "support" / "train_few_steps.py"
 
 
+@pytest.mark.long
 @pytest.mark.root
 def test_old_command_forms_one_job_over_a_wire(tmp_path: Path) -> None:
     commands.put_script(tmp_path, 2, TRAIN)

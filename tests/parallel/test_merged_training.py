@@ -23,7 +23,7 @@ def run(folder: Path, merged: int, samples: int, batch: int, world_size: int) ->
     return [{name: result.of_all(name)[rank] for name in ("joint", "straight", "parts")} for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("merged", [2, 3])
+@pytest.mark.parametrize("merged", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(tmp_path: Path, merged: int) -> None:
     samples = 2 * merged * BATCH * 6
     ranks = run(tmp_path / "ranks", merged, samples, BATCH, 2)

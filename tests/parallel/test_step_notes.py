@@ -24,7 +24,14 @@ KNOWN_AFTER = {
 }
 
 
-@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True)], ids=["2", "3", "2, streams"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, False), id="2"),
+        pytest.param((3, False), id="3", marks=pytest.mark.long),
+        pytest.param((2, True), id="2, streams", marks=pytest.mark.long),
+    ],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     size, late_streams = request.param
     folder = tmp_path_factory.mktemp("step_notes")

@@ -44,6 +44,7 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "kind" not in line]
 
 
+@pytest.mark.long
 def test_a_training_is_scraped_while_it_runs(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port, output = free_ports(1), tmp_path / "run"
     pages: list[dict[str, float]] = []
