@@ -138,7 +138,12 @@ def data_loader(script: Script) -> None:
     script.minimize(Momentum(0.1, 0.9), loss)
     script.start()
     loader = paddle.io.DataLoader(
-        _Samples(script), feed_list=[x, y], batch_sampler=_Shares(script), num_workers=2, return_list=False
+        _Samples(script),
+        feed_list=[x, y],
+        batch_sampler=_Shares(script),
+        num_workers=2,
+        return_list=False,
+        use_shared_memory=False,  # with it a worker hangs now and then: docs/paddle.md
     )
     for batch in loader:
         script.run_share(batch[0], [loss])
