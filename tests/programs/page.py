@@ -26,26 +26,27 @@ _TITLES = {
 
 _HEAD = """# What kinds of programs are proven
 
-Made from `tests/programs/catalogue` by `python -m tests.programs.page`; do not edit.
+Generated from `tests/programs/catalogue` by `python -m tests.programs.page`; do not edit.
 
-Each program below is a static program as users write them. `make test` trains it in one process of plain Paddle with
-the joint batch; on two ranks with half of the batch each, `make test` trains some and `make test-long` the others. The
-two come to the same parameters, optimizer state and losses ({tolerance:.0e} of their scale unless said), the two ranks
-to the same bits; a job of one process comes to the bits of plain Paddle. All on CPUs with Gloo. Every program meets
-these strategies, as far as they are exact for it:
+Each program below is a typical static program. `make test` trains it in one process of plain Paddle with the joint
+batch. On two ranks with half of the batch each, `make test` trains some programs and `make test-long` the others. Both
+give the same parameters, optimizer state and losses ({tolerance:.0e} of their scale unless stated otherwise); the two
+ranks are bit-equal, and a job of one process gives the same bits as plain Paddle. All runs use CPUs with Gloo. Every
+program runs with these strategies, if they are exact for it:
 
 {always}
 
-and some of these, so that each of them meets many programs:
+and with some of these, so that each of them runs with many programs:
 
 {others}
 
 Programs marked *simulated* are also trained with strategies that are inexact on purpose, and compared with the numpy
-simulation of all ranks; those marked *random*, which draw other numbers on each rank, with the simulation alone:
+simulation of all ranks. Those marked *random* draw different numbers on each rank and are compared only with the
+simulation:
 
 {lossy}
 
-A program is one decorated function: to have one of yours in this list, add it to a module of that folder.
+A program is one decorated function: to add yours to this list, add it to a module of that folder.
 """
 
 _TAIL = """
@@ -54,24 +55,24 @@ _TAIL = """
 {refused}
 {second}
 
-## What Paddle 3.3.1 itself does not take in a static program on a CPU
+## What Paddle 3.3.1 itself does not support in a static program on a CPU
 
 {classes}
 - `nn.ClipGradByValue`: NotImplementedError in today's programs; `ClipGradByNorm` and `ClipGradByGlobalNorm` work.
 - `paddle.grad`, `autograd.PyLayer`: dynamic mode only; `paddle.static.gradients`, `static.nn.static_pylayer` work.
 - `Optimizer.set_lr`: dynamic mode only; use a schedule, or set the variable of the learning rate in the scope.
 - Groups of parameters (`parameters=[{{"params": ...}}]`): TypeError; make an optimizer per group, or `ParamAttr`.
-- `Executor.run(use_prune=True)`: every input must be fed all the same; build a second program with the same names.
+- `Executor.run(use_prune=True)`: every input must still be fed; build a second program with the same names.
 - `AdamW(lr_ratio=)`: not implemented on CPUs; `ParamAttr(learning_rate=)` works.
 
-And three traps that are Paddle's own, with one process as with many:
+Paddle itself also has three pitfalls, with any number of processes:
 
-- `F.kl_div(reduction="batchmean")` divides by -1 where the batch size is unknown (`None`): use
+- `F.kl_div(reduction="batchmean")` divides by -1 if the batch size is unknown (`None`): use
   `reduction="none"` and `.sum(axis=1).mean()`.
-- `static.nn.fc` counts its names per process, whatever `unique_name.guard` says: name its parameters
-  (`ParamAttr(name=)`) where a second program shares them.
-- A parameter that is used by name in several places gets one update per use from an optimizer of plain Paddle, which
-  only for SGD is the update of the sum. fleet_train makes one update, by the sum, with one process as with many.
+- `static.nn.fc` numbers its names per process, regardless of `unique_name.guard`: name its parameters
+  (`ParamAttr(name=)`) if a second program shares them.
+- If a parameter is used by name in several places, an optimizer of plain Paddle updates it once per use, which equals
+  the update by the sum only for SGD. fleet_train updates it once, by the sum, with any number of processes.
 """
 
 
@@ -90,7 +91,9 @@ def page() -> str:
         for strategy, text in one.refused.items()
     )
     alone = ", ".join(f"*{name}*" for name, one in EXACT.items() if one.for_one_optimizer)
-    second = f"- A second optimizer or update in one program, beside a setting that a program has one of ({alone})."
+    second = (
+        f"- A second optimizer or update in one program, with a setting that a program can have only once ({alone})."
+    )
     classes = "\n".join(
         f"- `paddle.optimizer.{name}`: {why}." for name, why in NOT_STATIC.items() if name != "Optimizer"
     )

@@ -22,7 +22,7 @@ def cond(script: Script) -> None:
     script.train(loss)
 
 
-@program("static.nn.cond with a layer in each branch, all ranks in the same one.")
+@program("static.nn.cond with a layer in each branch; all ranks take the same branch.")
 def cond_with_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(4))
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
@@ -32,7 +32,7 @@ def cond_with_parameters(script: Script) -> None:
     script.train(loss)
 
 
-@program("static.nn.cond whose branches share a layer that is used behind it, too.")
+@program("static.nn.cond whose branches share a layer that is also used after it.")
 def cond_sharing_a_layer(script: Script) -> None:
     x, y = script.inputs(x=floats(4), y=floats(4))
     layer = nn.Linear(4, 4)
@@ -105,7 +105,7 @@ def static_gradient_penalty(script: Script) -> None:
     script.train(loss)
 
 
-@program("Adversarial examples: the input moves along the sign of its gradient inside the program.")
+@program("Adversarial examples: inside the program the input is moved along the sign of its gradient.")
 def adversarial(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=classes(4))
     x.stop_gradient = False
@@ -117,7 +117,7 @@ def adversarial(script: Script) -> None:
     script.train(loss)
 
 
-@program("static_pylayer: a function with a backward of its own.")
+@program("static_pylayer: a function with a custom backward.")
 def static_pylayer(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(4))
     hidden = nn.Linear(6, 4)(x)
@@ -129,7 +129,7 @@ def static_pylayer(script: Script) -> None:
     script.train(loss)
 
 
-@program("A registered host operator of the script's own in the forward pass.")
+@program("A custom host operator, registered by the script, in the forward pass.")
 def own_host_operator(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(4))
     double = paddle.static.register_op(

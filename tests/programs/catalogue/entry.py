@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.programs.script import Script
 
 TOLERANCE = 1e-5
-DGC_AND_DECAY = {"dgc, late": "DGC carries the momentum itself, so that weight decay acts outside of it"}
+DGC_AND_DECAY = {"dgc, late": "DGC applies the momentum itself, so weight decay does not pass through it"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tests.programs.feeds import classes, floats, tokens
 from tests.programs.script import Script
 
 _BATCH_NORM = ("sync batch norm", "sync batch norm, recompute")
-_OWN_STATISTICS = "without sync_batch_norm each rank normalises by its own share of the batch, as Fleet does"
+_OWN_STATISTICS = "without sync_batch_norm, each rank normalises by its own share of the batch, as Fleet does"
 
 
 @program("Layers of static.nn: fc with its activation.")
@@ -84,7 +84,7 @@ def batch_norm(script: Script) -> None:
 
 
 @program(
-    "Batch norm in two programs: one trains, one evaluates with running statistics.",
+    "Batch norm in two programs: one trains, the other evaluates with running statistics.",
     only=("sync batch norm",),
     reason=_OWN_STATISTICS,
 )
@@ -109,7 +109,7 @@ def batch_norm_and_evaluation(script: Script) -> None:
         script.evaluate(script.batch(100 + step, judging), [judged], judging)
 
 
-@program("Batch norm whose statistics are fixed trains its scale and shift.")
+@program("Batch norm with fixed statistics; scale and shift are trained.")
 def frozen_batch_norm(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     hidden = F.relu(nn.BatchNorm1D(12, use_global_stats=True)(nn.Linear(8, 12)(x)))
@@ -154,7 +154,7 @@ def bilinear(script: Script) -> None:
     script.train(loss)
 
 
-@program("Label smoothing, a class weight and an accuracy that is fetched.")
+@program("Label smoothing, class weights and a fetched accuracy.")
 def smoothed_labels(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     logits = nn.Linear(8, 5)(x)
@@ -167,7 +167,7 @@ def smoothed_labels(script: Script) -> None:
         script.run(batch, [loss, accuracy])
 
 
-@program("Dropout between layers, other numbers on each rank.", random=True, simulated=True)
+@program("Dropout between layers, with different random numbers on each rank.", random=True, simulated=True)
 def dropout(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     hidden = F.dropout(F.tanh(nn.Linear(8, 16)(x)), 0.3)
@@ -176,7 +176,7 @@ def dropout(script: Script) -> None:
     script.train(loss)
 
 
-@program("A variational autoencoder: noise is drawn inside the program.", random=True, simulated=True)
+@program("A variational autoencoder: the program draws the noise.", random=True, simulated=True)
 def variational_autoencoder(script: Script) -> None:
     (x,) = script.inputs(x=floats(8))
     mean, log_variance = paddle.split(nn.Linear(8, 6)(x), 2, axis=1)

@@ -45,7 +45,7 @@ class _Shares(paddle.io.BatchSampler):
         return len(self._batches)
 
 
-@program("The batch has another size in each step.")
+@program("The batch size differs in each step.")
 def changing_batches(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
@@ -55,7 +55,7 @@ def changing_batches(script: Script) -> None:
         script.run(script.batch(step, samples=samples), [loss])
 
 
-@program("What is fetched changes from step to step: nothing, the loss, logits and gradients' parameters.")
+@program("The fetch list changes from step to step: nothing, the loss, logits, parameters.")
 def changing_fetches(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     layer = nn.Linear(8, 5)
@@ -67,7 +67,7 @@ def changing_fetches(script: Script) -> None:
         script.run(script.batch(step), fetch)
 
 
-@program("A gradient is fetched beside the loss: what a script sees is this rank's own.")
+@program("A gradient is fetched with the loss: the script gets this rank's own gradient.")
 def fetched_gradients(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
@@ -112,7 +112,7 @@ def evaluation_first(script: Script) -> None:
         script.evaluate(script.batch(50 + step, judging), [judged], judging)
 
 
-@program("State is saved in the middle, spoilt by more steps, loaded, and training goes on.")
+@program("State is saved in the middle, changed by more steps and loaded; training continues.")
 def save_and_load(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
@@ -130,7 +130,7 @@ def save_and_load(script: Script) -> None:
 
 @program(
     "A DataLoader with two worker processes feeds the program.",
-    without={"merge": "the loader gives a rank its batches whole"},
+    without={"merge": "the loader does not split a rank's batches into micro-batches"},
 )
 def data_loader(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
@@ -149,7 +149,7 @@ def data_loader(script: Script) -> None:
         script.run_share(batch[0], [loss])
 
 
-@program("The learning rate is a schedule that is stepped by the loss: ReduceOnPlateau on the ranks' mean.")
+@program("The schedule is stepped with the loss: ReduceOnPlateau on the mean over ranks.")
 def reduce_on_plateau(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
@@ -161,7 +161,7 @@ def reduce_on_plateau(script: Script) -> None:
         schedule.step(script.mean_over_ranks(float(found)))
 
 
-@program("The default programs and those that the script made itself are trained in turn with other batches.")
+@program("The default programs and the script's own programs are trained in turn with different batches.")
 def own_and_default_program(script: Script) -> None:
     own, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(own, startup):
@@ -179,7 +179,7 @@ def own_and_default_program(script: Script) -> None:
             script.run(script.batch(step), [second])
 
 
-@program("minimize is called outside of program_guard, with the programs that the loss came from.")
+@program("minimize is called outside program_guard, with the programs of the loss.")
 def minimize_outside(script: Script) -> None:
     own, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(own, startup):
@@ -192,7 +192,7 @@ def minimize_outside(script: Script) -> None:
         script.run(script.batch(step, own), [loss], own)
 
 
-@program("Three updates of a discriminator-like program for one of the other: programs run at different paces.")
+@program("Three updates of a discriminator-like program per update of the other program.")
 def different_paces(script: Script) -> None:
     mains, losses, startup = [paddle.static.Program() for _ in range(2)], [], paddle.static.Program()
     for main in mains:
@@ -207,7 +207,7 @@ def different_paces(script: Script) -> None:
             script.run(script.batch(step, mains[1]), [losses[1]], mains[1])
 
 
-@program("Gradients are accumulated by hand: two backward passes over halves of the batch, one apply_gradients().")
+@program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
 def accumulated_by_hand(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     layer = nn.Linear(8, 1)
@@ -233,7 +233,7 @@ def rate_in_the_scope(script: Script) -> None:
         script.run(batch, [loss])
 
 
-@program("The optimizer's state has a startup program of its own, beside the network's.")
+@program("The optimizer's state and the network have separate startup programs.")
 def two_startup_programs(script: Script) -> None:
     own = paddle.static.Program()
     x, y = script.inputs(x=floats(8), y=classes(5))
@@ -245,7 +245,7 @@ def two_startup_programs(script: Script) -> None:
         script.run(batch, [loss])
 
 
-@program("The startup program runs twice: training begins anew.")
+@program("The startup program runs twice: training starts again.")
 def started_twice(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
@@ -254,7 +254,7 @@ def started_twice(script: Script) -> None:
     script.train(loss)
 
 
-@program("The network is built and started first; minimize comes later, with what it adds started alone.")
+@program("The network is initialized before minimize; what minimize adds is then initialized alone.")
 def minimize_after_start(script: Script) -> None:
     later = paddle.static.Program()
     x, y = script.inputs(x=floats(8), y=classes(5))

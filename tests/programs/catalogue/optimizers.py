@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: optimizer.Momentum(0.1, 0.9, use_nesterov=True, weight_decay=1e-2),
     ),
     "momentum_multi_tensor": (
-        "Momentum that updates all parameters by one operator.",
+        "Momentum that updates all parameters with one operator.",
         lambda: optimizer.Momentum(0.1, 0.9, use_multi_tensor=True),
     ),
     "momentum_rescaled": (
@@ -33,22 +33,25 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: optimizer.Momentum(0.1, 0.9, rescale_grad=0.5),
     ),
     "adam": ("Adam.", lambda: optimizer.Adam(0.01, epsilon=_EPSILON)),
-    "adam_default_epsilon": ("Adam as it is called most: with a rate and nothing else.", lambda: optimizer.Adam(0.01)),
+    "adam_default_epsilon": (
+        "Adam as it is usually called: with a learning rate and nothing else.",
+        lambda: optimizer.Adam(0.01),
+    ),
     "adam_amsgrad": ("Adam with amsgrad.", lambda: optimizer.Adam(0.01, epsilon=_EPSILON, amsgrad=True)),
     "adam_multi_tensor": (
-        "Adam that updates all parameters by one operator.",
+        "Adam that updates all parameters with one operator.",
         lambda: optimizer.Adam(0.01, epsilon=_EPSILON, use_multi_tensor=True),
     ),
     "adam_lazy": ("Adam in lazy mode.", lambda: optimizer.Adam(0.01, epsilon=_EPSILON, lazy_mode=True)),
     "adamw": (
-        "AdamW that decays weights and not biases.",
+        "AdamW that decays weights but not biases.",
         lambda: optimizer.AdamW(
             0.01, epsilon=_EPSILON, weight_decay=0.1, apply_decay_param_fun=lambda name: ".w_" in name
         ),
     ),
     "adamax": ("Adamax.", lambda: optimizer.Adamax(0.01, epsilon=_EPSILON)),
     "adagrad": (
-        "Adagrad with a start value of its accumulator.",
+        "Adagrad with an initial accumulator value.",
         lambda: optimizer.Adagrad(0.1, initial_accumulator_value=0.1),
     ),
     "adadelta": ("Adadelta.", lambda: optimizer.Adadelta(0.5, epsilon=_EPSILON)),
@@ -66,20 +69,20 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "radam": ("RAdam.", lambda: optimizer.RAdam(0.01, epsilon=_EPSILON)),
     "asgd": ("ASGD over three batches.", lambda: optimizer.ASGD(0.1, batch_num=3)),
     "rprop": (
-        "Rprop, which looks at the gradients' signs.",
+        "Rprop, which uses the gradients' signs.",
         lambda: optimizer.Rprop(0.01, learning_rate_range=(1e-4, 1.0)),
     ),
     "clip_by_norm": (
-        "Momentum, each gradient cut at a norm.",
+        "Momentum, each gradient clipped by its norm.",
         lambda: optimizer.Momentum(0.1, 0.9, grad_clip=nn.ClipGradByNorm(0.05)),
     ),
     "clip_by_global_norm": (
-        "Adam, all gradients cut at one norm.",
+        "Adam, gradients clipped by their global norm.",
         lambda: optimizer.Adam(0.01, epsilon=_EPSILON, grad_clip=nn.ClipGradByGlobalNorm(0.1)),
     ),
     "l1_decay": ("SGD with L1 decay.", lambda: optimizer.SGD(0.1, weight_decay=L1Decay(0.01))),
     "l2_decay": (
-        "Momentum with L2 decay and a clip: decay comes behind the clip.",
+        "Momentum with L2 decay and a clip: decay is added after clipping.",
         lambda: optimizer.Momentum(0.1, 0.9, weight_decay=L2Decay(0.05), grad_clip=nn.ClipGradByGlobalNorm(0.1)),
     ),
 }
@@ -114,7 +117,7 @@ for _name, (_sentence, _make) in OPTIMIZERS.items():
         _train_with(make, script)
 
 
-@program("backward() and apply_gradients() by hand, with the gradients halved in between.")
+@program("backward() and apply_gradients() are called separately; gradients are halved in between.")
 def backward_and_apply(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     loss = F.mse_loss(nn.Linear(8, 1)(F.tanh(nn.Linear(8, 8)(x))), y)
@@ -124,7 +127,7 @@ def backward_and_apply(script: Script) -> None:
     script.train(loss)
 
 
-@program("backward() and apply_gradients() for weights only: biases are left out of the pairs.")
+@program("backward() and apply_gradients() for weights only: the pairs omit the biases.")
 def filtered_gradients(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     loss = F.mse_loss(nn.Linear(8, 1)(F.tanh(nn.Linear(8, 8)(x))), y)
@@ -146,7 +149,7 @@ def gradients_by_hand(script: Script) -> None:
     script.train(loss)
 
 
-@program("Gradients that no backward pass made: they come from what is fed.")
+@program("Gradients that no backward pass computed: they come from fed data.")
 def gradients_from_data(script: Script) -> None:
     (x,) = script.inputs(x=floats(8))
     weight = paddle.static.create_parameter([8], "float32", name="weight")
@@ -155,7 +158,7 @@ def gradients_from_data(script: Script) -> None:
     script.train(loss)
 
 
-@program("An optimizer of the script's own, derived from Paddle's.")
+@program("A custom optimizer, derived from Paddle's.")
 def own_optimizer(script: Script) -> None:
     class Sign(optimizer.SGD):
         def _append_optimize_op(self, block: Any, param_and_grad: Any) -> None:

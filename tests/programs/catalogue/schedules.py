@@ -39,7 +39,7 @@ for _name, _make in SCHEDULES.items():
         f"The rate follows {_name}.",
         name=_name,
         only=("multi_node", "merge"),
-        reason="a schedule runs on the host; what it meets is the update, of which there are these two kinds",
+        reason="a schedule runs on the host and only affects the update, of which there are these two kinds",
     )
     def _(script: Script, make: Callable[[], Any] = _make) -> None:
         x, y = script.inputs(x=floats(8), y=floats(1))

@@ -33,7 +33,7 @@ def rates_and_schedule(script: Script) -> None:
     script.train(loss, scheduler=schedule)
 
 
-@program("ParamAttr(regularizer=) of single parameters beside the optimizer's decay.")
+@program("ParamAttr(regularizer=) of single parameters in addition to the optimizer's decay.")
 def decay_of_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(regularizer=L2Decay(0.1)))
@@ -43,7 +43,7 @@ def decay_of_parameters(script: Script) -> None:
     script.train(loss)
 
 
-@program("ParamAttr(need_clip=False) leaves a parameter out of the global norm.")
+@program("ParamAttr(need_clip=False) excludes a parameter from the global norm.")
 def need_clip(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     hidden = F.tanh(nn.Linear(8, 8, weight_attr=paddle.ParamAttr(need_clip=False))(x))
@@ -71,7 +71,7 @@ def stopped_gradient(script: Script) -> None:
     script.train(loss)
 
 
-@program("Layers that the loss does not depend on keep their start values.")
+@program("Layers that the loss does not depend on keep their initial values.")
 def unused_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     nn.Linear(8, 3)(x)
@@ -81,7 +81,7 @@ def unused_parameters(script: Script) -> None:
     script.train(loss)
 
 
-@program("Only the head is trained: minimize(parameters=) and Optimizer(parameters=) name it.")
+@program("Only the head is trained, by minimize(parameters=) and Optimizer(parameters=).")
 def list_of_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     body, head = nn.Linear(8, 8), nn.Linear(8, 5)
@@ -90,7 +90,7 @@ def list_of_parameters(script: Script) -> None:
     script.train(loss)
 
 
-@program("minimize(no_grad_set=) leaves one weight as it is.")
+@program("minimize(no_grad_set=) leaves one weight unchanged.")
 def no_grad_set(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     body, head = nn.Linear(8, 8), nn.Linear(8, 5)
@@ -110,7 +110,7 @@ def odd_names(script: Script) -> None:
     script.train(loss)
 
 
-@program("Start values of every kind: constant, Xavier, Kaiming, normal, an array.")
+@program("Initializers of every kind: constant, Xavier, Kaiming, normal, an array.")
 def start_values(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     kinds = [

@@ -12,7 +12,7 @@ from tests.programs.feeds import classes, floats, tokens
 from tests.programs.script import Script
 
 
-@program("A layer looks at two inputs: its gradient is the sum over both uses.", simulated=True)
+@program("One layer is applied to two inputs: its gradient is the sum over both uses.", simulated=True)
 def siamese(script: Script) -> None:
     left, right, same = script.inputs(left=floats(12), right=floats(12), same=floats(1))
     tower = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -22,7 +22,7 @@ def siamese(script: Script) -> None:
     script.train(loss)
 
 
-@program("A layer looks at two inputs of different weight, once with the tenfold weight.")
+@program("One layer is applied to two inputs, one of them with ten times the weight.")
 def two_uses(script: Script) -> None:
     x, y = script.inputs(x=floats(4), y=floats(4))
     net = nn.Linear(4, 1)
@@ -31,7 +31,7 @@ def two_uses(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two layers name one parameter: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
+@program("Two layers share a parameter by name: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
 def shared_by_name(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(name="shared.w"))
@@ -41,7 +41,7 @@ def shared_by_name(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two layers name one parameter, and the optimizer is plain SGD.", rewritten=True)
+@program("Two layers share a parameter by name, and the optimizer is plain SGD.", rewritten=True)
 def shared_by_name_sgd(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(6))
     attr = paddle.ParamAttr(name="w")
@@ -72,7 +72,7 @@ def unrolled(script: Script) -> None:
     script.train(loss)
 
 
-@program("An embedding's matrix is the output layer's, too.", simulated=True)
+@program("The embedding and the output layer share a matrix.", simulated=True)
 def tied_embedding(script: Script) -> None:
     words, target = script.inputs(words=tokens(20, 4), target=classes(20))
     embedding = nn.Embedding(20, 8)
@@ -83,7 +83,7 @@ def tied_embedding(script: Script) -> None:
     script.train(loss)
 
 
-@program("An anchor, a positive and a negative through one network: three uses of each parameter.")
+@program("An anchor, a positive and a negative pass through one network: three uses of each parameter.")
 def triplet(script: Script) -> None:
     anchor, positive, negative = script.inputs(anchor=floats(6), positive=floats(6), negative=floats(6))
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias_attr=False))
@@ -92,7 +92,9 @@ def triplet(script: Script) -> None:
     script.train(loss)
 
 
-@program("A GAN: two programs, the discriminator on real and generated samples, an optimizer with a list for each.")
+@program(
+    "A GAN of two programs: the discriminator sees real and generated samples; each optimizer has a parameter list."
+)
 def gan(script: Script) -> None:
     generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
     discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
@@ -137,7 +139,9 @@ def two_optimizers(script: Script) -> None:
     script.train(loss, steps=12)
 
 
-@program("Two optimizers, two separate losses, twelve steps: their messages must not cross.", several_optimizers=True)
+@program(
+    "Two optimizers, two separate losses, twelve steps: their messages must not be mixed up.", several_optimizers=True
+)
 def two_losses(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(2))
     networks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2)]
@@ -150,7 +154,7 @@ def two_losses(script: Script) -> None:
 
 
 @program(
-    "A second network is built after the first one's minimize: its parameters are its own.", several_optimizers=True
+    "A second network is built after the first one's minimize; it has its own parameters.", several_optimizers=True
 )
 def network_after_minimize(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(3))
@@ -178,7 +182,7 @@ def two_programs(script: Script) -> None:
             script.run(script.batch(step, main), [loss], main)
 
 
-@program("Names below unique_name.guard('gen_'): a checkpoint has the names that one process gives.")
+@program("Names under unique_name.guard('gen_'): a checkpoint has the same names as with one process.")
 def prefixed_names(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
     with paddle.utils.unique_name.guard("gen_"):
@@ -210,7 +214,7 @@ def distillation(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two losses on one trunk, an optimizer each: both update the trunk.", several_optimizers=True)
+@program("Two losses on one trunk, with an optimizer each; both update the trunk.", several_optimizers=True)
 def trunk_of_two_losses(script: Script) -> None:
     x, y, z = script.inputs(x=floats(8), y=classes(5), z=floats(1))
     trunk = F.tanh(nn.Linear(8, 8)(x))
@@ -261,7 +265,7 @@ def two_programs_same_parameters(script: Script) -> None:
             script.run(script.batch(step, main), [loss], main)
 
 
-@program("Two networks of the same names live in two scopes.")
+@program("Two networks with the same names are in two scopes.")
 def two_scopes(script: Script) -> None:
     other = paddle.static.Scope()
     x, y = script.inputs(x=floats(8), y=classes(5))

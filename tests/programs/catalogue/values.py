@@ -27,7 +27,7 @@ def scalars(script: Script) -> None:
     script.train(loss)
 
 
-@program("A parameter of 100 MB beside tiny ones.", only=("multi_node", "unfused"), reason="it is slow")
+@program("A parameter of 100 MB next to tiny ones.", only=("multi_node", "unfused"), reason="it is slow")
 def hundred_megabytes(script: Script) -> None:
     x, y = script.inputs(x=floats(5), y=floats(1))
     large = _parameter([26_214_400], "large", 0.1)
@@ -69,7 +69,7 @@ def two_dtypes(script: Script) -> None:
 @program(
     "Parameters in bfloat16 beside float32 ones.",
     tolerance=2e-2,
-    reason="bfloat16 has 8 bits, and a sum of two ranks rounds once more",
+    reason="bfloat16 has 8 bits of precision, and a sum over two ranks rounds once more",
 )
 def bfloat16(script: Script) -> None:
     x, y = script.inputs(x=floats(6), y=floats(4))
@@ -106,7 +106,7 @@ def summed_loss(script: Script) -> None:
     script.train(loss)
 
 
-@program("The loss scales by a number that is fed, the same on every rank, and by a constant.")
+@program("The loss is scaled by a fed number, the same on every rank, and by a constant.")
 def scaled_loss(script: Script) -> None:
     x, y, weight = script.inputs(x=floats(8), y=classes(5), weight=floats(1))
     losses = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="none")
@@ -116,7 +116,7 @@ def scaled_loss(script: Script) -> None:
 
 
 @program(
-    "A moving average of the weights is assigned inside the program.",
+    "The program assigns a moving average of the weights.",
     without={"merge": "it averages after each run, which is a micro-batch"},
 )
 def assigned_average(script: Script) -> None:
@@ -132,7 +132,7 @@ def assigned_average(script: Script) -> None:
 
 
 @program(
-    "A buffer that the program counts in: register_buffer and assign.",
+    "The program counts in a buffer: register_buffer and assign.",
     without={"merge": "it counts runs of the program, which are micro-batches"},
 )
 def counting_buffer(script: Script) -> None:
@@ -154,7 +154,7 @@ def smallest_batch(script: Script) -> None:
     script.train(loss, samples=4)
 
 
-@program("A constant array joins the loss; its gradient is nobody's.")
+@program("The loss includes a constant array, which gets no gradient.")
 def constant_array(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(4))
     table = paddle.assign(np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4))
@@ -164,9 +164,9 @@ def constant_array(script: Script) -> None:
 
 
 @program(
-    "paddle.amp.auto_cast around the forward pass, by the script itself.",
+    "The script itself uses paddle.amp.auto_cast around the forward pass.",
     tolerance=2e-2,
-    reason="products are rounded to bfloat16, of a share of the batch as of the whole",
+    reason="products are rounded to bfloat16, for a share of the batch as for the whole batch",
 )
 def own_auto_cast(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(4))
