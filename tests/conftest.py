@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -173,6 +174,9 @@ _LONG = ("browser", "slurm", "mpi", "ray", "site")
 
 
 def pytest_configure() -> None:
+    # A shell's background job ignores Ctrl-C, and so would all processes that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is told of the reader's window, by pytest-xdist too: tables are as wide in tests as where there is none.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
