@@ -53,7 +53,7 @@ print(json.dumps([[attempt(line) for line in row] for row in json.load(open(sys.
 
 def rows() -> list[tuple[str, str]]:
     """(old line, new line) of the table; the new one is empty where it needs more than a line."""
-    section = PAGE.split("## What Paddle 3.3 itself does not have any more")[1].split("###")[0]
+    section = PAGE.split("## What Paddle 3.3 itself no longer has")[1].split("###")[0]
     found = re.findall(r"^\| `(.+?)` \| (?:`(.+?)`)?.* \|$", section, re.MULTILINE)
     assert len(found) == section.count("\n| ") - 2
     return found
