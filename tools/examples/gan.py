@@ -1,4 +1,4 @@
-"""A GAN: a generator learns to draw points from a ring of eight clouds; it and its discriminator have an optimizer each.
+"""A GAN: a generator learns to draw points on a ring of eight clouds; it and its discriminator each have an optimizer.
 
 Two programs are trained in turn, as Paddle's users write a GAN: one judges real and generated points, one generates
 them. The result is counted: how many of the clouds the generator reaches, and the share of its points inside one.
