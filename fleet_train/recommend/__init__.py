@@ -1,1 +1,1 @@
-"""Finds the best profile for a script on a cluster: measures, predicts, tries. Supervisors, and the ranks they start."""
+"""Finds the best profile for a script and cluster: measures, predicts, tries. Supervisors and the ranks they start."""
