@@ -1,9 +1,9 @@
-"""Functions of Paddle 1.x that today's Paddle has no equal for, on programs of Paddle 3 (PIR).
+"""Functions of Paddle 1.x that today's Paddle has no equivalent for, on programs of Paddle 3 (PIR).
 
 Each takes the arguments of its namesake in ``paddle.fluid.layers`` 1.8, in the same order with the same defaults, and
-gives the same numbers and the same default start values; `python -m fleet_train port` writes calls of them where a
+returns the same numbers with the same default initial values; `python -m fleet_train port` writes calls of them where a
 plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel, and ``name`` named
-operators, never parameters: they are accepted and not looked at. New programs do better with ``paddle.nn``.
+operators, never parameters: they are accepted and ignored. New programs should use ``paddle.nn``.
 """
 
 from fleet_train.compat.elementwise import (

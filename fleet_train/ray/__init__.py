@@ -1,4 +1,4 @@
-"""``FleetTrainer``: the ranks as workers of Ray Train, which places them, restarts them, and keeps their results.
+"""``FleetTrainer``: runs the ranks as workers of Ray Train, which places and restarts them and keeps their results.
 
 Needs Ray: ``pip install "ray[train]"``. The name is loaded on first use.
 """

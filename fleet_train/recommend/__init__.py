@@ -1,1 +1,1 @@
-"""The best profile for a script on a cluster: measured, predicted, tried. Supervisors, and the ranks they start."""
+"""Finds the best profile for a script and cluster: measures, predicts, tries. Supervisors and the ranks they start."""

@@ -1,1 +1,1 @@
-"""``fleet_train.spawn``: the ranks of one machine as children of a script or a notebook, without the launcher."""
+"""``fleet_train.spawn``: starts one machine's ranks as children of a script or a notebook, without the launcher."""

@@ -1,7 +1,7 @@
-"""A GAN: a generator learns to make points on a ring of eight clouds, against a discriminator, an optimizer each.
+"""A GAN: a generator learns to draw points on a ring of eight clouds; it and its discriminator each have an optimizer.
 
-Two programs are trained in turn, as Paddle's users write a GAN: one judges real and made points, one makes them. What
-is learned is counted: how many of the clouds the generator reaches, and how many of its points lie in one.
+Two programs are trained in turn, as Paddle's users write a GAN: one judges real and generated points, one generates
+them. The result is counted: how many of the clouds the generator reaches, and the share of its points inside one.
 
 python -m fleet_train launch --nproc_per_node=2 tools/examples/gan.py
 """
@@ -27,7 +27,7 @@ args = flags.parse_args()
 
 
 def network(name: str, inputs: int, outputs: int) -> Any:
-    """Below its own name guard: each program that builds it reads the same parameters."""
+    """With a fresh name guard every program that builds it uses the same parameters."""
     with paddle.utils.unique_name.guard(f"{name}_"):
         middle = nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
         return nn.Sequential(*middle, nn.Linear(WIDTH, outputs))
@@ -54,13 +54,13 @@ with paddle.static.program_guard(making, startup):
     making_loss = softplus(-judge(generate(paddle.static.data("noise", [None, NOISE], "float32")))).mean()
     optimizer = paddle.optimizer.Adam(2e-3, beta1=0.5, parameters=generate.parameters())
     fleet.distributed_optimizer(optimizer).minimize(making_loss, startup)
-with paddle.static.program_guard(drawing, paddle.static.Program()):  # this startup program is never run
+with paddle.static.program_guard(drawing, paddle.static.Program()):  # its startup program is never run
     points = generator_and_discriminator()[0](paddle.static.data("noise", [None, NOISE], "float32"))
 exe = paddle.static.Executor(fleet.place())
 exe.run(startup)
 
 rank, ranks = fleet.worker_index(), fleet.worker_num()
-random = np.random.default_rng(1)  # the same on all ranks: each takes its share of the joint batch
+random = np.random.default_rng(1)  # the same on all ranks; each takes its share of the joint batch
 for step in range(args.steps):
     clouds = CENTRES[random.integers(CLOUDS, size=JOINT_BATCH)]
     true = (clouds + SPREAD * random.standard_normal((JOINT_BATCH, 2))).astype("float32")[rank::ranks]
@@ -70,7 +70,7 @@ for step in range(args.steps):
     if fleet.is_first_worker() and (step + 1) % 250 == 0:
         print(f"step {step + 1} making loss={loss_now.item():.4f}")
 
-if fleet.is_first_worker():  # a program without an optimizer does not communicate: one rank may run it alone
+if fleet.is_first_worker():  # a program without an optimizer does not communicate: rank 0 runs it alone
     new_noise = np.random.default_rng(2).standard_normal((2000, NOISE), dtype="float32")
     (found,) = exe.run(drawing, feed={"noise": new_noise}, fetch_list=[points])
     distances = np.linalg.norm(found[:, None] - CENTRES, axis=2)

@@ -21,7 +21,7 @@ args = flags.parse_args()
 
 
 def class_scores(images: Any) -> Any:
-    """[samples, 10] of [samples, 1, 8, 8]. The fresh name guard: each program reads the same parameters."""
+    """[samples, 10] of [samples, 1, 8, 8]. With a fresh name guard every program uses the same parameters."""
     with paddle.utils.unique_name.guard():
         features = nn.Sequential(
             *(nn.Conv2D(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2D(2)),
@@ -42,9 +42,9 @@ with paddle.static.program_guard(training, startup):
     steps_per_epoch = TRAINING_SAMPLES // JOINT_BATCH
     schedule = paddle.optimizer.lr.CosineAnnealingDecay(0.05, T_max=EPOCHS * steps_per_epoch)
     optimizer = paddle.optimizer.Momentum(schedule, momentum=0.9, weight_decay=1e-4)
-    optimizer = fleet.distributed_optimizer(optimizer)  # the strategy is the launcher's
+    optimizer = fleet.distributed_optimizer(optimizer)  # the launcher sets the strategy
     optimizer.minimize(loss, startup)
-with paddle.static.program_guard(evaluation, paddle.static.Program()):  # this startup program is never run
+with paddle.static.program_guard(evaluation, paddle.static.Program()):  # its startup program is never run
     classes = class_scores(paddle.static.data("images", [None, 1, 8, 8], "float32")).argmax(axis=1)
 exe = paddle.static.Executor(fleet.place())
 exe.run(startup)
@@ -63,7 +63,7 @@ for epoch in range(EPOCHS):
     if fleet.is_first_worker():
         print(f"epoch {epoch + 1} loss={loss_now.item():.4f}")
 
-# Every rank looks at its share of the samples that were held out; counts are added up.
+# Every rank evaluates its share of the held-out samples; the counts are added up.
 held_out = np.arange(TRAINING_SAMPLES, len(pixels))[rank::ranks]
 (found,) = exe.run(evaluation, feed={"images": pixels[held_out]}, fetch_list=[classes])
 correct, seen = fleet.all_reduce(np.array([(found == targets[held_out, 0]).sum(), len(held_out)]))

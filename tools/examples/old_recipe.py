@@ -1,7 +1,7 @@
 """The performance settings that Fleet's users know from 2020, on the recipe's network.
 
-With the argument ``stock`` they are given as paddle.distributed.fleet.DistributedStrategy, which today's Paddle takes
-without a word and ignores; fleet_train carries them out, or says on rank 0 what they have become.
+With the argument ``stock`` they are set on paddle.distributed.fleet.DistributedStrategy, which today's Paddle silently
+ignores; fleet_train carries them out, or reports on rank 0 what replaces them.
 """
 
 import sys
@@ -13,7 +13,7 @@ import paddle
 from fleet_train import DistributedStrategy, fleet, role_maker
 
 COMMUNICATORS = 2  # the advice of 2020: 2 on several nodes, 1 on one
-FETCH_EVERY = 2  # fetching the loss waits for the step
+FETCH_EVERY = 2  # a fetch of the loss waits for the step
 
 
 def our_strategy() -> DistributedStrategy:

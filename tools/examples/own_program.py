@@ -1,7 +1,7 @@
 """A program of your own in the training loop: a network learns y = sin(3 x) from noisy samples.
 
-The loop brings sharded data, evaluation over all ranks, checkpoints, resume, graceful shutdown on SIGTERM, metrics. Any
-static program will do; this one has two feeds and a loss, and nothing in it knows how many ranks there are.
+The loop provides sharded data, evaluation over all ranks, checkpoints, resume, graceful shutdown on SIGTERM, metrics.
+Any static program works; this one has two feeds and a loss, and does not depend on the number of ranks.
 
     python -m fleet_train launch --nproc_per_node=2 tools/examples/own_program.py --output_dir runs/own
 """
@@ -25,10 +25,10 @@ EPOCHS, BATCH_SIZE, SEED = 20, 16, 0
 
 
 class Curve:
-    """Samples of the curve: what a loader asks of a dataset."""
+    """Samples of the curve, with the interface that a loader needs."""
 
     sample_shape = (1,)
-    num_classes = 0  # there is nothing to classify
+    num_classes = 0  # no classification
 
     def __init__(self, num_samples: int, noise: float, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ class Curve:
 
 
 def squared_errors() -> Any:
-    """Of each sample of the batch, in the current program."""
+    """One per sample of the batch, in the current program."""
     x = paddle.static.data("x", [None, 1], "float32")
     y = paddle.static.data("y", [None, 1], "float32")
     hidden = paddle.nn.functional.tanh(paddle.nn.Linear(1, 32)(x))
@@ -61,14 +61,14 @@ train_data, test_data = Curve(1000, noise=0.1, seed=1), Curve(201, noise=0.0, se
 loader = BatchLoader(train_data, ShardedBatchSampler(train_data.num_samples, BATCH_SIZE, rank, ranks, seed=SEED))
 test_loader = BatchLoader(test_data, EvaluationSampler(test_data.num_samples, 64, rank, ranks))
 
-# The training program. Every rank builds the same one; fleet shares rank 0's start values out.
+# The training program. Every rank builds the same one; fleet broadcasts rank 0's initial values.
 paddle.seed(SEED)
 training, startup, evaluation = (paddle.static.Program() for _ in range(3))
 with paddle.static.program_guard(training, startup), paddle.utils.unique_name.guard():
     loss = squared_errors().mean()
     scheduler = paddle.optimizer.lr.CosineAnnealingDecay(0.03, T_max=args.epochs * len(loader))
     fleet.distributed_optimizer(paddle.optimizer.Adam(scheduler)).minimize(loss, startup)
-# The same layers under a fresh name guard read the same parameters; this program's startup is never run.
+# The same layers under a fresh name guard use the same parameters; this program's startup is never run.
 with paddle.static.program_guard(evaluation, paddle.static.Program()), paddle.utils.unique_name.guard():
     sums = {"squared_error": squared_errors().sum()}
 exe = paddle.static.Executor(fleet.place())

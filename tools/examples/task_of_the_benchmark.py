@@ -1,4 +1,4 @@
-"""A task of the benchmark as a training script of a user: for `recommend`, which ends it after a few steps.
+"""A task of the benchmark as a user's training script, for `recommend`, which ends it after a few steps.
 
 python -m fleet_train recommend --script tools/examples/task_of_the_benchmark.py mlp
 """

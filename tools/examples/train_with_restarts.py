@@ -1,4 +1,4 @@
-"""An own training loop that survives restarts: it saves whole checkpoints, goes on from the newest, stops when asked.
+"""A custom training loop that survives restarts: saves complete checkpoints, resumes from the newest, stops on request.
 
 python -m fleet_train launch --nproc_per_node=2 --max_restarts=3 tools/examples/train_with_restarts.py
 """
@@ -18,13 +18,13 @@ CHECKPOINTS = Path("checkpoints")
 
 
 def newest() -> int:
-    """The step of the newest checkpoint, 0 without one. Rank 0's disk decides for all."""
+    """The step of the newest checkpoint, 0 without one. All ranks use rank 0's answer."""
     steps = [int(folder.name) for folder in CHECKPOINTS.glob("[0-9]*")]
     return int(fleet.gather(max(steps, default=0))[0])
 
 
 def save(step: int) -> None:
-    """Only what is whole gets a number: a rank may be killed while rank 0 writes."""
+    """Only a complete checkpoint gets a number: a rank may be killed while rank 0 writes."""
     fleet.save_persistables(exe, CHECKPOINTS / "draft")
     if fleet.is_first_worker():
         os.replace(CHECKPOINTS / "draft", CHECKPOINTS / str(step))
@@ -45,9 +45,9 @@ exe.run(fleet.startup_program)
 first = newest()
 if first:
     fleet.load_persistables(exe, CHECKPOINTS / str(first))
-    print(f"goes on after step {first}")
+    print(f"resumes after step {first}")
 for step in range(first + 1, STEPS + 1):
-    # The data follow from rank and step, so that a step that is made again is the same step.
+    # The data depend only on rank and step, so a repeated step is the same step.
     samples = np.random.default_rng([fleet.worker_index(), step]).standard_normal((64, 32), dtype="float32")
     labels = samples.sum(axis=1, keepdims=True)
     (now,) = exe.run(fleet.main_program, feed={"x": samples, "y": labels}, fetch_list=[loss])

@@ -1,1 +1,1 @@
-"""Shared by several commands: options, number parsing, completion of values, tables of profiles."""
+"""Code shared by several commands: options, number parsing, completion of values, tables of profiles."""

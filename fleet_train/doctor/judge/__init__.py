@@ -1,1 +1,1 @@
-"""From facts to findings. Pure."""
+"""Turns facts into findings. Pure."""

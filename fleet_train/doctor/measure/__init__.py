@@ -1,1 +1,1 @@
-"""Facts of one machine, each with a bound on how long it takes."""
+"""Measures the facts of one machine, each within a time limit."""

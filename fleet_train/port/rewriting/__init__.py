@@ -1,1 +1,1 @@
-"""One pass over a syntax tree: names, calls, methods and imports as the tables say; TODO lines for the rest."""
+"""One pass over a syntax tree: names, calls, methods and imports rewritten by the tables; TODO lines for the rest."""

@@ -1,4 +1,4 @@
-"""Old names and what becomes of each: data and nothing else.
+"""Old names and their replacements: data only.
 
-`index` finds a name in all tables, `rules` is their vocabulary.
+`index` finds a name in all tables, `rules` defines the kinds of replacement.
 """

@@ -73,7 +73,7 @@ def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps
     os.kill(json.loads(bench.log("node0/log/workerend.1.json"))["pid"], signal.SIGKILL)
     assert launcher.process.wait(timeout=90) == 0, launcher.output
     killed, resumed = (bench.log(f"node0/log/workerlog.0{suffix}") for suffix in (".attempt0", ""))
-    first = int(re.findall(r"^goes on after step (\d+)$", resumed, re.MULTILINE)[0])
+    first = int(re.findall(r"^resumes after step (\d+)$", resumed, re.MULTILINE)[0])
     before, after = (dict(re.findall(r"^step(\d+) loss=(\S+)$", log, re.MULTILINE)) for log in (killed, resumed))
     assert 200 <= first <= len(before)
     assert list(after) == [str(step) for step in range(first + 1, 1001)]
