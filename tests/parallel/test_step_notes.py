@@ -66,7 +66,7 @@ def test_all_ranks_read_the_same_of_one_another(ranks: Ranks) -> None:
         assert all(rank["synchronous"][name] == ranks[0]["synchronous"][name] for rank in ranks)
 
 
-def test_who_waits_stands_still_and_the_sleeper_does_not(ranks: Ranks) -> None:
+def test_the_waiting_rank_makes_no_progress_and_the_sleeper_does(ranks: Ranks) -> None:
     assert ranks[0]["synchronous"]["exposed_ms"] > 500 * SLEEP_SECONDS > ranks[1]["synchronous"]["exposed_ms"]
 
 

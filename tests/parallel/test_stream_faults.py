@@ -83,7 +83,7 @@ def test_a_rank_that_is_missing_between_two_barriers_is_named_by_the_watchdog(
 
 
 @pytest.mark.long
-def test_of_a_rank_that_skips_a_collective_is_said_where_it_stands(tmp_path: Path) -> None:
+def test_a_rank_that_skips_a_collective_is_named_with_its_place(tmp_path: Path) -> None:
     result = run("skips", tmp_path)
     codes = [WorkerFailed.exit_code, ScheduleMismatch.exit_code, WorkerFailed.exit_code]
     assert result.exit_codes == codes, result.report()

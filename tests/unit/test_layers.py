@@ -100,7 +100,7 @@ def test_every_layer_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
-def test_layer_imports_only_rooms_below_it(layer: str) -> None:
+def test_layer_imports_only_layers_below_it(layer: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {layer} must not import {other}; it may import {sorted(allowed(layer))}"
         for path in modules()

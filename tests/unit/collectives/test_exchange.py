@@ -350,7 +350,7 @@ def test_second_and_later_buckets_of_local_steps_move_nothing_on(
     assert moves == [1, 1, 2]
 
 
-def test_computing_goes_on_while_a_communicators_thread_stands_at_the_barrier(
+def test_computing_continues_while_a_communicators_thread_waits_at_the_barrier(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, real = threading.Event(), job.step_barrier

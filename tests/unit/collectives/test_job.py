@@ -125,7 +125,7 @@ def test_one_process_meets_nobody(alone: Job) -> None:
         ("compare", ("compare", "here", 7)),
     ],
 )
-def test_meeting_waits_for_all_ranks_and_says_in_which_call(
+def test_barrier_waits_for_all_ranks_and_names_the_call(
     make: Callable[..., Made], meeting: str, asked: tuple[Any, ...]
 ) -> None:
     made = make(**{meeting: "answer"})
@@ -161,7 +161,7 @@ def test_names_are_numbered_each_for_itself(alone: Job) -> None:
     assert [alone.count(name) for name in ("a", "b", "a", "a", "b")] == [0, 0, 1, 2, 1]
 
 
-def test_another_programs_turn_counts_as_a_meeting(alone: Job) -> None:
+def test_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
     meetings = []
     for number in (0, 0, 1, 1, 0):
         alone.take_turn(number)
@@ -170,9 +170,7 @@ def test_another_programs_turn_counts_as_a_meeting(alone: Job) -> None:
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_rank_that_does_not_come_to_a_meeting_is_a_failure_that_names_it(
-    make: Callable[..., Made], meeting: str
-) -> None:
+def test_rank_that_does_not_reach_a_barrier_is_named_by_the_failure(make: Callable[..., Made], meeting: str) -> None:
     made = make(**{meeting: missing()})
     with pytest.raises(WorkerFailed, match="rank 2 did not come") as raised:
         MEETINGS[meeting](made.job)
@@ -180,7 +178,7 @@ def test_rank_that_does_not_come_to_a_meeting_is_a_failure_that_names_it(
     assert raised.value.absent == ABSENT
 
 
-def test_other_errors_of_a_meeting_are_remembered_as_they_are(make: Callable[..., Made]) -> None:
+def test_other_errors_of_a_barrier_are_remembered_as_they_are(make: Callable[..., Made]) -> None:
     error = ScheduleMismatch("other plans")
     made = make(barrier=error)
     with pytest.raises(ScheduleMismatch):
@@ -188,7 +186,7 @@ def test_other_errors_of_a_meeting_are_remembered_as_they_are(make: Callable[...
     assert made.job.failure is error
 
 
-def test_step_barrier_goes_over_its_own_connection_and_is_no_meeting(make: Callable[..., Made]) -> None:
+def test_step_barrier_uses_its_own_connection_and_is_no_sync_point(make: Callable[..., Made]) -> None:
     answer, note = StepAnswer(3.0, None, 4), StepNote(1, 2.0, 3.0)
     made = make(barrier=answer)
     with made.job.inside("fleet.barrier"):
@@ -399,7 +397,7 @@ def test_script_that_ends_itself_is_told_unless_it_ends_well(make: Callable[...,
     assert str(made.job.failure) == report["message"]
 
 
-def test_goodbye_is_said_once_and_all_connections_are_dropped(make: Callable[..., Made]) -> None:
+def test_departure_is_reported_once_and_all_connections_are_closed(make: Callable[..., Made]) -> None:
     made = make(gone={})
     made.job.gone()
     made.job.leave()
@@ -418,14 +416,14 @@ def test_engines_threads_end_with_the_job(make: Callable[..., Made]) -> None:
     assert not thread.is_alive()
 
 
-def test_rank_that_has_failed_goes_without_a_goodbye(make: Callable[..., Made]) -> None:
+def test_failed_rank_does_not_report_its_departure(make: Callable[..., Made]) -> None:
     made = make()
     made.job.failure = FleetTrainError("something")
     made.job.leave()
     assert made.store.names == ["close"]
 
 
-def test_store_that_is_gone_already_needs_no_goodbye(make: Callable[..., Made]) -> None:
+def test_no_departure_is_reported_to_a_store_that_is_gone(make: Callable[..., Made]) -> None:
     made = make(leave=WorkerFailed("the store is gone"))
     made.job.leave()
     assert made.host.released == 1

@@ -62,7 +62,7 @@ def test_all_meet_and_learn_what_each_knows() -> None:
         one.part([0, 1], 5.0)
 
 
-def test_who_does_not_come_ends_the_meeting_for_all_in_time() -> None:
+def test_a_machine_that_does_not_connect_ends_the_wait_of_all_in_time() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port) as two:
         began = time.monotonic()

@@ -242,7 +242,7 @@ def test_nobody_waits_for_a_leader_that_is_gone_whichever_node_it_is(nodes: list
         server.stop()
 
 
-def test_whoever_waits_hears_of_a_failure_even_if_nobody_is_left(pair: list[Rendezvous]) -> None:
+def test_a_waiting_node_learns_of_a_failure_even_if_no_rank_is_left(pair: list[Rendezvous]) -> None:
     pair[1].fail("rank 1 failed", 7)
     pair[1].tell_results([])
     pair[1].close()

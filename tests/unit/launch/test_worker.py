@@ -154,6 +154,6 @@ def test_what_no_disk_takes_is_told_to_the_launcher_directly(tmp_path: Path) -> 
     ]
 
 
-def test_a_wrapper_whose_launcher_is_gone_ends_as_its_script_although_nobody_hears_of_it(tmp_path: Path) -> None:
+def test_a_wrapper_whose_launcher_is_gone_ends_with_its_scripts_code(tmp_path: Path) -> None:
     (tmp_path / "logs" / "workerend.1.json.tmp").mkdir(parents=True)
     assert start(tmp_path, "raise SystemExit(7)").wait(timeout=120) == 7

@@ -135,7 +135,7 @@ def test_local_groups_send_few_bits_between_their_leaders_only() -> None:
     ]
 
 
-def test_two_leaders_send_one_another_everything_without_a_meeting_of_pairs() -> None:
+def test_two_leaders_exchange_everything_without_groups_of_pairs() -> None:
     profile = Profile(compression="int8", use_hierarchical_allreduce=True)
     plan = build_plan([TensorSpec("w", (1000,), "float32")], Cluster.imagined(2, 2), profile)
     (between,) = [phase for phase in plan.phases() if phase.groups == ((0, 2),)]

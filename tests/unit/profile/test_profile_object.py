@@ -200,7 +200,7 @@ def test_float16_without_mixed_precision_is_told_once() -> None:
     )
 
 
-def test_the_room_is_there_at_once_and_without_paddle() -> None:
+def test_the_package_imports_at_once_and_without_paddle() -> None:
     code = (
         "import sys, time; start = time.process_time(); import fleet_train.profile;"
         "print(time.process_time() - start, 'paddle' in sys.modules)"

@@ -139,7 +139,7 @@ def test_an_event_is_not_waited_for_longer_than_what_stands_before_it(run: Repla
 
 
 @both
-def test_a_meeting_that_another_thread_comes_to(run: Replay) -> None:
+def test_a_barrier_that_another_thread_enters(run: Replay) -> None:
     """The barrier: handed over behind the first action, its result waited for before the collective."""
 
     def of(number: int) -> Trace:
@@ -149,7 +149,7 @@ def test_a_meeting_that_another_thread_comes_to(run: Replay) -> None:
 
 
 @both
-def test_a_meeting_that_waits_for_its_own_result_never_ends(run: Replay) -> None:
+def test_a_barrier_that_waits_for_its_own_result_never_ends(run: Replay) -> None:
     def of(number: int, *said: str) -> Trace:
         return rank(number, *said, beside=("after 2", "meet barrier"))
 

@@ -50,7 +50,7 @@ def traces_of(name: str, shape: tuple[int, int]) -> list[Trace]:
 
 
 @pytest.mark.parametrize(("name", "shape"), CHOSEN)
-def test_no_interleaving_stands_still(name: str, shape: tuple[int, int]) -> None:
+def test_no_interleaving_deadlocks(name: str, shape: tuple[int, int]) -> None:
     traces = traces_of(name, shape)
     assert mismatches(traces) == []
     assert len(traces) == shape[0] * shape[1]

@@ -31,7 +31,7 @@ def a_record(**changed: Any) -> dict[str, Any]:
     return record | {"failures": failures_of(record)}
 
 
-def test_nothing_is_wrong_where_nothing_stands_still_and_the_control_is_found_out() -> None:
+def test_a_record_passes_without_deadlocks_and_with_the_control_found() -> None:
     record = a_record()
     assert record["failures"] == []
     said = page(record)
@@ -41,7 +41,7 @@ def test_nothing_is_wrong_where_nothing_stands_still_and_the_control_is_found_ou
     assert "**old code**: rank 0 waits for rank 1; rank 1 waits for rank 0." in said
 
 
-def test_a_standstill_a_mismatch_and_a_control_that_is_not_found_out_fail() -> None:
+def test_a_deadlock_a_mismatch_or_an_undetected_control_fails() -> None:
     fine = a_record()
     replays = [
         fine["replays"][0] | {"deadlocks": 3, "example": ["a waits for b", "b waits for a"]},

@@ -155,7 +155,7 @@ def test_a_receiver_that_says_nothing_is_given_up(two: Two, monkeypatch: pytest.
     assert waited == [True]
 
 
-def test_a_transfer_that_stands_still_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_nothing(connection: socket.socket) -> None:
         peer = Channel(connection, key_of("token", None))
         peer.prove_as_receiver()
