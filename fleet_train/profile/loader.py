@@ -59,8 +59,8 @@ def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -
     except ProfileError as error:
         raise ProfileError(f"{place}: extends: {error}") from error
     if wanted.resolve() in chain:
-        circle = " -> ".join(shown_path(step) for step in (*chain[chain.index(wanted.resolve()) :], wanted))
-        raise ProfileError(f"{place}: extends: is circular: {circle}; remove one of these lines")
+        cycle = " -> ".join(shown_path(step) for step in (*chain[chain.index(wanted.resolve()) :], wanted))
+        raise ProfileError(f"{place}: extends: is circular: {cycle}; remove one of these lines")
     if len(chain) >= MAX_EXTENDS:
         raise ProfileError(f"{place}: extends: more than {MAX_EXTENDS} files deep")
     return _load_layer(wanted, find, chain)
@@ -120,5 +120,5 @@ def shown_path(path: Path) -> str:
     """Relative to the working directory where that is shorter to read, else as it is."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; links in a circle
+    except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; a symlink loop
         return str(path)
