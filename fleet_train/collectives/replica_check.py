@@ -43,7 +43,7 @@ def _weighted_sum(bits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank held at a moment, on its way to the host."""
+    """One rank's digests, on their way to the host."""
 
     moment: str
     names: Sequence[str]
@@ -51,12 +51,12 @@ class Look:
 
 
 def look(device: Device, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> Look:
-    """Begin a comparison that ``compare_looks`` ends a step later."""
+    """Start a comparison that ``compare_looks`` ends a step later."""
     return Look(moment, names, device.to_host(device_digests(tensors)))
 
 
 def compare_looks(job: Job, taken: Look) -> None:
-    """As ``compare``, of what was looked at before; all ranks call it."""
+    """As ``compare``, with digests taken before; all ranks call it."""
     _compare(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
 
 
