@@ -219,7 +219,7 @@ def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) 
         ),
         (
             "use_local_sgd: true\nlocal_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_momentum: average\n",
-            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which treats the "
+            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which changes the "
             "optimizer's state at an averaging while local steps use it; use keep",
         ),
         (
