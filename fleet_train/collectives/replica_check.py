@@ -82,8 +82,8 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
         if odd:
             ranks = ", ".join(job.cluster.describe(rank) for rank in odd)
             return (
-                f"replicas have drifted apart at {moment}: parameter '{name}' of {ranks} differs from the other "
+                f"replicas have diverged at {moment}: parameter '{name}' of {ranks} differs from the other "
                 "ranks'. It was changed outside the exchange: by state loaded on one rank only, or by an update that "
                 "depends on the rank (divergence_check_steps)"
             )
-    return f"replicas have drifted apart at {moment}"
+    return f"replicas have diverged at {moment}"

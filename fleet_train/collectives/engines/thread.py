@@ -83,8 +83,7 @@ class ThreadEngine:
             thread.stop()
 
     def await_while_it_moves(self, future: Future[Any], place: Place) -> None:
-        """Wait for the result. Raises the error when no collective has ended within the timeout and a
-        margin."""
+        """Wait for the result. Raises the error if no collective has ended within the timeout and a margin."""
         bound, began = place.timeout_seconds + _MARGIN_SECONDS, time.monotonic()
         while not future.done():
             silence = time.monotonic() - max(began, self._moved_at)
