@@ -102,7 +102,7 @@ class LossWatch:
             return
         unseen = f" (last checked before: the loss of step {before}, see fetch_frequency)"
         raise NotFinite(
-            f"{told}{unseen if before + 1 < step else ''}; this step is not saved, and the last checkpoint is unchanged. "
+            f"{told}{unseen if before + 1 < step else ''}; this step is not saved, the last checkpoint is unchanged. "
             "Look at these samples, try a lower learning rate or a warm-up, or skip such updates (--on_nan skip)"
         )
 
