@@ -2,8 +2,8 @@
 
 ``from fleet_train import fleet, role_maker, DistributedStrategy`` is the whole public surface of a training script;
 ``fleet_train.spawn`` starts ranks on this machine without the launcher.
-The names are loaded on first use, so that the command line starts without importing Paddle. Under the stock
-launcher's legacy mode, the import corrects the variables that say which rank this is.
+The names are loaded on first use, so that the command line starts without importing Paddle. Under the stock launcher's
+legacy mode, the import corrects the variables that give this process's rank.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 ├── PaddleUnusable               3  Paddle is missing, too old, or switched to the old IR
 ├── ProfileError                 4  a profile or strategy asks for something that cannot be done
 ├── ClusterError                 5  the launch flags or the environment describe no usable cluster
-│   └── JoinTimeout              6  ranks did not arrive within the bound
+│   └── JoinTimeout              6  ranks did not arrive within the timeout
 ├── ConversionError              7  the program cannot be converted as asked
 ├── ScheduleMismatch             8  ranks disagree on what will be communicated
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
@@ -27,7 +27,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\
 
 
 def printable(text: str) -> str:
-    """A text for terminals and logs: control characters as ``\\x1b``; line ends and tabs stay as they are."""
+    """A text for terminals and logs: control characters as ``\\x1b``; line ends and tabs are unchanged."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -42,11 +42,11 @@ class Absence:
 
 
 class FleetTrainError(Exception):
-    """Base class: a message that says what was given, the rule, and the fix."""
+    """Base class: the message says what was given, the rule, and the fix."""
 
     exit_code = 1
     absent: tuple[Absence, ...] = ()
-    """The members whose absence caused this error; empty if there are none, or if another rank has reported them."""
+    """The members whose absence caused this error; empty if there are none or another rank has reported them."""
 
     def __str__(self) -> str:
         # Messages contain names from files and from the network.
@@ -72,7 +72,7 @@ class ClusterError(FleetTrainError):
 
 
 class JoinTimeout(ClusterError):
-    """Some ranks did not arrive within the bound; the message lists them with their hosts."""
+    """Some ranks did not arrive within the timeout; the message lists them with their hosts."""
 
     exit_code = 6
 

@@ -1,4 +1,4 @@
-"""Files in folders that others may write to: made without following a link, read no further than was agreed."""
+"""Files in folders that others may write to: created without following links, and read up to a limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PIECE_BYTES = 1 << 16
 
 
 def open_new(path: Path) -> Any:
-    """A new file of this name, open for unbuffered writing. Whatever has the name is removed first, not written to.
+    """A new file of this name, open for unbuffered writing. An existing file is removed first, not written to.
 
-    A link that somebody has placed here would otherwise send the content into a file of ours elsewhere. Raises OSError.
+    Otherwise a link placed here by another user would redirect the content into another file of ours. Raises OSError.
     """
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,9 +31,9 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def publish(path: Path, content: bytes, beside: str, *, synced: bool = False) -> None:
-    """Put a file in place in one piece: written as ``beside`` in the same folder, then renamed. Raises OSError.
+    """Write a file atomically: as ``beside`` in the same folder, then renamed. Raises OSError.
 
-    ``synced``: the content is on the disk before it gets its name.
+    ``synced``: the content is synced to the disk before the rename.
     """
     draft = path.with_name(beside)
     with open_new(draft) as file:
@@ -46,8 +46,8 @@ def publish(path: Path, content: bytes, beside: str, *, synced: bool = False) ->
 def publish_where_linked(path: Path, content: bytes) -> Path:
     """``publish`` for a file that users may have linked to another disk; returns where it was written.
 
-    A link of this user's to a file, or to a name that is free, stays. A link that somebody else has made is replaced,
-    and so is one to ``/dev/null``, a pipe or a folder: what it leads to is left alone. Raises OSError.
+    This user's link to a file, or to a free name, is kept. A link made by another user is replaced, and so is one to
+    ``/dev/null``, a pipe or a folder; its target is not changed. Raises OSError.
     """
     real = Path(os.path.realpath(path)) if _is_own_link(path) else path
     if os.path.lexists(real) and not real.is_file():
@@ -61,12 +61,12 @@ def _is_own_link(path: Path) -> bool:
 
 
 class NotThatFile(OSError):
-    """A file is of another kind or larger than what is read here; the message says which."""
+    """A file is of another kind or larger than allowed; the message says which."""
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BufferedReader]:
-    """A regular file, open for reading; a pipe is not waited for. Raises OSError, NotThatFile for what is none."""
+    """A regular file, open for reading; never waits for a pipe. Raises OSError, or NotThatFile for other kinds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -78,7 +78,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file of at most so many bytes; a larger one is not read.
+    """The content of a regular file of at most this many bytes; a larger one is not read.
 
     Raises OSError, and NotThatFile for a folder, pipe or device, and for a larger file.
     """
@@ -87,16 +87,16 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         if size > most_bytes:
             raise NotThatFile(f"has {size} bytes, at most {most_bytes} are read")
         content = bytearray()
-        # In pieces: a read of so many bytes takes their memory first.
+        # In pieces: one read of this many bytes would allocate their memory first.
         while len(content) <= most_bytes and (piece := file.read(_PIECE_BYTES)):
             content += piece
-    if len(content) > most_bytes:  # it grows, or is one of /proc, which say that they have 0 bytes
+    if len(content) > most_bytes:  # it grows, or is in /proc, where files report 0 bytes
         raise NotThatFile(f"has more than {most_bytes} bytes")
     return bytes(content)
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text that may have been damaged, or made to do harm. Raises ValueError."""
+    """The value of a JSON text that may be damaged or malicious. Raises ValueError."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -104,7 +104,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def write_all(file: Any, content: bytes | memoryview) -> None:
-    """Write it whole into an unbuffered file."""
+    """Write all of it into an unbuffered file."""
     rest = memoryview(content)
     while rest:
-        rest = rest[file.write(rest) :]  # a disk that fills up takes a part first
+        rest = rest[file.write(rest) :]  # a nearly full disk may accept only a part

@@ -1,4 +1,4 @@
-"""Packages whose names are loaded on first use: what nobody asks for costs no import."""
+"""Packages whose names are loaded on first use: unused names cost no import."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 def load_on_use(
     package: str, homes: Mapping[str, str], beforehand: Callable[[], None] = lambda: None
 ) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package`` (PEP 562) that knows its public names by the module that each lives in.
+    """A ``__getattr__`` for ``package`` (PEP 562) that finds its public names by the module of each.
 
-    A home ``"a.b"`` is the module ``<package>.a.b`` of which the name is an attribute; ``"=a.b"`` is a name of the
+    A home ``"a.b"`` is the module ``<package>.a.b`` of which the name is an attribute; ``"=a.b"`` is a name for the
     module itself, given in full. ``beforehand`` is called before the first import. Raises AttributeError, with the
-    names that there are, for any other.
+    existing names, for any other.
     """
 
     def load(name: str) -> Any:

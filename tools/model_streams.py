@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from tests.streams.controls import CONTROLS, Control, outcome
 from tests.streams.timing import Rates
-from tests.streams.words import circle
+from tests.streams.words import wait_cycle
 from tools.benchmarks.record import circumstances
 from tools.modelling.cases import Case, cases, exposed, replay_case
 from tools.modelling.page import page
@@ -47,7 +47,7 @@ def rows_of(case: Case, interleavings: int, steps: int, seed: int, bar: Any) -> 
 def control_row(control: Control, seed: int) -> dict[str, Any]:
     """What was found in a negative control, beside what must be."""
     came = outcome(control, CONTROL_INTERLEAVINGS, seed)
-    example = circle(came.found.example) if came.found.example else came.mismatches[:1]
+    example = wait_cycle(came.found.example) if came.found.example else came.mismatches[:1]
     return {
         "name": control.name,
         "profile": control.profile,

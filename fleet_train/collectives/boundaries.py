@@ -1,4 +1,4 @@
-"""Which runs of a program with gradient merge end with an update: known on the host before the run's first bucket."""
+"""Tells the host, before a run's first bucket, whether a run with gradient merge ends with an update."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from fleet_train.errors import ConversionError
 
 
 class Boundaries:
-    """Reads the program's own count where the host may; counts along, and compares a run later, where it may not.
+    """Reads the program's own count where the host may read it; otherwise counts itself and compares one run later.
 
-    The program counts in a variable that is saved with its state. Where the count stands is not known at first, and
-    after state was loaded: up to the next update the host then reads along.
+    The program counts in a variable that is saved with its state. At the start and after state was loaded, the count is
+    unknown: the host then reads the variable until the next update.
     """
 
     def __init__(self, accumulate_steps: int, engine: Engine) -> None:
         self._size = accumulate_steps
         self._engine = engine
         self._runs: int | None = None
-        """Micro-batches since the last update; None: not known."""
+        """Micro-batches since the last update; None if unknown."""
         self._said: tuple[bool, HostCopy] | None = None
-        """What was said of the last run, and what the program has counted in it."""
+        """The answer given for the last run, and what the program counted in it."""
 
     def forget(self) -> None:
-        """Other state is loaded."""
+        """Called when other state is loaded."""
         self._runs, self._said = None, None
 
     def ends_update(self, boundary: Any) -> bool:
-        """Whether this run ends with an update; ``boundary``: bool [1], as the program has counted."""
+        """Whether this run ends with an update; ``boundary``: bool [1], as counted by the program."""
         if self._engine.reads_values:
             return bool(boundary.item())
         self._compare()
@@ -47,5 +47,5 @@ class Boundaries:
         if said is not None and bool(said[1].read().item()) != said[0]:
             raise ConversionError(
                 "gradient merge: the program's count of micro-batches changed between two steps, so the last step was "
-                "misjudged; load state with fleet.load_persistables or another call of fleet"
+                "classified wrongly; load state with fleet.load_persistables or another call of fleet"
             )

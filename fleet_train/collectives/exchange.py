@@ -1,4 +1,4 @@
-"""Carries out a plan while a step runs: gradients in, averages out, communication beside the backward pass."""
+"""Carries out a plan during a step: averages gradients, with communication that overlaps the backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fleet_train.profile import Profile
 
 T = TypeVar("T")
 
-# Ranks whose slowest step is shorter than this meet at the start of a step.
+# Ranks whose slowest step is shorter than this reach the step barrier at the start of a step.
 _EARLY_MS = 5000.0
 
 
@@ -35,7 +35,7 @@ class GradientExchange:
     """The communication of one converted program.
 
     The host operators call ``arrive``, ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank.
-    The job's engine carries out what they start; buckets on one communicator keep their order.
+    The job's engine carries out what they start; buckets keep their order on each communicator.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GradientExchange:
         allreduces = make_allreduces(job, plan.communicators, plan.team_size, between)
         sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
         self.notices = sums.notices if sums else []
-        """What users should know of how it is carried out here."""
+        """Notes to users about how this job carries out the plan."""
         self._methods: list[BucketMethod] = [
             make_method(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums)
             for bucket in plan.buckets
@@ -57,10 +57,10 @@ class GradientExchange:
         averager = ParameterAverager(profile, plan, allreduces[0], sums, rate, later) if plan.averaging else None
         self.averager = averager
         self.number = job.count("exchange")
-        """Of the conversion that this belongs to: 0, 1, ..."""
+        """The number of the conversion that this belongs to: 0, 1, ..."""
         self._barriers = StepBarriers(profile.barrier_every_steps, job, self.number)
         self.step = 0
-        """Updates so far; with gradient merge not every run of the program is one."""
+        """Updates so far; with gradient merge, not every run of the program is an update."""
         self._updates = True
         self._steps_since_check = 0
         self._start_is_checked = False
@@ -82,10 +82,10 @@ class GradientExchange:
         return self._updates and self._is_synchronous(self.step)
 
     def arrive(self) -> None:
-        """Called at the start of a step that ends with an update: the ranks meet while they compute, if they meet.
+        """Called at the start of a step that ends with an update: starts the barrier, if any, beside the computation.
 
-        Behind the barrier Gloo waits for 30 s only, so this is for ranks that are quicker than that by far; all have
-        read the same times at the last barrier. Otherwise, and at the first step, they meet before the first bucket.
+        After the barrier Gloo waits for only 30 s, so this is for steps that are much shorter; all ranks have read the
+        same times at the last barrier. Otherwise, and at the first step, the barrier is before the first bucket.
         """
         self._barriers.take_turn()
         if self._job.notes.slowest_step_ms < _EARLY_MS and self._has_barrier(self.step + 1):
@@ -93,22 +93,22 @@ class GradientExchange:
 
     @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
-        """The buckets with what carries them out; to be looked at between steps."""
+        """The buckets with their methods; to be read between steps."""
         return list(zip(self._plan.buckets, self._methods, strict=True))
 
     @property
     def memories(self) -> list[tuple[Bucket, Remembers]]:
-        """What has state of its own, with the parameters that it belongs to; to be looked at between steps."""
+        """Everything with its own state, and the parameters that it belongs to; to be read between steps."""
         return [*self.methods, *(self.averager.memories if self.averager is not None else [])]
 
     @property
     def looks_at_parameters(self) -> bool:
-        """Whether ``begin`` does anything: a program without need is spared an operator in every step."""
+        """Whether ``begin`` does anything: a program that does not need it saves an operator in every step."""
         return self.averager is not None and (self.averager.keeps_anchor or self._checks_start)
 
     @property
     def _checks_start(self) -> bool:
-        """Local steps from the first one on hide what the sentinel sees after a synchronous step."""
+        """Local steps from the start hide what the sentinel would see after a synchronous step."""
         return bool(self._profile.divergence_check_steps) and not self._is_synchronous(1)
 
     def begin(self, parameters: Sequence[Any]) -> None:
@@ -134,7 +134,7 @@ class GradientExchange:
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
         if self._barrier is not None and not self._job.engine.reads_values:
-            with self._job.clock.exposed():  # the computing thread stands at the barrier itself
+            with self._job.clock.exposed():  # the computing thread is at the barrier itself
                 self._barrier.result()
         bucket = self._plan.buckets[index]
         self._running[index] = self._job.engine.start(
@@ -148,7 +148,7 @@ class GradientExchange:
                 self._running[index].result()
 
     def wait(self, index: int) -> list[Any]:
-        """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with names."""
+        """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with the ranks."""
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()
         if index == len(self._plan.buckets) - 1 and self._updates:
@@ -185,13 +185,13 @@ class GradientExchange:
             self._check_agreed(fragment, own.parameters, names)
 
     def _check_agreed(self, fragment: Fragment, parameters: Sequence[Any], names: Sequence[str]) -> None:
-        """Compare what the ranks have agreed on for a fragment, if it is time; ``names``: of all parameters."""
+        """Compare the ranks' agreed values of a fragment, if due; ``names``: of all parameters."""
         self._check(Held(list(parameters), [], []), fragment.choose(names))
 
     def take_in(self, held: Held) -> list[Any]:
-        """Wait for the averaging under way and add its correction; returns what the ranks agreed on, in their shapes.
+        """Wait for the averaging under way and add its correction; returns the agreed values, in their shapes.
 
-        ``held``: all that is averaged. Nothing is under way: nothing is changed, and nothing is returned.
+        ``held``: everything that is averaged. If no averaging is under way, nothing is changed or returned.
         """
         if self._underway is None or self.averager is None:
             return []
@@ -204,8 +204,8 @@ class GradientExchange:
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
         """Make tensors equal on all ranks now, in the middle of a period or not; in place, by their variables' names.
 
-        ``tensors``: parameters and statistics, all of them, and of the optimizer's state what is wanted. An averaging
-        that is under way is taken in first.
+        ``tensors``: parameters and statistics, all of them, and the chosen optimizer state. An averaging under way is
+        applied first.
         """
         averager, averaging = self.averager, self._plan.averaging
         if averager is None or averaging is None:
@@ -217,18 +217,18 @@ class GradientExchange:
         self._run("synchronisation", averager.mean(list(tensors.values())))
 
     def drop_averaging(self) -> None:
-        """Forget an averaging that is under way, on all ranks: other state is loaded."""
+        """Discard an averaging under way, on all ranks: other state is being loaded."""
         self._boundaries.forget()
         if self.averager is not None:
-            self.averager.settle()  # now, for the schedule of before
+            self.averager.settle()  # now, with the previous schedule
         if self._underway is not None:
             self._underway.correction.result()
             self._pass(self._underway.barrier)
             self._underway = None
 
     def settle(self) -> None:
-        """Read what the last step has brought to the host: before the next one looks at anything else, and before state
-        is saved. All ranks call it; raises ScheduleMismatch for replicas that had drifted apart."""
+        """Read what the last step copied to the host: before the next step reads anything, and before state is saved.
+        All ranks call it; raises ScheduleMismatch for replicas that have diverged."""
         if self._is_settled:
             return
         self._is_settled = True
@@ -239,7 +239,7 @@ class GradientExchange:
             self.averager.settle()
 
     def communication(self) -> Communication:
-        """What this job's communication has cost since the last call."""
+        """The cost of this job's communication since the last call."""
         if self.averager is None or self._is_synchronous(max(self.step, 1)):
             return self._job.notes.read(1)
         self.averager.settle()
@@ -277,14 +277,14 @@ class GradientExchange:
             self._barrier = None
 
     def _begin_barrier(self, name: str) -> Future[Passed]:
-        """Meet all ranks beside the computing; the note says how it was since the last time."""
+        """Start a barrier beside the computation; the note has this rank's times since the last one."""
         self._barriers.begun()
         engine, note = self._job.engine, self._job.notes.own()
         bound = self._profile.collective_timeout_seconds + engine.barrier_margin_seconds
         return engine.beside(lambda: self._job.step_barrier(name, bound, note))
 
     def _pass(self, barrier: Future[Passed]) -> None:
-        """Take in what a barrier has brought: on the computing thread, so that it is known after the same step."""
+        """Read a barrier's answer: on the computing thread, so that every rank knows it after the same step."""
         passed = barrier.result()
         self._job.clock.add_barrier(passed.seconds)
         self._job.notes.take(passed.answer)
@@ -304,7 +304,7 @@ class GradientExchange:
         moment = f"{what} after {self._moment}"
         barrier = self._begin_barrier(f"{moment} {self._job.count(moment)}")
         place = Place(moment, moment, self._profile.collective_timeout_seconds)
-        with self._job.clock.exposed():  # where the computing thread stands at the barrier itself
+        with self._job.clock.exposed():  # where the computing thread is at the barrier itself
             return barrier, self._job.engine.start(stages, place, barrier=barrier)
 
     def _run(self, what: str, stages: Stages[Any]) -> None:
@@ -320,7 +320,7 @@ class GradientExchange:
             self._compare(self._moment, names, held.parameters)
 
     def _check_start(self, parameters: Sequence[Any]) -> None:
-        """Local steps hide that ranks have started from different values: the first averaging mixes them."""
+        """Local steps hide different start values on the ranks: the first averaging mixes them."""
         averaging = self._plan.averaging
         if not self._start_is_checked and averaging is not None:
             self._start_is_checked = True

@@ -1,4 +1,4 @@
-"""Holding values back until another one exists. Sends nothing; here because it is a host operator."""
+"""Delays values until another value exists. Sends nothing; here because it is a host operator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fleet_train.collectives.host_ops import _host_operator
 
 
 def emit_hold(values: Sequence[Any], trigger: Any) -> list[Any]:
-    """Insert an operator that hands on ``values`` once ``trigger`` has been computed.
+    """Insert an operator that passes ``values`` on once ``trigger`` has been computed.
 
-    Copies: an operator that Paddle lets work in place would overwrite the value itself through its held one.
+    It copies them: an operator that Paddle runs in place on the output would overwrite the input.
     """
 
     def run(*tensors: Any) -> Any:

@@ -2,8 +2,8 @@
 
 ``paddle.static.register_op`` (public since Paddle 3.3) binds by parameter names and cannot bind ``*args``, so the
 functions have as many named parameters as the operator has inputs. Its infer_meta must return a tuple.
-Paddle passes an exception of a host operator to ``sys.excepthook`` at once, on whatever thread, and then raises a
-SystemError without a cause out of the executor: marking such exceptions lets our hook tell the two apart.
+Paddle passes an exception of a host operator to ``sys.excepthook`` at once, on any thread, and then raises a
+SystemError without a cause from the executor: marking such exceptions lets our hook distinguish the two.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _kind(operator: Any) -> str:
 
 
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:
-    """Insert the operator that reports the begin of this rank's step; returns the chain's next token."""
+    """Insert the operator that reports the start of this rank's step; returns the chain's next token."""
 
     def run(link: Any) -> Any:
         exchange.arrive()
@@ -133,7 +133,7 @@ def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any],
 
 @dataclass(frozen=True)
 class HeldValues:
-    """The program's values behind ``Held``: parameters that are trained, batch-norm statistics, optimizer state."""
+    """The program's values for ``Held``: trained parameters, batch-norm statistics, optimizer state."""
 
     parameters: list[Any]
     statistics: list[Any]

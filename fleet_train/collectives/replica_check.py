@@ -43,7 +43,7 @@ def _weighted_sum(bits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank held at a moment, on its way to the host."""
+    """One rank's digests, on their way to the host."""
 
     moment: str
     names: Sequence[str]
@@ -51,12 +51,12 @@ class Look:
 
 
 def look(device: Device, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> Look:
-    """Begin a comparison that ``compare_looks`` ends a step later."""
+    """Start a comparison that ``compare_looks`` ends a step later."""
     return Look(moment, names, device.to_host(device_digests(tensors)))
 
 
 def compare_looks(job: Job, taken: Look) -> None:
-    """As ``compare``, of what was looked at before; all ranks call it."""
+    """As ``compare``, with digests taken before; all ranks call it."""
     _compare(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
 
 
@@ -82,8 +82,8 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
         if odd:
             ranks = ", ".join(job.cluster.describe(rank) for rank in odd)
             return (
-                f"replicas have drifted apart at {moment}: parameter '{name}' of {ranks} differs from the other "
+                f"replicas have diverged at {moment}: parameter '{name}' of {ranks} differs from the other "
                 "ranks'. It was changed outside the exchange: by state loaded on one rank only, or by an update that "
                 "depends on the rank (divergence_check_steps)"
             )
-    return f"replicas have drifted apart at {moment}"
+    return f"replicas have diverged at {moment}"

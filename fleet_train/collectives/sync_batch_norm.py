@@ -1,7 +1,7 @@
-"""How synchronised batch norm communicates: at once, on a process group of its own.
+"""The communication of synchronised batch norm: immediate, on its own process group.
 
 The arithmetic of an exchange, such as Chan's formula, runs in its host operator: an eager call on small tensors
-costs half as much as an operator of the program with those for its constants.
+costs half as much as a program operator with its constants' operators.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ class Statistics:
 
 
 class RankStatistics:
-    """Emits the exchanges of one program. Before the program runs, all ranks call ``connect`` at the same point.
+    """Emits the exchanges of one program. All ranks call ``connect`` at the same point before the program runs.
 
-    Where communicators have threads, its group is not one of the gradients': those send while the backward pass goes
-    on, in an order that the statistics do not share. On streams it is the first of them: the program has one order for
-    all, and a device that runs two communicators' kernels at a time may choose another one than its peer.
+    If communicators have threads, its group is not one of the gradients': those send during the backward pass, in an
+    order independent of the statistics. On streams it is the first of them: the program has one order for all, and a
+    device that runs two communicators' kernels at the same time may choose another order than its peer.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: Any = None
         self.exchanges: list[CollectiveSpec] = []
-        """What one forward and backward pass exchanges, in order: for the plan."""
+        """The exchanges of one forward and backward pass, in order: for the plan."""
         self._moment = f"statistics of program {job.count('statistics')}"
 
     def connect(self) -> None:
-        """Form the group. Not done while emitting: a plan on paper emits, too."""
+        """Form the group. Not done while emitting: planning without a cluster emits as well."""
         job = self._job
         alone = job.engine.side_by_side
         self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
 
     def start(self) -> Any:
-        """A token behind a barrier of all ranks: Gloo would wait for a busy rank for 30 s only, and not name it."""
+        """A token after a barrier of all ranks: Gloo would wait for a busy rank for only 30 s and not name it."""
         return emit_barrier(self._job, self._moment, token())
 
     def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:

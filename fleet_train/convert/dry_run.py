@@ -1,4 +1,4 @@
-"""Planning without a cluster: a script runs up to ``minimize`` as if it were rank 0 of a job that is not there."""
+"""Planning without a cluster: a script runs up to ``minimize`` as rank 0 of a simulated job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fleet_train.profile import Profile
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with the profile that it was made from."""
+    """A plan and the profile that it was made from."""
 
     plan: CommPlan
     profile: Profile
@@ -40,14 +40,14 @@ class _PlanIsReady(BaseException):
 
 
 class _ImaginedJob(Job):
-    """Rank 0 of a job whose other ranks always agree and never come."""
+    """Rank 0 of a job whose other ranks do not exist; checks between ranks always pass."""
 
     def __init__(self, cluster: Cluster, place: Any, network: Network) -> None:
         super().__init__(cluster, place)
         self.network, self.network_source = network, "on paper"
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Nobody is waited for."""
+        """Waits for no rank."""
 
     def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
         del name, timeout_seconds
@@ -81,10 +81,10 @@ def _imagined(cluster: Cluster, network: Network) -> Iterator[None]:
 
 
 def plan_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAPER) -> Planned:
-    """The plan of the first program that ``action`` converts. Nothing is trained and nothing is sent. What the profile
-    leaves open is chosen for ``network``.
+    """The plan of the first program that ``action`` converts. Nothing is trained or sent. Settings that the profile
+    leaves open are chosen for ``network``.
 
-    Raises ConversionError when ``action`` ends without having converted a program.
+    Raises ConversionError when ``action`` ends without converting a program.
     """
     if cluster.world_size == 1:
         raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")

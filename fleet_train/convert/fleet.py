@@ -1,7 +1,7 @@
 """The facade: what a training script sees as ``fleet``. Fleet's names, one job per process.
 
-``init`` joins the cluster, ``distributed_optimizer`` wraps an optimizer, ``main_program`` is what to train,
-``save_persistables`` saves. With one process nothing is sent, and only what the profile's passes ask for is changed.
+``init`` joins the cluster, ``distributed_optimizer`` wraps an optimizer, ``main_program`` is the program to train,
+``save_persistables`` saves. With one process nothing is sent, and only the profile's passes change the program.
 """
 
 from __future__ import annotations
@@ -177,13 +177,13 @@ def _who_started(cluster: Cluster) -> str:
     if cluster.world_size == 1:
         return alone_in_allocation(os.environ)
     started = detect(os.environ)
-    if started is None or cluster.formed_by != started.engine:  # a nearer launcher has started the ranks
+    if started is None or cluster.formed_by != started.engine:  # an inner launcher has started the ranks
         return ""
     return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"
 
 
 def _main_script() -> str:
-    """The text of the script that runs; empty where it has no file."""
+    """The text of the running script; empty if it has no file."""
     try:
         return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_text(errors="replace")
     except OSError:
@@ -196,7 +196,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
     name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
     on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others
-    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are taken apart, and what they ask for becomes
+    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are unwrapped, and what they ask for becomes
     settings of the profile.
 
     Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
@@ -231,7 +231,7 @@ def minimize(
 
 
 def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
-    """What to say where a strategy was given in more than one place."""
+    """The message if a strategy was given in more than one place."""
     launchers, offered = asked_strategy(os.environ), session.offered()
     names_its_own = strategy is not None or now.strategy is not None
     notices = []
@@ -267,7 +267,7 @@ def __getattr__(name: str) -> Any:
         return _current().startup_program or paddle.static.default_startup_program()
     if name in ("_origin_program", "_transpiled_program"):
         say(
-            [f"fleet.{name} is fleet.main_program: minimize converts the program itself and makes no other one"],
+            [f"fleet.{name} is fleet.main_program: minimize converts the program in place and makes no other one"],
             _current().job.cluster.rank,
         )
         return session.program_or_last(None)
@@ -288,11 +288,11 @@ def plan() -> CommPlan | None:
 
 
 def should_fetch(step: int) -> bool:
-    """Whether an own loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps.
+    """Whether a custom loop should fetch the loss at this step (0, 1, ...): every ``fetch_frequency`` steps.
 
     A step is an update: with gradient merge ``step`` is the same for all its micro-batches.
 
-    Nothing stops a loop that does not ask: what is in ``fetch_list`` is fetched.
+    It does not change the executor: everything in ``fetch_list`` is fetched.
     """
     return step % profile().fetch_frequency == 0
 
@@ -303,9 +303,9 @@ def request_stop(reason: str) -> None:
 
 
 def stop_requested() -> str | None:
-    """Who asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None while nobody has.
+    """Which rank asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None if none has.
 
-    The same on every rank after the same step: the request travels with the next step that communicates (LocalSGD: the
+    The same on every rank after the same step: the request is sent with the next step that communicates (LocalSGD: the
     next averaging or synchronous step; gradient merge: the next update) and has a barrier (`barrier_every_steps`). One
     process knows at once.
     """
@@ -313,7 +313,7 @@ def stop_requested() -> str | None:
 
 
 def communication() -> Communication:
-    """What communication has cost since the last call: see ``Communication``. One process: zeros and one entry."""
+    """The cost of communication since the last call: see ``Communication``. One process: zeros and one entry."""
     now = _current()
     if not now.exchanges:
         return now.job.notes.read(local_sgd_period=0)
@@ -321,7 +321,7 @@ def communication() -> Communication:
 
 
 def loss_scale() -> float | None:
-    """What the loss of the optimizer made last is multiplied by now (float16 mixed precision); None without a scale."""
+    """The current loss scale of the last optimizer (float16 mixed precision); None without one."""
     optimizers = _current().optimizers
     name = optimizers[-1].loss_scale_name if optimizers else None
     variable = None if name is None else paddle.static.global_scope().find_var(name)
@@ -329,5 +329,5 @@ def loss_scale() -> float | None:
 
 
 def shutdown() -> None:
-    """Leave the job gracefully; called at exit by itself. A process of several cannot join again after it."""
+    """Leave the job gracefully; called automatically at exit. A process of a multi-process job cannot join again."""
     session.end()

@@ -49,8 +49,8 @@ UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 class DistributedOptimizer(AmpCalls):
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
-    What is not defined here (``set_lr``, ``state_dict``, ...) is the wrapped optimizer's. With one process the
-    program is the one that the wrapped optimizer makes, unless the profile asks for a pass over it.
+    Other attributes (``set_lr``, ``state_dict``, ...) are the wrapped optimizer's. With one process the wrapped
+    optimizer's program is unchanged, unless the profile asks for a pass over it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistributedOptimizer(AmpCalls):
         self._wraps: list[UpdateWrap] = []
         self._applied: list[Any] = []
         self._startups: list[Any] = []
-        """Startup programs that were the default one when the script called: its network may be started there."""
+        """Default startup programs at the time of the script's calls: they may initialize its network."""
         self._updated: UpdatedGradients | None = None
         self._norm: Any = None
 
@@ -88,11 +88,11 @@ class DistributedOptimizer(AmpCalls):
         return getattr(self._inner, name)
 
     def around_update(self, wrap: UpdateWrap) -> None:
-        """Let ``wrap(update, averaged pairs)`` make the operators of an update; it calls ``update(pairs)``.
+        """Let ``wrap(update, averaged pairs)`` create the operators of an update; it calls ``update(pairs)``.
 
-        They run in the steps in which there is an update, behind the exchange: what they decide is the same on every
-        rank that has averaged gradients. Call it before ``minimize``; a later wrap goes around an earlier one. A wrap
-        sees all parameters at once, so the update then waits for the last bucket.
+        They run in steps with an update, after the exchange, so their decisions are the same on every rank with
+        averaged gradients. Call it before ``minimize``; a later wrap encloses an earlier one. A wrap sees all
+        parameters at once, so the update then waits for the last bucket.
         """
         self._wraps.append(wrap)
 
@@ -127,12 +127,12 @@ class DistributedOptimizer(AmpCalls):
 
     @property
     def loss_scale_name(self) -> str | None:
-        """The variable with the loss scale, once the backward pass is made in float16."""
+        """The variable with the loss scale, once a float16 backward pass has been appended."""
         return self._passes.loss_scale_name
 
     @property
     def _is_untouched(self) -> bool:
-        """One process and a profile that asks nothing of the program: Paddle's own path, operator by operator."""
+        """With one process and a profile without passes: Paddle's own path, operator by operator."""
         return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps
 
     def backward(
@@ -155,7 +155,7 @@ class DistributedOptimizer(AmpCalls):
             )
 
     def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
-        """A program may have several optimizers, or updates; some settings keep what belongs to one per program."""
+        """A program may have several optimizers or updates; some settings allow only one per program."""
         others = [other for other, owner in self._job.optimizers if owner is not self]
         if any(other is program for other in (*others, *self._applied)):
             refuse_beside_another_optimizer(self._profile, self._job.world_size)
@@ -199,13 +199,13 @@ class DistributedOptimizer(AmpCalls):
         return UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale)
 
     def gradient_norm(self) -> Any:
-        """The L2 norm over all gradients of an update: a value of the program to fetch, float32, shape [1].
+        """The L2 norm over all gradients of an update: a program value to fetch, float32, shape [1].
 
-        Of gradients that are averaged over ranks and micro-batches, without the loss scale, before clipping, weight
-        decay and ``around_update``; NaN or infinity where a gradient has it, 0 in a micro-batch without an update.
-        The first call, behind ``minimize``, puts the operators into the program; from then on they run in every step.
-        Raises ConversionError before ``minimize`` and for sparse gradients, ProfileError with LocalSGD on several
-        ranks, whose local steps average no gradient.
+        Of the gradients averaged over ranks and micro-batches, without the loss scale, before clipping, weight decay
+        and ``around_update``; NaN or infinity if a gradient has it, 0 in a micro-batch without an update. The first
+        call after ``minimize`` inserts the operators; from then on they run in every step. Raises ConversionError
+        before ``minimize`` and for sparse gradients, ProfileError with LocalSGD on several ranks, whose local steps
+        average no gradient.
         """
         if self._updated is None:
             raise ConversionError(
@@ -221,7 +221,7 @@ class DistributedOptimizer(AmpCalls):
         return self._norm
 
     def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
-        """Buckets whose parameters one update takes: each bucket alone, while the next ones travel, where that is
+        """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
         the same arithmetic."""
         by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
         return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
@@ -252,7 +252,7 @@ class DistributedOptimizer(AmpCalls):
         return [value for value in found if "float" in dtype_name(value.dtype)]
 
     def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> tuple[CommPlan, Profile]:
-        """The plan that all ranks carry out, and the profile with what was chosen for it."""
+        """The plan that all ranks carry out, and the profile with the settings chosen for it."""
         gradients = [item.gradient for item in ready]
         averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]
 
@@ -261,7 +261,7 @@ class DistributedOptimizer(AmpCalls):
             return build_plan(gradients, self._job.cluster, profile, averaged, self._passes.exchanges, state)
 
         plan = planned(self._profile)
-        # What was asked first: ranks with other scripts or profiles would not measure together.
+        # Compare the request first: ranks with other scripts or profiles would not measure together.
         agree_on_plan(self._job, plan, self._profile)
         settled = settle(self._job, self._profile, gradients)
         if settled != self._profile:
@@ -272,7 +272,7 @@ class DistributedOptimizer(AmpCalls):
 
 
 def _state_values_per_parameter(optimizer: Any) -> int:
-    """How many moments or velocities an optimizer of Paddle keeps for each parameter, by its names for them."""
+    """How many moments or velocities a Paddle optimizer keeps for each parameter, from its accumulator names."""
     names = [name for name in dir(type(optimizer)) if name.endswith("_acc_str")]
     return len([name for name in names if "pow" not in name])
 

@@ -1,4 +1,4 @@
-"""What one ``fleet.init`` .. ``fleet.shutdown`` holds; the modules of the facade share it."""
+"""The state between ``fleet.init`` and ``fleet.shutdown``; the facade's modules share it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fleet_train.profile import Profile
 
 @dataclass
 class Session:
-    """This process's job and what it has converted."""
+    """This process's job and its converted programs."""
 
     job: Job
     strategy: Any = None
-    """What ``init`` was given; the default of ``distributed_optimizer``."""
+    """The strategy given to ``init``; the default of ``distributed_optimizer``."""
     profile: Profile | None = None
     main_program: Any = None
     startup_program: Any = None
@@ -71,30 +71,30 @@ def begin(role: Any, strategy: Any) -> Session:
 
 
 def join_as(make_job: Callable[[], Job] | None) -> None:
-    """For planning: from now on ``begin`` takes this job instead of joining one; None ends that."""
+    """For planning: from now on ``begin`` uses this job instead of joining one; None ends this."""
     global _imagined_job
     _imagined_job = make_job
 
 
 def prescribe(profile: Profile | None) -> None:
-    """For trials: from now on this profile is carried out, whatever the script or launcher names; None ends that."""
+    """For trials: from now on this profile is used, whatever the script or launcher names; None ends this."""
     global _prescribed
     _prescribed = profile
 
 
 def prescribed() -> Profile | None:
-    """What `prescribe` was given."""
+    """The profile given to `prescribe`."""
     return _prescribed
 
 
 def offer(profile: Profile) -> None:
-    """For spawned ranks: the profile where a script names none, as the launcher's --strategy is."""
+    """For spawned ranks: the profile if a script names none, like the launcher's --strategy."""
     global _offered
     _offered = profile
 
 
 def offered() -> Profile | None:
-    """What `offer` was given."""
+    """The profile given to `offer`."""
     return _offered
 
 
@@ -116,7 +116,7 @@ def end() -> None:
 
 
 def program_or_last(main_program: Any) -> Any:
-    """The program that a call is about: the one given, else the one converted last."""
+    """The program of a call: the one given, else the one converted last."""
     return main_program or current().main_program or paddle.static.default_main_program()
 
 

@@ -1,4 +1,4 @@
-"""Datasets, samplers and loaders: everything between the disk and a feed dictionary, without Paddle but for GPUs."""
+"""Datasets, samplers and loaders: everything between the disk and a feed dictionary, without Paddle except for GPUs."""
 
 from fleet_train.data.core.datasets import DATASETS, ArrayDataset, Dataset, Splits, digits, load_splits, synthetic
 from fleet_train.data.core.prefetch import Prefetcher

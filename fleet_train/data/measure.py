@@ -1,4 +1,4 @@
-"""How fast can this machine read its data, what is in it, and is that enough?"""
+"""Measures how fast this machine reads its data, describes the data, and advises whether that is enough."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _READ_AT_ONCE = 64
 _MOST_EPOCHS = 10_000
 
 Progress = Callable[[float], None]
-"""Called with the seconds that have gone by."""
+"""Called with the elapsed seconds."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an image folder holds; sizes are medians of a sample."""
+    """The content of an image folder; sizes are medians of a sample."""
 
     num_images: int
     num_classes: int
@@ -37,7 +37,7 @@ class Contents:
 
 
 def describe(data: ImageFolder) -> Contents:
-    """Counts of all files, sizes of up to 200 spread over the folder (unreadable ones left out)."""
+    """Counts of all files, sizes of up to 200 distributed over the folder (without unreadable ones)."""
     counts = np.bincount(data.labels, minlength=data.num_classes)
     least, most = int(counts.argmin()), int(counts.argmax())
     sizes = []
@@ -64,13 +64,13 @@ class Speed:
     samples_per_second: float
     bytes_per_second: float = 0.0
     num_samples: int = 0
-    """That were read for this figure."""
+    """The files read for this number."""
 
 
 def disk_speed(data: ImageFolder, threads: int, seconds: float, progress: Progress) -> Speed:
-    """Of reading whole files in a random order with that many threads, none of them from the page cache.
+    """Speed of reading whole files in random order with this many threads, none of them from the page cache.
 
-    The files' pages are dropped first (posix_fadvise), which works for files that nobody is writing.
+    The files' pages are dropped first (posix_fadvise), which works for files that are not being written.
     """
     order = np.random.default_rng(1).permutation(data.num_samples).tolist()
     began, done, size = time.perf_counter(), 0, 0
@@ -85,7 +85,7 @@ def disk_speed(data: ImageFolder, threads: int, seconds: float, progress: Progre
 
 
 def _read_cold(path: str) -> int:
-    """Bytes of the file; 0 where it cannot be read (the decoders count those)."""
+    """Bytes of the file; 0 if it cannot be read (the decoders count those)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -103,7 +103,7 @@ def _read_cold(path: str) -> int:
 
 
 def loader_speed(loader: Loader, seconds: float, progress: Progress, whole: bool = False) -> Speed:
-    """Of batches from a loader that does nothing else, from its second batch on (the first one starts the workers).
+    """Speed of a loader that does nothing else, from its second batch on (the first one starts the workers).
 
     Epoch after epoch until the time is over; with `whole` exactly one epoch, however long it takes.
     """
@@ -128,7 +128,7 @@ def loader_speed(loader: Loader, seconds: float, progress: Progress, whole: bool
 
 @dataclass(frozen=True)
 class Situation:
-    """What advice depends on. Speeds are samples per second."""
+    """The inputs of the advice. Speeds are samples per second."""
 
     wanted: float
     measured: float
@@ -143,7 +143,7 @@ class Situation:
 
 
 def advice(now: Situation) -> list[str]:
-    """What to change so that the wanted speed is reached, most effective first; empty where it is."""
+    """What to change to reach the requested speed, most effective first; empty if it is reached."""
     if now.measured >= now.wanted:
         return []
     tips = []

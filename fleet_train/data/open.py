@@ -1,4 +1,4 @@
-"""From the trainer's flags to data and loaders: what is read, by whom, with which machinery."""
+"""Turns the trainer's flags into data and loaders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_WORKERS = 8
 
 @dataclass(frozen=True)
 class Participant:
-    """Where this process stands among those that read: in the job, and on its machine."""
+    """This process's rank among the readers: in the job, and on its machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -47,7 +47,7 @@ ALONE = Participant()
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """How one rank's batches are made. Sizes are per rank."""
+    """The settings of one rank's batches. Sizes are per rank."""
 
     batch_size: int = 32
     seed: int = 0
@@ -58,13 +58,13 @@ class LoaderSettings:
     workers: int | None = None
     """Processes per rank. 0 = decode in a thread of the trainer. None = the cores of this rank, at most 8."""
     prefetch_depth: int = 2
-    """Batches that lie ready while a step runs."""
+    """Batches prefetched while a step runs."""
     shard_by: str = "sample"
-    """sample = all machines see the same files and share them; folder = every machine reads all of its own."""
+    """sample = all machines have the same files and divide them; folder = every machine reads all of its own files."""
     uneven: str = "truncate"
-    """With shard_by folder: what to do when machines have different amounts."""
+    """With shard_by folder: how to handle machines with different amounts."""
     last_batch: str = "merge"
-    """What becomes of a last batch of one sample per rank."""
+    """How to handle a last batch of one sample per rank."""
 
     def __post_init__(self) -> None:
         for flag, value, known in (
@@ -86,7 +86,7 @@ def open_splits(
     images: ImageSettings | None = None,
     max_corrupt: float = DEFAULT_MAX_CORRUPT,
 ) -> Splits:
-    """Training and evaluation data: the image folder `data_dir` where one is given, else the data named `data`."""
+    """Training and evaluation data: the image folder `data_dir` if given, else the data named `data`."""
     if data_dir is None:
         return load_splits(data)
     return image_splits(Path(data_dir), images, max_corrupt)
@@ -97,7 +97,7 @@ def make_loader(
 ) -> Loader:
     """This rank's training batches. Call `settle` on all ranks before the first epoch, and `close` at the end.
 
-    place: `fleet.place()`. On a GPU the batches are copied to it in the prefetch thread; None = arrays in any case.
+    place: `fleet.place()`. On a GPU the batches are copied to it in the prefetch thread; None = always arrays.
     """
     sampler: BatchSampler
     if settings.shard_by == "folder":
@@ -125,7 +125,7 @@ def make_loader(
 def make_evaluation_loader(
     dataset: Dataset, settings: LoaderSettings, participant: Participant = ALONE, place: Any = None
 ) -> Loader:
-    """This rank's share of an evaluation, unchanged by augmentations: over all ranks each sample once."""
+    """This rank's share of an evaluation, without augmentations: each sample once over all ranks."""
     rank, world_size = (
         (participant.local_rank, participant.local_size)
         if settings.shard_by == "folder"
@@ -136,7 +136,7 @@ def make_evaluation_loader(
 
 
 def default_workers(local_size: int) -> int:
-    """Worker processes per rank: the cores that each rank of this machine has, 1 to 8."""
+    """Worker processes per rank: the cores of each rank on this machine, 1 to 8."""
     return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // local_size))
 
 

@@ -1,4 +1,4 @@
-"""Before the first epoch: does the data of all ranks go together, and how many steps do they take?"""
+"""Before the first epoch: checks that the data of all ranks is consistent, and agrees on the number of steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fleet_train.data.loaders.threads import Loader
 from fleet_train.errors import DataError
 
 _CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the same on every machine"
-_COPY_AGAIN = "copy the data again, or say --shard_by folder if each machine has its own data"
-# What must be equal on all ranks, and the way out where it is not; the second part only if all read the same files.
+_COPY_AGAIN = "copy the data again, or use --shard_by folder if each machine has its own data"
+# What must be equal on all ranks, and the fix if it is not; the second part only if all read the same files.
 _LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
 _FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN}
 
 
 def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
-    """Agree with all ranks on the steps per epoch, which it returns; DataError on all of them if data does not fit.
+    """Agree with all ranks on the steps per epoch and return them; DataError on all ranks if the data is inconsistent.
 
-    gather: exchanges a JSON value and answers everybody's, by rank: `fleet.gather`. Called once, by every rank.
+    gather: returns the JSON values of all ranks, by rank: `fleet.gather`. Called once, by every rank.
     """
     sampler = loader.sampler
     own_data = isinstance(sampler, OwnDataSampler)

@@ -15,8 +15,8 @@ from fleet_train.doctor.facts import Examination, Folder, GroupResult, NodeFacts
 from fleet_train.doctor.measure import folders, gpus, machine, network, software
 from fleet_train.doctor.options import GROUP_NEEDS_SECONDS, GROUP_SECONDS, Options
 from fleet_train.doctor.participants import Participants
-from fleet_train.doctor.peers.board import Board
-from fleet_train.doctor.peers.circle import Circle
+from fleet_train.doctor.peers.peer_group import PeerGroup
+from fleet_train.doctor.peers.replicated_state import ReplicatedState
 from fleet_train.doctor.peers.responder import Responder
 from fleet_train.selftest.child import free_port
 
@@ -52,9 +52,9 @@ class Examiner:
     # this node
 
     def _alone(self) -> Examination:
-        board = Board()
+        state = ReplicatedState()
         responder = Responder(
-            self.participants.address, self.participants.ports[0], self.participants.access, ["127.0.0.1"], board
+            self.participants.address, self.participants.ports[0], self.participants.access, ["127.0.0.1"], state
         )
         responder.close()
         facts = self._facts(responder.held)
@@ -92,26 +92,26 @@ class Examiner:
     # among others
 
     def _among_others(self) -> Examination:
-        board, participants = Board(), self.participants
+        state, participants = ReplicatedState(), self.participants
         responder = Responder(
             participants.address,
             participants.ports[participants.index],
             participants.access,
             participants.addresses,
-            board,
+            state,
         ).start()
-        circle = Circle(participants, board, responder)
+        peer_group = PeerGroup(participants, state, responder)
         try:
             facts = self._facts(responder.held)
-            board.put(f"here/{participants.index}", self._here(responder, facts))
-            present = circle.meet(self._left(self.options.join_timeout_seconds), self._say)
-            self._network(circle, facts, present)
-            missing = circle.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
+            state.put(f"here/{participants.index}", self._here(responder, facts))
+            present = peer_group.meet(self._left(self.options.join_timeout_seconds), self._say)
+            self._network(peer_group, facts, present)
+            missing = peer_group.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
             if "group" in self.options.groups:
-                self._group(circle, [node for node in present if node not in missing])
-                circle.bring(["group"], set(present) - missing, self._left(GROUP_SECONDS))
-            circle.part(set(present) - missing, self._left(_PART_SECONDS))
-            return self._examination(board)
+                self._group(peer_group, [node for node in present if node not in missing])
+                peer_group.bring(["group"], set(present) - missing, self._left(GROUP_SECONDS))
+            peer_group.part(set(present) - missing, self._left(_PART_SECONDS))
+            return self._examination(state)
         finally:
             responder.close()
 
@@ -125,23 +125,23 @@ class Examiner:
             "folders": [folder.purpose for folder in facts.folders],
         }
 
-    def _network(self, circle: Circle, facts: NodeFacts, present: tuple[int, ...]) -> None:
-        report = NodeReport(self._with_shared_folders(circle.board, facts), present)
+    def _network(self, peer_group: PeerGroup, facts: NodeFacts, present: tuple[int, ...]) -> None:
+        report = NodeReport(self._with_shared_folders(peer_group.state, facts), present)
         if "network" in self.options.groups and len(present) > 1:
             assert facts.network is not None
             mtus = {one.name: one.mtu for one in facts.network.interfaces}
             towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
             with ThreadPoolExecutor(1, "doctor sweep") as beside:
-                swept = beside.submit(circle.sweep, present, towards)
-                tries = circle.try_ports(present)
-                report = replace(report, tries=(*tries, *circle.refusals.values()), datagrams=swept.result())
+                swept = beside.submit(peer_group.sweep, present, towards)
+                tries = peer_group.try_ports(present)
+                report = replace(report, tries=(*tries, *peer_group.refusals.values()), datagrams=swept.result())
             seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
-            echoes, streams = circle.measure_pairs(present, seconds)
+            echoes, streams = peer_group.measure_pairs(present, seconds)
             report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
-        circle.board.put(f"report/{self.participants.index}", to_json(report))
+        peer_group.state.put(f"report/{self.participants.index}", to_json(report))
 
-    def _with_shared_folders(self, board: Board, facts: NodeFacts) -> NodeFacts:
-        marks = {node: str((board.get(f"here/{node}") or {}).get("mark", "")) for node in board.nodes("here")}
+    def _with_shared_folders(self, state: ReplicatedState, facts: NodeFacts) -> NodeFacts:
+        marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here")}
         others = {node: mark for node, mark in marks.items() if node != self.participants.index and _is_mark(mark)}
         shared = tuple(
             replace(folder, shared_with=tuple(sorted(n for n, mark in others.items() if folders.seen(folder, mark))))
@@ -149,31 +149,31 @@ class Examiner:
         )
         return replace(facts, folders=shared)
 
-    def _group(self, circle: Circle, present: list[int]) -> None:
-        circle.board.put(f"group/{self.participants.index}", to_json(self._form(circle.board, sorted(present))))
+    def _group(self, peer_group: PeerGroup, present: list[int]) -> None:
+        peer_group.state.put(f"group/{self.participants.index}", to_json(self._form(peer_group.state, sorted(present))))
 
-    def _form(self, board: Board, present: list[int]) -> GroupResult:
+    def _form(self, state: ReplicatedState, present: list[int]) -> GroupResult:
         from fleet_train.doctor.peers.forming import form
 
-        agreed = all(_present(board, node) == present for node in present)
+        agreed = all(_present(state, node) == present for node in present)
         if len(present) < 2 or not agreed:
             return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
         if self._deadline - time.monotonic() < GROUP_NEEDS_SECONDS:
             return GroupResult(True, "", skipped="no time was left for it; --only group has more")
-        if not all(isinstance((board.get(f"here/{node}") or {}).get("subject"), int) for node in present):
+        if not all(isinstance((state.get(f"here/{node}") or {}).get("subject"), int) for node in present):
             return GroupResult(True, "", skipped="a node reported no port for it")
-        ports = [int(board.get(f"here/{node}")["subject"]) for node in present]
+        ports = [int(state.get(f"here/{node}")["subject"]) for node in present]
         log = self.options.log_dir / f"doctor.{self.participants.index}.log"
         addresses = [self.participants.addresses[node] for node in present]
         seconds = self._left(GROUP_SECONDS) - _PART_SECONDS
         return form(addresses, ports, present.index(self.participants.index), Path(log), seconds)
 
-    def _examination(self, board: Board) -> Examination:
+    def _examination(self, state: ReplicatedState) -> Examination:
         reports, groups = {}, {}
-        for node in sorted(board.nodes("report")):
+        for node in sorted(state.nodes("report")):
             try:
-                reports[node] = from_json(NodeReport, board.get(f"report/{node}"))
-                told = board.get(f"group/{node}")
+                reports[node] = from_json(NodeReport, state.get(f"report/{node}"))
+                told = state.get(f"group/{node}")
                 if told is not None:
                     groups[node] = from_json(GroupResult, told)
             except ValueError:
@@ -183,8 +183,8 @@ class Examiner:
         )
 
 
-def _present(board: Board, node: int) -> list[int]:
-    report = board.get(f"report/{node}")
+def _present(state: ReplicatedState, node: int) -> list[int]:
+    report = state.get(f"report/{node}")
     return sorted(report.get("present", [])) if isinstance(report, dict) else []
 
 

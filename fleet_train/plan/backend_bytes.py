@@ -1,9 +1,9 @@
-"""What a collective really sends over the wires on Gloo, edge by edge: pure arithmetic.
+"""The bytes that a collective actually sends on Gloo, edge by edge: pure arithmetic.
 
-Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc as Paddle 3.3.1 carries them, and a count of the
-bytes that each socket sent, for 2, 3 and 4 ranks on interfaces of their own. Payload and message numbers below equal
-the counted ones, retransmissions aside (docs/planning.md has the table). NCCL's rings send the same for an allreduce;
-its reduce and broadcast are chains, with other figures.
+Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a count of the
+bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts below equal the
+measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an allreduce;
+its reduce and broadcast are chains, with other numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 SEGMENT_BYTES = 2**20
 """Gloo's largest piece of a chunk."""
 SENDER_BYTES_PER_MESSAGE = 96
-"""Gloo's announcement and header, 48 bytes each, from the sender."""
+"""Gloo's notification and header, 48 bytes each, from the sender."""
 RECEIVER_BYTES_PER_MESSAGE = 48
 """Gloo's "ready" of the receiver, against the direction of the payload."""
 FRAME_OVERHEAD = 66 / 1448
@@ -25,7 +25,7 @@ The wire itself adds 24 bytes per frame (preamble, checksum, gap)."""
 
 @dataclass(frozen=True)
 class Flow:
-    """What one rank sends to one other in a collective: payload bytes, and the messages that they are cut into."""
+    """What one rank sends to another in a collective: payload bytes, and the number of messages."""
 
     nbytes: float
     messages: float
@@ -39,7 +39,7 @@ Edge = tuple[int, int]
 
 
 def flows(kind: str, ranks: Sequence[int], nbytes: int, item_bytes: int = 4) -> dict[Edge, Flow]:
-    """Every edge of one collective over ``ranks``, whose root, where there is one, is the first.
+    """Every edge of one collective over ``ranks``; the root, if there is one, is the first.
 
     ``kind``: allreduce, reduce, broadcast, allgather, alltoall. ``nbytes``: the buffer of one rank (allgather: its
     contribution; alltoall: what it sends to each other rank).
@@ -51,7 +51,7 @@ def flows(kind: str, ranks: Sequence[int], nbytes: int, item_bytes: int = 4) -> 
 
 
 def rounds(kind: str, size: int) -> int:
-    """How many messages follow one after the other in a collective of ``size`` ranks, each paying the latency."""
+    """The number of sequential messages in a collective of ``size`` ranks, each of which costs the latency."""
     if size < 2:
         return 0
     depth = (size - 1).bit_length()
@@ -67,7 +67,7 @@ def rounds(kind: str, size: int) -> int:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The ring's cut of a buffer: a chunk per rank, of at least two segments, the last ones shorter or empty."""
+    """How the ring splits a buffer: a chunk per rank, of at least two segments, the last ones shorter or empty."""
 
     size: int
     nbytes: int
@@ -76,13 +76,13 @@ class _Chunks:
 
     @classmethod
     def even(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
-        """The allreduce's cut: as many segments as the largest allows, then all of one length."""
+        """How the allreduce splits: as few segments as the maximum size allows, all of one length."""
         number = _round_up(max(divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
         return cls(size, nbytes, _round_up(divide_up(nbytes, number), item_bytes), number // size)
 
     @classmethod
     def uneven(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
-        """The reduce's cut: segments as large as they may be, so that the last chunk can be far shorter."""
+        """How the reduce splits: segments of the maximum size, so that the last chunk can be much shorter."""
         largest = SEGMENT_BYTES // item_bytes * item_bytes
         segment = _round_up(min(divide_up(nbytes, 2 * size), largest), item_bytes)
         number = _round_up(max(divide_up(nbytes, segment), 2 * size), size)
@@ -102,7 +102,7 @@ class _Chunks:
 
 @lru_cache(maxsize=4096)
 def _allreduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
-    """Reduce-scatter, then allgather, to the left neighbour: all chunks twice but two. About 2 (N - 1) / N each."""
+    """Reduce-scatter, then allgather, to the left neighbour: all chunks twice, except two. About 2 (N - 1) / N each."""
     chunks = _Chunks.even(size, nbytes, item_bytes)
     parts = [chunks.chunk(position) for position in range(size)]
     everything = Flow(0, 0)
@@ -116,10 +116,10 @@ def _allreduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
 
 @lru_cache(maxsize=4096)
 def _reduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
-    """Reduce-scatter around the ring, then every rank's chunk straight to the root: 1 each, the root (N - 1) / N.
+    """Reduce-scatter around the ring, then every rank's chunk directly to the root: 1 each, the root (N - 1) / N.
 
-    From 2 N MB on more: the ring leaves out its last two segments, not its last chunk, so that most of the last chunk
-    travels on without need (16 MB on 2 ranks: 1.375 and 0.875 instead of 1 and 0.5).
+    More from 2 N MB on: the ring omits its last two segments, not its last chunk, so most of the last chunk is sent
+    needlessly (16 MB on 2 ranks: 1.375 and 0.875 instead of 1 and 0.5).
     """
     chunks = _Chunks.uneven(size, nbytes, item_bytes)
     result: dict[Edge, Flow] = {}
@@ -136,7 +136,7 @@ def _reduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
 
 @lru_cache(maxsize=4096)
 def _broadcast(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
-    """A binomial tree of whole messages: the root sends to log2(N) ranks, those pass it on."""
+    """A binomial tree of whole messages: the root sends to log2(N) ranks, which forward it."""
     del item_bytes
     edges = (
         (sender, sender | 1 << bit)

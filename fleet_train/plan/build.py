@@ -1,4 +1,4 @@
-"""From gradients, cluster and profile to a communication plan."""
+"""Builds a communication plan from gradients, cluster and profile."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def build_settled(
     statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` leaves
-    nothing open (see `fleet_train.plan.price.choose`).
+    """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` has no open
+    settings (see `fleet_train.plan.price.choose`).
 
     ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
     norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
@@ -71,9 +71,9 @@ def fuse(gradients: Sequence[TensorSpec], asked: Buckets, most: int) -> list[lis
     """Group gradients into buckets of one dtype, bounded by size and by ``most`` gradients, in the order in which
     buckets fill.
 
-    A bucket is closed before a gradient that would take it past ``fuse_grad_size_in_MB``; a larger gradient gets a
-    bucket of its own. ``last_comm_group_size_MB`` bounds the last bucket (as in Paddle), whose transfer nothing hides,
-    and the first one too, so that communication starts early (as in PyTorch's DDP).
+    A bucket is closed before a gradient that would exceed ``fuse_grad_size_in_MB``; a larger gradient gets its own
+    bucket. ``last_comm_group_size_MB`` bounds the last bucket (as in Paddle), whose transfer overlaps nothing, and also
+    the first one, so that communication starts early (as in PyTorch's DDP).
     """
     closed: list[list[TensorSpec]] = []
     open_by_dtype: dict[str, list[TensorSpec]] = {}
@@ -87,13 +87,13 @@ def fuse(gradients: Sequence[TensorSpec], asked: Buckets, most: int) -> list[lis
         bucket.append(gradient)
     rest = [bucket for bucket in open_by_dtype.values() if bucket]
     position = {id(gradient): index for index, gradient in enumerate(gradients)}
-    # What is still open at the end becomes ready with its last gradient; ready buckets first.
+    # Buckets still open at the end become ready with their last gradient; ready buckets come first.
     buckets = sorted(closed + rest, key=lambda bucket: position[id(bucket[-1])])
     return buckets[:-1] + _split_tail(buckets[-1], asked.edge_megabytes)
 
 
 def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[TensorSpec]]:
-    """Cut the gradients that become ready last into a small bucket: nothing is left to hide its transfer behind."""
+    """Put the gradients that become ready last into a small bucket: no computation is left to overlap its transfer."""
     size, start = 0, len(bucket)
     while start > 0 and size + bucket[start - 1].nbytes <= limit_megabytes * MEGABYTE:
         start -= 1
@@ -102,7 +102,7 @@ def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[T
 
 
 def _team_size(cluster: Cluster, profile: Profile) -> int:
-    """Ranks per local group of the hierarchical allreduce; 0 where they would be single ranks or the whole job."""
+    """Ranks per local group of the hierarchical allreduce; 0 if the groups would be single ranks or the whole job."""
     if not profile.use_hierarchical_allreduce:
         return 0
     asked = profile.hierarchical_allreduce_inter_nranks

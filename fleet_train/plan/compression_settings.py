@@ -1,4 +1,4 @@
-"""What gradient compression is asked to do, and how many bytes are left of a bucket. Pure arithmetic."""
+"""The settings of gradient compression, and the compressed size of a bucket. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet_train.profile import Profile
 Array = np.ndarray[Any, Any]
 
 FLOAT_BYTES = 4
-# A float32 value and its int32 place.
+# A float32 value and its int32 index.
 SPARSE_BYTES = 8
 
 
@@ -31,9 +31,9 @@ class PowerSgdSettings:
     min_compression: float = 2.0
     # Start each power iteration from the last step's factor; without it from a new random one.
     warm_start: bool = True
-    # Add to each gradient what compression has left out of the earlier ones.
+    # Add the compression errors of earlier gradients to each gradient.
     error_feedback: bool = True
-    # Of the first random factors; must be equal on every rank.
+    # The seed of the first random factors; must be equal on every rank.
     seed: int = 0
 
 
@@ -41,7 +41,7 @@ class PowerSgdSettings:
 class DgcSettings:
     """Top-k compression. Source: Lin et al., "Deep Gradient Compression", 2018; names are Fleet's."""
 
-    # The optimizer's momentum, applied here before the selection. The optimizer behind must have none.
+    # The optimizer's momentum, applied here before the selection. The optimizer after it must have none.
     momentum: float = 0.9
     use_nesterov: bool = False
     # Steps with whole gradients before compression starts.
@@ -54,7 +54,7 @@ class DgcSettings:
     local_grad_clip_norm: float | None = None
     # Gradients with fewer elements are sent whole (Fleet's bound).
     min_elements: int = 16384
-    # Forget the velocity of what was sent, so that stale momentum does not carry it further.
+    # Clear the velocity of sent elements, so that stale momentum does not accumulate.
     momentum_factor_masking: bool = True
 
 
@@ -74,7 +74,7 @@ class Matrix:
 
 
 def matrix_of(position: int, gradient: TensorSpec, settings: PowerSgdSettings) -> Matrix | None:
-    """The gradient as a matrix [shape[0], rest], or None when factors of the asked rank would not pay."""
+    """The gradient as a matrix [shape[0], rest], or None if factors of the requested rank would not pay off."""
     if len(gradient.shape) < 2 or gradient.elements == 0:
         return None
     rows, columns = gradient.shape[0], math.prod(gradient.shape[1:])
@@ -85,7 +85,7 @@ def matrix_of(position: int, gradient: TensorSpec, settings: PowerSgdSettings) -
 
 
 def low_rank_families(bucket: Bucket, settings: PowerSgdSettings) -> tuple[list[list[Matrix]], list[int]]:
-    """Matrices of equal shape together (in order of first appearance), and the positions of what goes uncompressed."""
+    """Matrices of equal shape together (in order of first appearance), and the positions of uncompressed gradients."""
     families: dict[tuple[int, int, int], list[Matrix]] = {}
     whole: list[int] = []
     for position, gradient in enumerate(bucket.gradients):
@@ -98,7 +98,8 @@ def low_rank_families(bucket: Bucket, settings: PowerSgdSettings) -> tuple[list[
 
 
 def powersgd_reduced_elements(bucket: Bucket, settings: PowerSgdSettings) -> list[int]:
-    """float32 elements of each allreduce of a compressed step: left factors with the uncompressed, right factors."""
+    """float32 elements of each allreduce of a compressed step: left factors with uncompressed gradients, right
+    factors."""
     families, whole = low_rank_families(bucket, settings)
     matrices = [matrix for family in families for matrix in family]
     left = sum(matrix.rows * matrix.rank for matrix in matrices)
@@ -118,7 +119,7 @@ def is_sparse(gradient: TensorSpec, settings: DgcSettings) -> bool:
 
 
 def sparsity_at(step: int, settings: DgcSettings) -> float | None:
-    """The share that is not sent in ``step`` (the first is 0); None while gradients go whole.
+    """The share that is not sent in ``step`` (the first is 0); None while gradients are sent whole.
 
     Source: Paddle's dgc operator (``get_period_sparcity``).
     """
@@ -159,7 +160,7 @@ _RAMP_UP = (0.75, 0.9375, 0.984375, 0.996)
 
 
 def powersgd_settings(profile: Profile) -> PowerSgdSettings:
-    """What the profile asks of PowerSGD."""
+    """The profile's settings of PowerSGD."""
     return PowerSgdSettings(
         rank=profile.powersgd_rank,
         start_step=profile.powersgd_start_step,
@@ -170,7 +171,7 @@ def powersgd_settings(profile: Profile) -> PowerSgdSettings:
 
 
 def dgc_settings(profile: Profile, momentum: float = 0.0, use_nesterov: bool = False) -> DgcSettings:
-    """What the profile asks of DGC, with the momentum that it takes over from the optimizer."""
+    """The profile's settings of DGC, with the momentum taken over from the optimizer."""
     stages = tuple(stage for stage in _RAMP_UP if stage < profile.dgc_sparsity) if profile.dgc_rampup_steps > 1 else ()
     return DgcSettings(
         momentum=momentum,

@@ -1,8 +1,8 @@
-"""The compressions: every value of the knob ``compression``, and what the plan has to know of it.
+"""The compressions: every value of the knob ``compression``, and what the plan needs to know about it.
 
 To add one, add it to the schema and here, to `fleet_train.collectives.methods.registry.METHODS`, to
 `fleet_train.plan.simulate.methods.METHODS`, to the table of strategies that go together, and to the effects of knobs in
-the tests. What is missing in one of them is an error when a plan or a program is made, never another compression.
+the tests. A missing entry in one of them is an error when a plan or a program is made, never another compression.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Compression:
 
     sent: Callable[[Bucket, Profile, bool], Exchanges]
     wire_dtype: str = ""
-    """The dtype that travels; empty = the gradient's own. With local groups it travels between their leaders only."""
+    """The dtype on the wire; empty = the gradient's own. With local groups, only between their leaders."""
     keeps_nan: bool = False
-    """Whether a NaN of a gradient would stay in what is kept of it and sent later."""
+    """Whether a NaN of a gradient would stay in the kept state and be sent later."""
 
 
 def _dense(bucket: Bucket, _: Profile, __: bool) -> Exchanges:
@@ -76,10 +76,10 @@ COMPRESSIONS: dict[str, Compression] = {
 
 
 def compression_of(name: str) -> Compression:
-    """What the plan knows of a compression, by the knob's value. Raises ConversionError for an unknown one."""
+    """The plan's entry for a compression, by the knob's value. Raises ConversionError for an unknown one."""
     return entry_of("compression", name, COMPRESSIONS, "bytes in the plan")
 
 
 def collectives_of(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
-    """What a bucket sends in a step, by its method of compression, at full strength."""
+    """The exchanges of a bucket in a step at full strength, by its compression."""
     return compression_of(bucket.compression).sent(bucket, profile, hierarchical)

@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""A plan as readable text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(plan: CommPlan) -> str:
 
 
 def _per_update(plan: CommPlan) -> list[str]:
-    """Collectives and bytes; with LocalSGD those of an averaging, and of the warm-up apart."""
+    """Collectives and bytes; with LocalSGD those of an averaging, and separately of the warm-up."""
     gradients = f"{_collectives(plan, True)}, {_sent(plan, True)} for {_mb(plan.gradient_bytes)} MB of gradients"
     lines = [f"per update: {gradients}"]
     if plan.averaging is not None:

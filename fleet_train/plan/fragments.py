@@ -1,4 +1,4 @@
-"""Which parameters are averaged together when they are averaged in turn: pure arithmetic.
+"""Which parameters are averaged together when fragments are averaged in turn: pure arithmetic.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.2.
 """
@@ -15,8 +15,8 @@ from fleet_train.profile.knobs import entry_of
 def fragments_of(values: Sequence[TensorSpec], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
     """Positions of ``values`` in ``number`` fragments of whole layers; empty for one fragment.
 
-    ``pattern``: ``strided`` deals layers out in turn, ``sequential`` cuts their list where sizes come out most even.
-    Raises ProfileError where there are fewer layers than fragments.
+    ``pattern``: ``strided`` assigns layers round-robin, ``sequential`` splits their list into parts of similar size.
+    Raises ProfileError if there are fewer layers than fragments.
     """
     if number == 1:
         return ()
@@ -39,12 +39,12 @@ def layers_of(values: Sequence[TensorSpec]) -> list[list[int]]:
 
 
 def _deal(layers: Sequence[list[int]], _: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
-    """``number`` hands, as cards are dealt."""
+    """``number`` lists, filled round-robin."""
     return [list(layers[first::number]) for first in range(number)]
 
 
 def _cut(layers: Sequence[list[int]], values: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
-    """``number`` runs of neighbouring layers, none of them empty: each ends where its share of all elements is full."""
+    """``number`` non-empty runs of neighbouring layers: each ends where it has its share of all elements."""
     sizes = [sum(values[position].elements for position in layer) for layer in layers]
     parts: list[list[list[int]]] = [[]]
     done, share = 0, sum(sizes) / number

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def local_groups(world_size: int, ranks_per_group: int) -> list[list[int]]:
-    """Neighbouring ranks in local groups of ``ranks_per_group``; the last local group takes what is left."""
+    """Neighbouring ranks in local groups of ``ranks_per_group``; the last local group gets the rest."""
     return [
         list(range(first, min(first + ranks_per_group, world_size))) for first in range(0, world_size, ranks_per_group)
     ]

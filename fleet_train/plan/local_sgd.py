@@ -25,7 +25,7 @@ class LocalSgdSchedule:
     first_rate: float = 0.0
     first_loss: float = 0.0
     fragments: int = 1
-    """Parts of the parameters that are averaged in turn, each once in a period; with a constant period only."""
+    """Parts of the parameters that are averaged in turn, each once in a period; only with a constant period."""
 
     def __post_init__(self) -> None:
         first = {"constant": self.steps, "doubling": 1, "adaptive": self.steps}
@@ -46,7 +46,8 @@ class LocalSgdSchedule:
         return step <= self.warm_steps
 
     def count(self) -> int | None:
-        """Count one local step; the fragment that is averaged behind it, if one is: the last one where a period ends.
+        """Count one local step; returns the fragment that is averaged after it, if any: at a period's end, the last
+        one.
 
         Fragments are spread evenly over a period.
         """
@@ -60,8 +61,8 @@ class LocalSgdSchedule:
         return (fragment + 1) * self.period // self.fragments
 
     def begin_period(self) -> None:
-        """An averaging has been started: behind a period's last one, start the next period. An adaptive schedule is
-        told with ``adapt``, too, before it counts."""
+        """Called when an averaging has started: after a period's last one, start the next period. For an adaptive
+        schedule, call ``adapt`` before the next count."""
         if self.local_steps < self.period:
             return
         self.local_steps = 0
@@ -69,7 +70,7 @@ class LocalSgdSchedule:
             self.period = min(2 * self.period, self.steps)
 
     def adapt(self, rate: float, loss: float) -> None:
-        """Choose the length of the period that has begun from the learning rate and the ranks' mean loss."""
+        """Choose the length of the current period from the learning rate and the ranks' mean loss."""
         self.period = self._adapted(rate, loss)
 
     def _adapted(self, rate: float, loss: float) -> int:
@@ -81,10 +82,10 @@ class LocalSgdSchedule:
         return max(1, min(self.max_steps, math.ceil(growth * self.steps)))
 
     def numbers(self) -> list[float]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return [float(self.period), float(self.local_steps), self.first_rate, self.first_loss]
 
     def take(self, numbers: list[float]) -> None:
-        """Go on from what ``numbers`` gave."""
+        """Continue from the result of ``numbers``."""
         self.period, self.local_steps = int(numbers[0]), int(numbers[1])
         self.first_rate, self.first_loss = numbers[2], numbers[3]

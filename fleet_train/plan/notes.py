@@ -19,7 +19,7 @@ def notes_of(
     team_size: int,
     statistics: Sequence[CollectiveSpec],
 ) -> list[Note]:
-    """One note for each knob that has a say in what is sent, or in the program around it."""
+    """One note for each knob that affects what is sent, or the program around it."""
     return [
         *_fusing(gradients, buckets, profile),
         *_strategies(cluster, profile, team_size),
@@ -67,7 +67,7 @@ def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile:
 
 
 def _chosen(profile: Profile, knob: str) -> str:
-    """Where the number of a knob that was left open comes from, or nothing."""
+    """How the number of an open knob was chosen, or nothing."""
     origin = profile.origin(knob)
     return f" ({origin})" if origin.startswith(CHOSEN) else ""
 
@@ -82,7 +82,7 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
         )
         notes.append(Note("use_hierarchical_allreduce", effect))
     if profile.sync_nccl_allreduce:
-        notes.append(Note("sync_nccl_allreduce", "each bucket is waited for at once: nothing overlaps"))
+        notes.append(Note("sync_nccl_allreduce", "each bucket is waited for immediately: nothing overlaps"))
     if (origin := profile.origin("compression")).startswith(DECLINED):
         instead = "float32" if profile.compression == "none" else profile.compression
         notes.append(Note("compression", f"{origin}: the requested compression does not pay there; {instead} is sent"))
@@ -96,7 +96,7 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
 
 
 def _tuning(profile: Profile) -> str:
-    """How the chosen compression is set: each of its knobs with its value."""
+    """The settings of the chosen compression: each of its knobs with its value."""
     prefix = f"{profile.compression}_"
     values = {name: value for name, value in profile if name.startswith(prefix)}
     words = [f"{name.removeprefix(prefix)} {value}" for name, value in values.items()]
@@ -129,7 +129,7 @@ def _local_sgd(profile: Profile) -> list[Note]:
 
 
 def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Note]:
-    """What happens within a rank's own pass: nothing of it changes what is sent, but for batch norm."""
+    """Notes on a rank's own pass, which does not change what is sent, except for batch norm."""
     notes = []
     if profile.sync_batch_norm:
         nbytes = sum(sent.nbytes for sent in statistics)
@@ -156,7 +156,7 @@ def _recompute_cuts(profile: Profile) -> str:
 
 
 def _running(profile: Profile) -> list[Note]:
-    """What happens beside the buckets while a job runs; none of it costs bytes worth counting."""
+    """Notes on other communication of a running job, whose bytes are negligible."""
     return [
         Note("divergence_check_steps", f"a digest of the parameters is compared {_when_compared(profile)}"),
         Note(
@@ -179,7 +179,7 @@ def _barriers(every: int) -> list[Note]:
 
 
 def _fetching(every: int) -> str:
-    """Of the trainer; a loop of the script's own decides for itself, and nobody here has seen it."""
+    """For the trainer; a script's own training loop decides for itself and is not known here."""
     if every == 1:
         return "the reference trainer fetches the loss in every step, and fleet.should_fetch is true in every step"
     return (

@@ -1,4 +1,4 @@
-"""What is sent, and the collectives that it takes, one after the other: pure arithmetic."""
+"""Exchanges and their sequence of collectives: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 class CollectiveSpec:
     """One exchange over all ranks, the bytes of one rank's buffer and of one item.
 
-    ``kind``: ``allreduce``, ``allgather``, or ``quantised``, a sum of float32 that travels as ``quantised`` says.
+    ``kind``: ``allreduce``, ``allgather``, or ``quantised``, a sum of float32 that is sent as described by
+    ``quantised``.
     """
 
     kind: str
@@ -23,7 +24,7 @@ class CollectiveSpec:
     between_item_bytes: int = 0
     """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
     flat: bool = False
-    """Over all ranks at once, although the plan has local groups."""
+    """Over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
 
 
@@ -37,7 +38,7 @@ class CollectivePhase:
     item_bytes: int
 
     def flows(self) -> dict[Edge, Flow]:
-        """Every edge that this phase uses; a rank is in one group only, so edges do not meet."""
+        """Every edge that this phase uses; a rank is in only one group, so edges are distinct."""
         return {
             edge: flow
             for group in self.groups
@@ -46,7 +47,7 @@ class CollectivePhase:
 
 
 def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
-    """What an exchange consists of: itself, or with local groups (0 = none) the three phases of a hierarchical
+    """The phases of an exchange: itself, or with local groups (0 = none) the three phases of a hierarchical
     allreduce."""
 
     def phase(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> CollectivePhase:
@@ -65,7 +66,7 @@ def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[
 
 
 def _quantised(payload: CollectiveSpec, ranks: Sequence[int]) -> list[CollectivePhase]:
-    """All to all with the parts, if there are parts, and an all-gather."""
+    """An all-to-all of the parts, if there are parts, and an all-gather."""
     assert payload.quantised is not None
     layout = QuantisedLayout(payload.nbytes // payload.item_bytes, len(ranks), payload.quantised)
     kinds = ("alltoall", "allgather") if layout.parts > 1 else ("allgather",)
@@ -73,7 +74,7 @@ def _quantised(payload: CollectiveSpec, ranks: Sequence[int]) -> list[Collective
 
 
 def sent_by_rank(phases: Iterable[CollectivePhase], world_size: int) -> tuple[float, ...]:
-    """Payload bytes that each rank sends in these phases, to wherever."""
+    """Payload bytes that each rank sends in these phases, to any rank."""
     sent = [0.0] * world_size
     for phase in phases:
         for (sender, _), flow in phase.flows().items():

@@ -1,4 +1,4 @@
-"""The communication plan: what is sent in one step, decided before Paddle is touched. Data and nothing else."""
+"""The communication plan: what is sent in one step, decided before Paddle is used. Pure data."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ ITEM_BYTES = {
 
 
 MEAN_DTYPES = ("float32", "float64")
-"""In which LocalSGD takes means, in the order of its exchanges."""
+"""The dtypes in which LocalSGD computes means, in the order of its exchanges."""
 
 
 def mean_dtype(dtype: str) -> str:
-    """In which dtype the mean of values of ``dtype`` is taken over the ranks: float64 as it is, the rest in float32."""
+    """The dtype in which the mean of values of ``dtype`` is computed: float64 for float64, float32 for the rest."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
-    """Positions of values of these dtypes, by the dtype in which their mean is taken; in the order of exchanges."""
+    """Positions of values of these dtypes, by the dtype in which their mean is computed; in the order of exchanges."""
     found = [mean_dtype(dtype) for dtype in dtypes]
     return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
 
@@ -75,7 +75,7 @@ class Bucket:
     algorithm: str = "allreduce"
     compression: str = "none"
     sent: tuple[CollectiveSpec, ...] = ()
-    """What is sent in a step once compression runs at full strength."""
+    """The exchanges of a step once compression runs at full strength."""
 
     @property
     def dtype(self) -> str:
@@ -91,7 +91,7 @@ class Bucket:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it travels as whole numbers of few bits."""
+        """Whether it is sent quantised."""
         return any(sent.quantised is not None for sent in self.sent)
 
     def describe(self) -> str:
@@ -107,30 +107,30 @@ class Averaging:
     values: tuple[TensorSpec, ...]
     """The parameters."""
     statistics: tuple[TensorSpec, ...]
-    """Running means and variances: averaged uncompressed, whatever the parameters are sent as."""
+    """Running means and variances: averaged uncompressed, whatever the format of the parameters."""
     state_values_per_parameter: int
     """Values of the optimizer's state that are averaged with each value of a parameter (``local_sgd_momentum``)."""
     warm_steps: int
     period: int
-    """Steps of a period: the constant one, or the longest of a doubling schedule, or the first of an adaptive one."""
+    """Steps of a period: constant, or the longest of a doubling schedule, or the first of an adaptive one."""
     schedule: str
     wire_dtype: str
     outer_optimizer: str
     overlap_steps: int = 0
-    """Local steps of the next period beside which an averaging travels; 0 = the ranks wait for it."""
+    """Local steps of the next period that an averaging overlaps; 0 = the ranks wait for it."""
     quantised: QuantisedSettings | None = None
-    """How the parameters' differences travel as whole numbers; None = in ``wire_dtype``."""
+    """How the parameters' differences are quantised; None = sent in ``wire_dtype``."""
     fragments: tuple[tuple[int, ...], ...] = ()
-    """Positions of the values that are averaged in turn; empty = all at a time."""
+    """Positions of the values of each fragment; empty = all at once."""
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The fragments, also where there is one."""
+        """The fragments, even if there is only one."""
         return self.fragments or (tuple(range(len(self.values))),)
 
     @property
     def compression(self) -> str:
-        """How the parameters travel, by the name of a compression; ``none`` for their own dtype."""
+        """How the parameters are sent, by the name of a compression; ``none`` for their own dtype."""
         return f"int{self.quantised.bits}" if self.quantised else "bf16" if self.wire_dtype == "bfloat16" else "none"
 
     def bytes_of(self, part: int) -> int:
@@ -139,11 +139,12 @@ class Averaging:
 
     @property
     def sent(self) -> tuple[CollectiveSpec, ...]:
-        """The exchanges of a period: of one averaging, or of one of each fragment."""
+        """The exchanges of a period: of one averaging, or of one averaging of each fragment."""
         return tuple(sent for part in range(len(self.parts)) for sent in self.collectives_of(part))
 
     def collectives_of(self, part: int) -> tuple[CollectiveSpec, ...]:
-        """The exchanges of one fragment's averaging; statistics, loss and the optimizer's state go with the last."""
+        """The exchanges of one fragment's averaging; statistics, loss and the optimizer's state are sent with the
+        last."""
         trained, others = _elements([self.values[i] for i in self.parts[part]]), _elements(self.statistics)
         if part != len(self.parts) - 1:
             others = {}
@@ -163,14 +164,14 @@ class Averaging:
 
 
 def _elements(values: Sequence[TensorSpec]) -> dict[str, int]:
-    """How many elements a mean is taken of, by the dtype in which it is."""
+    """The number of averaged elements, by the dtype of the mean."""
     groups = by_mean_dtype([value.dtype for value in values])
     return {dtype: sum(values[i].elements for i in positions) for dtype, positions in groups.items()}
 
 
 @dataclass(frozen=True)
 class Note:
-    """One line of explanation: what a knob did to this plan."""
+    """One line of explanation: the effect of a knob on this plan."""
 
     knob: str
     effect: str
@@ -192,12 +193,12 @@ class CommPlan:
     waits_for_each: bool = False
     """``sync_nccl_allreduce``: a bucket is waited for before the next operator starts."""
     statistics: tuple[CollectiveSpec, ...] = ()
-    """Synchronised batch norm: the exchanges of one forward and backward pass, each of which is waited for."""
+    """Synchronised batch norm: the exchanges of one forward and backward pass, which overlap nothing."""
     profile_name: str = ""
     profile_digest: str = ""
     chosen: str = ""
-    """What nobody gave and was chosen by its price, as lines of a profile with commas between: it says what to write to
-    get the same plan again."""
+    """The settings that were open and were chosen by price, as lines of a profile separated by commas: written into a
+    profile, they give the same plan."""
     notes: tuple[Note, ...] = ()
 
     @cached_property
@@ -214,7 +215,7 @@ class CommPlan:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether anything travels as whole numbers of few bits."""
+        """Whether anything is sent quantised."""
         averages = self.averaging is not None and self.averaging.quantised is not None
         return averages or any(bucket.is_quantised for bucket in self.buckets)
 
@@ -229,7 +230,7 @@ class CommPlan:
 
     @property
     def sent_bytes_per_step(self) -> float:
-        """Of the rank that sends most: see `sent_by_rank`."""
+        """The bytes of the rank that sends most: see `sent_by_rank`."""
         return max(self.sent_by_rank())
 
     @property
@@ -239,26 +240,26 @@ class CommPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of all that must be equal on every rank: everything but the explanations."""
+        """Hex digest of everything that must be equal on every rank: all except the explanations."""
         content = self.to_json()
         del content["notes"], content["profile_name"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and texts."""
+        """Plain lists, dicts, numbers and strings."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return content
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Where two plans (as ``to_json`` gives them) part first, in words; None when they are equal.
+    """The first difference of two plans (from ``to_json``), in words; None if they are equal.
 
     Shown to the user as ``<here> here, <there> there``.
     """
     for key in ("world_size", "node_num"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
-    # Other gradients may have been cut in another way, and go over other communicators.
+    # Different gradients may be in other buckets and on other communicators.
     for one, other in zip(_flat(ours), _flat(theirs), strict=False):
         if one[1:4] != other[1:4]:
             return f"{_say(one)} here, {_say(other)} there"
@@ -279,7 +280,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
 
 
 def _short(part: Any) -> str:
-    """A part of a plan in a few words: how many items, or what differs can be read from --json."""
+    """A part of a plan in a few words: the number of items; --json shows the rest."""
     return f"{len(part)} of {sum(item['nbytes'] for item in part)} bytes" if isinstance(part, list) else _averaged(part)
 
 

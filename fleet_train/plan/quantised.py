@@ -1,8 +1,8 @@
-"""How numbers become few bits, and how many bytes that makes: pure arithmetic.
+"""How numbers are quantised, and the resulting bytes: pure arithmetic.
 
-A buffer is cut into blocks; each has a scale, its largest absolute value over the number of levels on one side, and
-every element is sent as a whole number of scales. Source of scales per block: Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization", 2021.
+A buffer is split into blocks; each has a scale, its largest absolute value over the number of levels on one side, and
+every element is sent as an integer multiple of the scale. Source of scales per block: Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ BITS = {"int8": 8, "int4": 4}
 _IS_STOCHASTIC = {"nearest": False, "stochastic": True}
 SCALE_BYTES = 4
 WHOLE = 12582912.0
-"""1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest whole number (ties to
-even), which then stands in the lowest byte."""
+"""1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer (ties to even),
+which is then in the lowest byte."""
 SMALLEST = 2.0**-100
 """Blocks whose largest absolute value is below this are sent as zeros: the inverse of their scale would overflow."""
 
 
 @dataclass(frozen=True)
 class QuantisedSettings:
-    """What is asked of an exchange of whole numbers."""
+    """The settings of a quantised exchange."""
 
     bits: int
     block: int = 512
     """Elements that share a scale; a multiple of 32."""
     error_feedback: bool = True
-    """Whether what rounding has left out is added to the next exchange."""
+    """Whether rounding errors are added to the next exchange."""
     stochastic: bool = False
-    """Round up with the probability of the part that is cut off, so that the expected value is exact."""
+    """Round up with the probability of the fractional part, so that the expected value is exact."""
     seed: int = 0
 
     @property
     def levels(self) -> int:
-        """Whole numbers on each side of zero."""
+        """Integers on each side of zero."""
         return (1 << self.bits - 1) - 1
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes on the wire."""
+        """The bytes of one block on the wire."""
         return self.block * self.bits // 8 + SCALE_BYTES
 
     def dither(self, name: str, member: int, phase: int, step: int) -> np.random.Generator:
-        """Random numbers for one rounding; the same for the same arguments wherever they are drawn."""
+        """Random numbers for one rounding; the same for the same arguments on every machine."""
         return np.random.Generator(np.random.SFC64([self.seed, zlib.crc32(name.encode()), member, phase, step]))
 
 
@@ -58,8 +58,8 @@ class QuantisedSettings:
 class QuantisedLayout:
     """How ``members`` exchange ``elements`` float32 numbers.
 
-    Two members send each other everything and add up what they read. More members cut the buffer into a part each:
-    everybody sends each owner its part, the owners add up, round the sums, and all gather the parts.
+    Two members send each other everything and add what they read. More members split the buffer into one part each:
+    every member sends each owner its part, the owners add, round the sums, and all-gather the parts.
     """
 
     elements: int

@@ -1,4 +1,4 @@
-"""What was asked: the profile, its schema, its strict loader, the catalogue in ``strategies/``. Imports no Paddle."""
+"""The profile, its schema, its strict loader, the catalogue in ``strategies/``. Imports no Paddle."""
 
 from __future__ import annotations
 

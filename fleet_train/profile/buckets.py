@@ -1,4 +1,4 @@
-"""The knobs that cut gradients into buckets, as numbers."""
+"""The knobs that divide gradients into buckets, as numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fleet_train.profile.knobs import AUTO, shown
 from fleet_train.profile.profile import Profile
 
 CHOSEN = "chosen"
-"""How the origin of a number begins that nobody has given."""
+"""The beginning of the origin of a number that was chosen, not given."""
 DECLINED = "declined"
-"""How the origin of a compression begins that stands in for one that does not pay."""
+"""The beginning of the origin of a compression that replaces one that does not pay off."""
 COMMUNICATORS, SIZE, EDGE = BUCKET_KNOBS = ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
 
 
@@ -26,18 +26,18 @@ class Buckets:
 
 
 def open_knobs(profile: Profile) -> tuple[str, ...]:
-    """Those that are left to be chosen and have an effect."""
+    """The open knobs that have an effect."""
     return tuple(knob for knob in BUCKET_KNOBS if getattr(profile, knob) == AUTO and profile.heeds(knob))
 
 
 def chosen_in_words(profile: Profile) -> str:
-    """What was chosen for a profile, as it would be written: ``nccl_comm_num: 2, fuse_grad_size_in_MB: 4``."""
+    """The numbers chosen for a profile, as in a profile file: ``nccl_comm_num: 2, fuse_grad_size_in_MB: 4``."""
     chosen = [knob for knob in BUCKET_KNOBS if profile.origin(knob).startswith(CHOSEN)]
     return ", ".join(f"{knob}: {shown(getattr(profile, knob))}" for knob in chosen)
 
 
 def buckets_of(profile: Profile) -> Buckets:
-    """The numbers of a profile; what has no effect is 0. Raises ProfileError while one is left open."""
+    """The numbers of a profile; 0 for knobs without effect. Raises ProfileError if one is still open."""
     if left := open_knobs(profile):
         raise ProfileError(
             f"{left[0]}: is auto, and no number was chosen for it; fleet_train.plan.price.choose chooses one"

@@ -1,4 +1,4 @@
-"""Where profiles are found: the catalogue in ``strategies/``, or a file anywhere."""
+"""Finds profiles: in the catalogue ``strategies/``, or as a file anywhere."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def profile_names() -> list[str]:
 
 
 def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
-    """The file of a catalogue name, or of a path, which is seen from ``folder`` (default: the working directory).
+    """The file of a catalogue name, or of a path relative to ``folder`` (default: the working directory).
 
-    Raises ProfileError for what is there and has no name of a profile: it is not even read.
+    Raises ProfileError for a file that does not have a profile's name, without reading it.
     """
     if NAME.fullmatch(name_or_path):
         named = catalogue_folder() / f"{name_or_path}.yaml"
@@ -58,7 +58,7 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """The profile of a catalogue name or a file. Raises ProfileError with ``file:line`` for each thing wrong in it."""
+    """The profile of a catalogue name or a file. Raises ProfileError with ``file:line`` for each problem in it."""
     return load_file(find_profile(name_or_path), find_profile)
 
 

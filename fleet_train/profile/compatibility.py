@@ -1,7 +1,8 @@
-"""Which strategies go together: one table, enforced by the loader, shown by ``fleet_train profiles --compatibility``.
+"""Which strategies can be combined: one table, enforced by the loader, shown by ``fleet_train profiles
+--compatibility``.
 
-To add a strategy, add its line to ``STRATEGIES`` and a line to ``PAIRS`` for each one that is there already; a test
-fails while one is missing. What only makes sense beside another knob is no pair: see ``needs`` and ``only_with`` of
+To add a strategy, add its line to ``STRATEGIES`` and a line to ``PAIRS`` for each existing one; a test fails if one is
+missing. A knob that only has an effect with another one is not a pair: see ``needs`` and ``only_with`` of
 `fleet_train.profile.knobs.Knob`.
 """
 
@@ -18,7 +19,7 @@ from fleet_train.profile.schema.settings import KNOBS
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy and the knob that switches it on; ``is_on`` judges the knob's value."""
+    """A strategy and the knob that switches it on; ``is_on`` tests the knob's value."""
 
     name: str
     knob: str
@@ -28,8 +29,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether two strategies may stand in one profile. ``words``: how they work together, or why they cannot and what
-    to do instead.
+    """Whether two strategies may be combined in a profile. ``words``: how they work together, or why they cannot and
+    what to do instead.
     """
 
     allowed: bool
@@ -38,7 +39,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Clash:
-    """Two strategies in one profile that do not go together, told of the knob that was set."""
+    """Two strategies in one profile that cannot be combined, reported for the knob that was set."""
 
     knob: str
     message: str
@@ -75,12 +76,12 @@ PAIRS: dict[tuple[str, str], Verdict] = {
         "each bucket takes the three steps; fewer buckets wait for the leaders less often"
     ),
     ("fused", "waiting"): _goes("each bucket is waited for before the next operator starts"),
-    ("fused", "local_sgd"): _goes("buckets carry the gradients of the warm-up; parameters are averaged in one piece"),
-    ("fused", "outer"): _goes("the outer step sees averaged parameters, whatever the buckets of the warm-up were"),
-    ("communicators", "hierarchical"): _goes("each communicator has local groups and leaders' group of its own"),
+    ("fused", "local_sgd"): _goes("buckets are for the gradients of the warm-up; parameters are averaged in one piece"),
+    ("fused", "outer"): _goes("the outer step uses averaged parameters and does not depend on the warm-up's buckets"),
+    ("communicators", "hierarchical"): _goes("each communicator has its own local groups and leaders' group"),
     ("communicators", "waiting"): _goes("only one bucket is in flight at a time, so one communicator is enough"),
     ("communicators", "local_sgd"): _goes("the warm-up uses all of them, an averaging the first one"),
-    ("communicators", "outer"): _goes("the averaged difference travels on the first communicator"),
+    ("communicators", "outer"): _goes("the averaged difference is sent on the first communicator"),
     ("hierarchical", "waiting"): _goes("a bucket's three steps end before the next operator starts"),
     ("hierarchical", "local_sgd"): _goes("parameters are averaged in the same three steps as gradients in the warm-up"),
     ("hierarchical", "outer"): _goes(
@@ -139,12 +140,12 @@ PAIRS |= {
     **_with(
         "sync_bn",
         "fused communicators hierarchical waiting bf16 quantised powersgd dgc",
-        _goes("statistics travel on a process group of their own"),
+        _goes("statistics are sent on a separate process group"),
     ),
     **_with(
         "sync_bn",
         "local_sgd outer",
-        _refused("local steps send nothing, and synchronised statistics would", "leave sync_batch_norm off"),
+        _refused("local steps send nothing, but synchronised statistics would have to", "leave sync_batch_norm off"),
     ),
     **_with("sync_bn", "merge", _goes("statistics are those of one micro-batch over all ranks")),
     **_with("sync_bn", "amp", _goes("statistics are float32")),
@@ -166,7 +167,7 @@ def clashes(
     strategies: Sequence[Strategy] = STRATEGIES,
     pairs: Mapping[tuple[str, str], Verdict] = PAIRS,
 ) -> list[Clash]:
-    """Each refused pair of strategies that these settings, with the defaults, switch on together."""
+    """Each refused pair of strategies that these settings, with the defaults, enable together."""
     used = [one for one in strategies if one.is_on(_value(one.knob, settings))]
     found = []
     for first, second in combinations(used, 2):

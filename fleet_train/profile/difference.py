@@ -1,4 +1,5 @@
-"""Where the profiles of two ranks part, in words; values of variables are never shown, they may be secrets."""
+"""The first difference between two ranks' profiles, in words; values of variables are never shown, they may be
+secrets."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from fleet_train.profile.schema.settings import DESCRIPTIVE
 
 
 def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
-    """What ranks send one another: knobs with their values, variables with a digest of theirs. JSON."""
+    """What ranks send one another: knobs with their values, variables with digests of their values. JSON."""
     knobs = {name: value for name, value in profile if name not in DESCRIPTIVE and name != "environment"}
     digests = {name: _digest(name, value) for name, value in profile.environment.items()}
     return {"knobs": knobs, "environment": digests}
 
 
 def _digest(name: str, value: str) -> str:
-    """Another one for each variable: two variables with one value do not show that they have it."""
+    """Different for each variable, so that two variables with the same value do not reveal it."""
     return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
 
 
 def first_differing_knob(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> str | None:
-    """The first difference of two profiles as `comparable` gives them; None when they are equal."""
+    """The first difference of two results of `comparable`; None if they are equal."""
     for name, value in ours["knobs"].items():
         other = theirs["knobs"].get(name)
         if value != other:

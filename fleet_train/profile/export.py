@@ -1,4 +1,4 @@
-"""Write, or check, what is made from the knob table: ``strategies/schema.json`` and ``docs/knobs.md``.
+"""Write, or check, the files generated from the knob table: ``strategies/schema.json`` and ``docs/knobs.md``.
 
 ``python -m fleet_train.profile.export`` writes them, ``--check`` (called by ``make check``) fails if they are out of
 date or if a profile of the catalogue does not load.
@@ -82,7 +82,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _bounds(row: dict[str, Any]) -> dict[str, Any]:
-    """The range of a number, taken out of the row of a knob that may be a word as well."""
+    """The range of a number, removed from the row of a knob that may also be a word."""
     words = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
     return {word: row.pop(mark) for mark, word in words.items() if mark in row}
 
@@ -132,7 +132,7 @@ def _stock_line(field: StockField) -> str:
 
 
 def outputs(root: Path) -> dict[Path, str]:
-    """The text of each file that is made from the table."""
+    """The text of each file that is generated from the table."""
     return {
         root / "strategies" / "schema.json": json.dumps(json_schema(), indent=2) + "\n",
         root / "docs" / "knobs.md": knobs_page(),
@@ -140,8 +140,8 @@ def outputs(root: Path) -> dict[Path, str]:
 
 
 def stale_files(root: Path) -> list[str]:
-    """One line for each file that is not what the table says."""
-    fix = "is not what the knob table says; run: python -m fleet_train.profile.export"
+    """One line for each file that differs from the table."""
+    fix = "differs from the knob table; run: python -m fleet_train.profile.export"
     return [
         f"{path.relative_to(root)}: {fix}"
         for path, text in outputs(root).items()

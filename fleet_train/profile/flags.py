@@ -1,4 +1,4 @@
-"""Paddle 1.8's three communication flags, read as the knobs they stand for."""
+"""Paddle 1.8's three communication flags, read as the corresponding knobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fold_flags(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
     """Move the three flags from the top level and from ``environment`` to their knobs.
 
     Returns the settings without the flags, knob -> key of the flag it came from, and the problems: a value that cannot
-    be read, or a knob that is set to something else beside its flag.
+    be read, or a knob that contradicts its flag.
     """
     folded = dict(settings)
     came_from: dict[str, str] = {}
@@ -40,16 +40,16 @@ def fold_flags(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
 
 
 def read_flag(flag: Knob, given: Any) -> tuple[Any, str]:
-    """The knob's value that a flag's text stands for, and what is wrong with it (empty when nothing is).
+    """The knob's value for a flag's text, and the problem with it (empty if there is none).
 
-    A text that is no such value is not repeated: it may stand in an environment.
+    An invalid text is not shown: it may come from an environment.
     """
     try:
         value = _converted(flag, given)
     except ValueError:
-        return None, f"given a text that is something else; allowed: {flag.allowed}"
+        return None, f"given an invalid text; allowed: {flag.allowed}"
     found = value_problems({flag.becomes: value})
-    # A knob may take auto beside its numbers; its flag does not.
+    # A knob may take auto as well as numbers; its flag does not.
     return value, found[0].message.replace(KNOBS[flag.becomes].allowed, flag.allowed) if found else ""
 
 

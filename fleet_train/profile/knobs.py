@@ -1,4 +1,4 @@
-"""What is known about one knob, and how a knob is declared in the schema."""
+"""The description of one knob, and its declaration in the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fate = Literal["carried out", "mapped", "refused"]
 FATES: tuple[Fate, ...] = ("carried out", "mapped", "refused")
 
 Auto = Literal["auto"]
-"""The value of a knob whose number is chosen when the gradients and the link are known."""
+"""The value of a knob whose number is chosen once the gradients and the link are known."""
 AUTO: Auto = "auto"
 
 MOST_SHOWN = 100
@@ -56,10 +56,10 @@ def hidden(variables: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Values of another knob, without which a knob would do nothing.
+    """Values of another knob that a knob needs to have an effect.
 
-    ``default_fits``: the default says what happens anyway, so it may be written beside any value. ``either``: another
-    knob with values that would do as well.
+    ``default_fits``: the default describes what happens anyway, so it may be combined with any value. ``either``:
+    another knob whose values also suffice.
     """
 
     knob: str
@@ -69,7 +69,7 @@ class OnlyWith:
 
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """The values that will do, by knob."""
+        """The sufficient values, by knob."""
         return {self.knob: self.values, **dict([self.either] if self.either else [])}
 
 
@@ -78,9 +78,9 @@ class Knob:
     """One row of the knob table.
 
     ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
-    mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one
-    would do nothing, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old
-    ``FLAGS_*`` spelling is read as. ``auto``: whether it takes that word beside numbers.
+    mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one has
+    no effect, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old ``FLAGS_*``
+    spelling is read as. ``auto``: whether it takes that word as well as numbers.
     ``refused``: (value, reason) of what others allow here and this does not.
     """
 
@@ -187,7 +187,7 @@ def _only_with_of(stored: dict[str, Any]) -> OnlyWith:
 
 
 def entry_of(knob: str, value: str, table: Mapping[str, Entry], what: str) -> Entry:
-    """The entry of a knob's value in ``table``. Raises ConversionError where there is none: nothing else is taken."""
+    """The entry of a knob's value in ``table``. Raises ConversionError if there is none; there is no fallback."""
     refuse_unknown(knob, value, table, what)
     return table[value]
 

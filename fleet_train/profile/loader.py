@@ -1,4 +1,4 @@
-"""Files to a `Profile`: follows ``extends``, reports every problem of a file with its line."""
+"""Loads files into a `Profile`: follows ``extends``, reports every problem of a file with its line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Layer:
 
 
 def load_file(path: Path, find: Finder) -> Profile:
-    """The profile in a file. ``find(name, folder)`` resolves ``extends`` seen from a folder.
+    """The profile in a file. ``find(name, folder)`` resolves ``extends`` relative to a folder.
 
     Raises ProfileError with one line per problem: ``strategies/a.yaml:7: nccl_com_num: unknown key; did you mean ...``.
     """
@@ -59,23 +59,24 @@ def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -
     except ProfileError as error:
         raise ProfileError(f"{place}: extends: {error}") from error
     if wanted.resolve() in chain:
-        circle = " -> ".join(shown_path(step) for step in (*chain[chain.index(wanted.resolve()) :], wanted))
-        raise ProfileError(f"{place}: extends: is circular: {circle}; remove one of these lines")
+        cycle = " -> ".join(shown_path(step) for step in (*chain[chain.index(wanted.resolve()) :], wanted))
+        raise ProfileError(f"{place}: extends: is circular: {cycle}; remove one of these lines")
     if len(chain) >= MAX_EXTENDS:
         raise ProfileError(f"{place}: extends: more than {MAX_EXTENDS} files deep")
     return _load_layer(wanted, find, chain)
 
 
 def _merged(parent: _Layer, own: _Layer) -> _Layer:
-    """The file's settings over those that it extends; environments are merged by name, the description is its own.
+    """The file's settings over those that it extends; environments are merged by name, the description is not
+    inherited.
 
     A knob that only the parent sets and that the file switches off (``fuse_all_reduce_ops: false`` over a parent's
-    ``fuse_grad_size_in_MB: 16``, ``outer_optimizer: none`` over its ``outer_lr: 0.7``) goes with it: contradictions are
-    between lines that were written to hold together.
+    ``fuse_grad_size_in_MB: 16``, ``outer_optimizer: none`` over its ``outer_lr: 0.7``) is dropped with it:
+    contradictions exist only between lines written to apply together.
     """
     kept = {name: value for name, value in parent.settings.items() if name not in DESCRIPTIVE}
     chosen = dict(own.settings)
-    # What a knob that goes was tuned by goes too: amp_level takes amp_dtype with it, and that its loss scale.
+    # The knobs that tune a dropped knob are dropped too: amp_level drops amp_dtype, which drops its loss scale.
     while gone := [name for name in kept if _taken_away(KNOBS[name], chosen)]:
         for name in gone:
             del kept[name]
@@ -97,7 +98,7 @@ def _taken_away(row: Knob, own: Mapping[str, Any]) -> bool:
 
 
 def _moot(problem: Problem, unread: set[str]) -> bool:
-    """A contradiction with a switch that could not be read says nothing new."""
+    """A contradiction with a switch that could not be read is no new information."""
     row = KNOBS.get(problem.key)
     if row is None:
         return False
@@ -117,8 +118,8 @@ def _report(problems: list[Problem], source: Source, layer: _Layer) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the working directory where that is shorter to read, else as it is."""
+    """Relative to the working directory if that is shorter, else unchanged."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; links in a circle
+    except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; a symlink loop
         return str(path)

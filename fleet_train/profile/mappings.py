@@ -1,4 +1,4 @@
-"""What is said once on rank 0, and what the installed Paddle has to confirm."""
+"""The messages that rank 0 prints once, and checks that need the installed Paddle."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fleet_train.profile.schema.settings import KNOBS
 
 
 def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]:
-    """What rank 0 says once: a sentence for each mapped knob that was set, each old rule of Fleet that is no longer
-    followed, and each setting that is right but buys nothing.
+    """What rank 0 prints once: a sentence for each mapped knob that was set, each old rule of Fleet that is no longer
+    followed, and each valid setting without benefit.
     """
     sentences = list(profile.notes)
     sentences += [
@@ -53,7 +53,7 @@ def _averages_every_step(profile: Profile) -> bool:
 def check_flags(profile: Profile, known_flags: Collection[str]) -> None:
     """Raise ProfileError if the environment section has a ``FLAGS_*`` name that is not among ``known_flags``.
 
-    Paddle itself accepts any such name from the environment without a word.
+    Paddle itself silently accepts any such name from the environment.
     """
     unknown = sorted(name for name in profile.environment if name.startswith("FLAGS_") and name not in known_flags)
     lines = [

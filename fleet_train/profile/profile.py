@@ -1,4 +1,4 @@
-"""`Profile`: what was asked, checked, frozen, with where each setting came from."""
+"""`Profile`: checked, frozen settings with the origin of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_CALLER = "set by the caller"
 class Profile(Settings):
     """One field per knob under Fleet's name (see `Settings`). ``Profile()`` is the default.
 
-    Raises ProfileError, with every problem on a line of its own, for settings that are unknown, of a wrong type, out of
+    Raises ProfileError, with every problem on its own line, for settings that are unknown, of a wrong type, out of
     range, contradictory, or refused.
     """
 
@@ -39,14 +39,14 @@ class Profile(Settings):
 
     @classmethod
     def assembled(cls, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
-        """A profile that remembers where each setting was written (``strategies/a.yaml:7``)."""
+        """A profile with the place where each setting was written (``strategies/a.yaml:7``)."""
         profile = cls(**settings)
         profile._origins.update({name: place for name, place in origins.items() if name in profile._origins})
         return profile
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Knobs that the file (or one it extends) or the caller set, be it to the default."""
+        """Knobs that the file (or one it extends) or the caller set, even to the default."""
         return frozenset(self.model_fields_set - DESCRIPTIVE)
 
     def origin(self, knob: str) -> str:
@@ -54,16 +54,16 @@ class Profile(Settings):
         return self._origins.get(knob, "default")
 
     def settings(self) -> dict[str, Any]:
-        """Only what was set, name and description included: what rebuilds this profile."""
+        """Only the knobs that were set, with name and description: enough to rebuild this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
 
     def shown_settings(self) -> dict[str, Any]:
-        """`settings` as they may be shown: of the environment section the names alone, values may be secrets."""
+        """`settings` for display: only the names of the environment section, because values may be secrets."""
         settings = self.settings()
         return settings | ({"environment": hidden(self.environment)} if "environment" in settings else {})
 
     def heeds(self, knob: str) -> bool:
-        """Whether a knob has an effect beside the others: not LocalSGD's period while ``use_local_sgd`` is false."""
+        """Whether a knob has an effect with the others: LocalSGD's period has none if ``use_local_sgd`` is false."""
         row = KNOBS[knob]
         on = not row.needs or bool(getattr(self, row.needs))
         return on and (
@@ -83,27 +83,26 @@ class Profile(Settings):
         return changed
 
     def with_choices(self, origin: str, **settings: Any) -> Profile:
-        """A copy with these values, which are known to fit: unlike `with_settings` it is not checked again."""
+        """A copy with these values, which must be valid: unlike `with_settings` it is not checked again."""
         changed = self.model_copy(update=settings)
         changed._origins = self._origins | dict.fromkeys(settings, origin)
         return changed
 
     def with_notes(self, sentences: Iterable[str]) -> Profile:
-        """A copy that also has these sentences to say once on rank 0 (see `applied_mappings`)."""
+        """A copy that also has these sentences to print once on rank 0 (see `applied_mappings`)."""
         noted = self.with_settings()
         noted._notes = (*self._notes, *sentences)
         return noted
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was mapped before this became a profile: fields of a stock strategy, Fleet 1.8's names."""
+        """What was mapped before the profile was made: fields of a stock strategy, Fleet 1.8's names."""
         return self._notes
 
     def overridden_by(self, environ: Mapping[str, str]) -> tuple[Profile, list[str]]:
-        """Apply the three old communication flags of a process environment where the profile does not set their knob.
-
-        Returns the profile and one sentence per flag found, to be said once. Raises ProfileError for a value that the
-        knob does not allow.
+        """Apply the three old communication flags of a process environment if the profile does not set their knob.
+        Returns the profile and one sentence per flag found, to be printed once. Raises ProfileError for a value that
+        the knob does not allow.
         """
         wanted: dict[str, Any] = {}
         notices: list[str] = []
@@ -135,7 +134,7 @@ class Profile(Settings):
         return ""
 
     def worker_environment(self) -> dict[str, str]:
-        """Variables to set before Paddle starts: the environment section, and what mapped knobs become."""
+        """Variables to set before Paddle starts: the environment section, and those of mapped knobs."""
         serial = "1" if self.num_threads == 1 else "0"
         # Sequential as well: serial alone runs the launch operators only near the end of the backward pass.
         executor = {"FLAGS_new_executor_serial_run": serial, "FLAGS_new_executor_sequential_run": serial}

@@ -1,4 +1,4 @@
-"""What is wrong with a set of profile settings: unknown names, types, ranges, refusals, contradictions."""
+"""Checks a set of profile settings: unknown names, types, ranges, refusals, contradictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0",
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with one setting; ``key`` is ``environment.NAME`` for a line of that section."""
+    """One problem of one setting; ``key`` is ``environment.NAME`` for a line of that section."""
 
     key: str
     message: str
@@ -33,21 +33,21 @@ class Problem:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """``; did you mean 'x'?`` or nothing. Case and dashes count as slips of the pen."""
+    """``; did you mean 'x'?`` or nothing. Case and dashes count as typing errors."""
     by_form = {form.lower(): form for form in known}
     close = get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=0.6)
     return f"; did you mean {by_form[close[0]]!r}?" if close else ""
 
 
 def describe(value: object) -> str:
-    """A value with what it is, for messages: ``'2' (text)``."""
+    """A value with its kind, for messages: ``'2' (text)``."""
     if type(value) not in _KINDS:
         return kind_in_words(value)
     return f"{repr(value) if isinstance(value, float) else shown(value)} ({kind_in_words(value)})"
 
 
 def kind_in_words(value: object) -> str:
-    """What a value is, without the value: ``text``."""
+    """The kind of a value, without the value: ``text``."""
     return "no value" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
@@ -58,7 +58,7 @@ def unknown_key(name: str) -> str:
 
 
 def problems_in(settings: Mapping[str, Any]) -> list[Problem]:
-    """Everything that is wrong with each setting by itself and with all of them together."""
+    """All problems of each setting by itself and of all of them together."""
     found = value_problems(settings)
     bad = {problem.key.partition(".")[0] for problem in found}
     good = {name: value for name, value in settings.items() if name not in bad}
@@ -83,7 +83,7 @@ def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) -> list[Problem]:
-    """Settings that are right by themselves but would do nothing, or the opposite, beside the others."""
+    """Settings that are valid by themselves but would have no effect, or the opposite one, with the others."""
     found = []
     for name in settings:
         row = KNOBS.get(name)
@@ -106,7 +106,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
 
 
 def _idle_beside(row: Knob, settings: Mapping[str, Any], ignoring: Collection[str]) -> str:
-    """Why a knob does nothing beside the choice that was made, or nothing."""
+    """Why a knob has no effect with the given choice, or nothing."""
     rule = row.only_with
     if rule is None or any(name in ignoring for name in rule.choices):
         return ""
@@ -131,7 +131,8 @@ def _size_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _overlap_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
-    """An averaging beside local steps: where its end would be undefined, or the optimizer's state half treated."""
+    """Overlapped averaging: settings with which its end would be undefined, or the optimizer's state partly
+    averaged."""
     name = "local_sgd_overlap_steps"
     steps = settings.get(name, 0)
     if not steps:
@@ -146,7 +147,7 @@ def _overlap_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
         f"{max(between - 1, 0)} or less": steps >= between,
         f"does not go with local_sgd_schedule: {schedule}, whose next period depends on the averaging, or can be "
         "shorter than the overlap; use constant": schedule != "constant",
-        f"does not go with local_sgd_momentum: {momentum}, which treats the optimizer's state at an averaging while "
+        f"does not go with local_sgd_momentum: {momentum}, which changes the optimizer's state at an averaging while "
         "local steps use it; use keep": momentum != "keep",
     }
     return [Problem(name, rule) for rule, broken in rules.items() if broken]
@@ -176,20 +177,20 @@ def _fragment_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
         f"does not go with local_sgd_schedule: {schedule}: a fragment has a fixed step of each period; use constant": (
             schedule != "constant"
         ),
-        f"does not go with local_sgd_momentum: {momentum}, which treats the whole of the optimizer's state at an "
+        f"does not go with local_sgd_momentum: {momentum}, which changes the whole state of the optimizer at an "
         "averaging; use keep": momentum != "keep",
     }
     return [Problem(name, rule) for rule, broken in rules.items() if broken]
 
 
 def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
-    """No pair of strategies: mixed precision goes with both, float16's loss scale with neither."""
+    """Not in the table of pairs: mixed precision goes with both, float16's loss scale with neither."""
     if settings.get("amp_level", "O0") == "O0" or settings.get("amp_dtype") != "float16":
         return []
     beside, found = "does not go with amp_dtype: float16", []
     if settings.get("accumulate_steps", 1) > 1:
         rule = (
-            f"{settings['accumulate_steps']} {beside}: the loss scale's judgement and the merged update are not "
+            f"{settings['accumulate_steps']} {beside}: skipping by the loss scale and the merged update are not "
             "tested together; use amp_dtype: bfloat16"
         )
         found.append(Problem("accumulate_steps", rule))
@@ -200,14 +201,14 @@ def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 _WAYS_TO_CUT: dict[str, Any] = {"recompute_segments": 1, "recompute_every_blocks": 0, "recompute_checkpoints": []}
-"""Three ways to say where recompute cuts, and up to which value each is off."""
+"""The three knobs for where recompute splits, and up to which value each is off."""
 
 
 def _recompute_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     used = [name for name, off in _WAYS_TO_CUT.items() if settings.get(name, off) > off]
     if len(used) < 2:
         return []
-    return [Problem(used[-1], f"sets where recompute cuts, as {used[0]} does; keep one of the two")]
+    return [Problem(used[-1], f"sets where recompute splits, as {used[0]} does; keep one of the two")]
 
 
 def _executor_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
@@ -233,7 +234,7 @@ def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _is_about_auto(details: Any) -> bool:
-    """Whether a complaint says that a value is not the word ``auto``: another one says what else is wrong with it."""
+    """Whether pydantic's error only says that a value is not ``auto``: another error has the real problem."""
     return (
         KNOBS[str(details["loc"][0])].auto and details["type"] == "literal_error"
         if details["loc"][0] in KNOBS
@@ -242,7 +243,7 @@ def _is_about_auto(details: Any) -> bool:
 
 
 def _in_our_words(details: Any) -> Problem:
-    """One of pydantic's complaints as: what was given, what is allowed."""
+    """One of pydantic's errors as: what was given, what is allowed."""
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
         return Problem(name, unknown_key(name))
@@ -262,7 +263,7 @@ def _in_our_words(details: Any) -> Problem:
 
 
 def _variable_problem(name: str, value: str) -> Problem | None:
-    """Why a line of the environment section is refused. Values are not repeated: they may be secrets."""
+    """Why a line of the environment section is refused. Values are not shown: they may be secrets."""
     key = f"environment.{name}"
     if name in FLAG_KNOBS:
         return Problem(key, f"is the knob {FLAG_KNOBS[name].becomes}; set that instead")

@@ -1,7 +1,7 @@
-"""One YAML file as settings with line numbers; nothing is guessed and nothing is dropped.
+"""Reads one YAML file into settings with line numbers, without guessing or dropping anything.
 
 PyYAML's own loader reads ``1e-3`` as text, ``no`` as False, ``010`` as 8, ``1:30`` as 90, and keeps the last of two
-equal keys. So the file is only composed into nodes here, and each scalar is read for the knob that it is meant for.
+equal keys. So PyYAML only composes the file into nodes, and each scalar is read according to its knob.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DIGITS = 40
 KEY = re.compile(r"[A-Za-z_][\w.-]{0,79}")
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _WORDS_OF_THE_FILE = re.compile(r"(?<=alias|nchor|andle) .*", re.DOTALL)
-"""In PyYAML's messages, where it has more than one character of them."""
+"""A part of PyYAML's messages that shows more than one character of the file."""
 _NO_KEY = "is not a key of a profile; to build on another profile, use extends"
 _NO_VARIABLE = "is not a variable name; write NAME: value"
 READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": "nothing", "timestamp": "a date"}
@@ -35,7 +35,7 @@ READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": 
 
 @dataclass
 class Source:
-    """What one file says: ``settings`` and ``extends``, the line of each key, and what could not be read."""
+    """The content of one file: ``settings`` and ``extends``, the line of each key, and what could not be read."""
 
     path: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
 
     def place(self, key: str) -> str:
-        """``strategies/a.yaml:7`` for a key, or the file alone for one that stands elsewhere."""
+        """``strategies/a.yaml:7`` for a key, or only the file for a key from elsewhere."""
         line = self.lines.get(key) or self.lines.get(key.partition(".")[0])
         return f"{self.path}:{line}" if line else self.path
 
@@ -52,7 +52,7 @@ class Source:
 def read_source(path: Path, shown: str) -> Source:
     """Read one profile file. Raises ProfileError if there is no mapping in it at all; other problems are collected.
 
-    The file may be none: of its text only names, and values of knobs, come into messages.
+    The file may not be a profile: messages show only names and values of knobs from its text.
     """
     root = _compose(_read_text(path, shown), shown)
     source = Source(shown)
@@ -114,7 +114,7 @@ def _compose(text: str, shown: str) -> yaml.MappingNode:
 
 
 class _FlatLoader(yaml.SafeLoader):
-    """Gives up at a depth that no profile has: PyYAML's time grows with the square of it."""
+    """Stops at a depth that no profile has: PyYAML's time grows with its square."""
 
     _depth = 0
 
@@ -135,7 +135,7 @@ def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[t
             f"{source.path}:{line}: has {len(mapping.value)} keys, {MAX_KEYS} are allowed. Is this the right file?"
         )
     for key_node, node in mapping.value:
-        # Of a file that is none of ours the keys may be anything, and "TOKEN=abc" has a value in it.
+        # Keys of a file that is not a profile may be anything: "TOKEN=abc" has a value in it.
         is_name = isinstance(key_node, yaml.ScalarNode) and KEY.fullmatch(key_node.value)
         key = key_node.value if is_name else "<<" if key_node.value == "<<" else "?"
         path, line = prefix + key, key_node.start_mark.line + 1
@@ -150,7 +150,7 @@ def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[t
 
 
 def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
-    """Variables as the text that was written; only what YAML would have turned into something else needs quotes."""
+    """Variables as the written text; only text that YAML would convert to something else needs quotes."""
     variables = {}
     for name, node in _items(section, source, prefix="environment."):
         key = f"environment.{name}"
@@ -172,7 +172,7 @@ def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
 
 
 def _names(key: str, sequence: yaml.SequenceNode, source: Source) -> list[str]:
-    """The entries of a list as the text that was written."""
+    """The entries of a list as the written text."""
     names = []
     for node in sequence.value:
         text = _setting(key, node, str, source)
@@ -250,7 +250,8 @@ def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
 
 
 def _number_in_yaml(tag: str, text: str) -> Any:
-    """What YAML 1.1 reads: ``010`` as 8, ``1:30`` as 90. None for what only its tag (``!!int x``) calls a number."""
+    """The value that YAML 1.1 reads: ``010`` as 8, ``1:30`` as 90. None if only its tag (``!!int x``) makes it a
+    number."""
     constructor: Any = yaml.constructor.SafeConstructor()
     node = yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", text)
     try:
@@ -281,7 +282,7 @@ def _as_read(tag: str, text: str) -> str:
 
 
 def _unprintable(node: yaml.ScalarNode) -> str:
-    """What is wrong with a text that would do something to a terminal, or nothing."""
+    """The problem with a text that contains terminal control characters, or nothing."""
     found = UNPRINTABLE.search(node.value)
     return f"has the control character U+{ord(found[0]):04X}; remove it" if found else ""
 

@@ -140,9 +140,9 @@ def _told(error: BaseException, cause: BaseException) -> str:
 
     Empty if it would only show our own code.
     """
-    from fleet_train.spawning.shipping import CannotTravel
+    from fleet_train.spawning.shipping import NotSerializable
 
-    if isinstance(error, CannotTravel):
+    if isinstance(error, NotSerializable):
         return ""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:

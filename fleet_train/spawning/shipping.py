@@ -17,31 +17,31 @@ _LONGEST_SHOWN = 80
 _MOST_SOURCE_LINES = 200_000
 
 
-class CannotTravel(FleetTrainError):
+class NotSerializable(FleetTrainError):
     """A function, argument or result cannot be pickled; the message names the part."""
 
 
 def ship(train: Callable[..., Any], args: tuple[Any, ...], extra: Any = None) -> bytes:
-    """A call of ``train(*args)`` as bytes. Raises CannotTravel naming the variable that cannot be pickled."""
+    """A call of ``train(*args)`` as bytes. Raises NotSerializable naming the variable that cannot be pickled."""
     try:
         return _dumped((train, args, extra))
     except Exception as error:
         for what, value in _parts(train, args):
             if (why := _why_not(value)) is not None:
-                raise CannotTravel(
+                raise NotSerializable(
                     f"{what} cannot be sent to the ranks: it is {shown(value)} ({why}); create it inside "
                     f"{name_of(train)}, or pass what it is made from as an argument"
                 ) from None
-        raise CannotTravel(f"{name_of(train)} cannot be sent to the ranks: {_reason(error)}") from None
+        raise NotSerializable(f"{name_of(train)} cannot be sent to the ranks: {_reason(error)}") from None
 
 
 def ship_result(result: Any, name: str) -> bytes:
-    """A rank's result as bytes. Raises CannotTravel."""
+    """A rank's result as bytes. Raises NotSerializable."""
     try:
         return _dumped(result)
     except Exception as error:
         what, value = next(_broken_parts(result), ("", result))
-        raise CannotTravel(
+        raise NotSerializable(
             f"{name} returned {shown(result)}, which cannot be sent back{what and f': {what}'} "
             f"({_why_not(value) or _reason(error)}); return numbers, NumPy arrays, or lists and dicts of them"
         ) from None

@@ -1,4 +1,4 @@
-"""What a call of `Trainer.fit` came to."""
+"""The result of `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Outcome:
     steps: int = 0
     epochs: int = 0
     train_loss: float = math.nan
-    """Mean of the fetched losses of the last epoch, over all ranks; those that were not finite are left out."""
+    """Mean of the fetched losses of the last epoch, over all ranks; without those that were not finite."""
     evaluation: Evaluation | None = None
-    """The last one."""
+    """The last evaluation."""
     samples: int = 0
     train_seconds: float = 0.0
     checkpoint: Path | None = None
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks, of the training steps of this call; evaluation and checkpoints are not in the time."""
+        """Over all ranks, of the training steps of this call; the time excludes evaluation and checkpoints."""
         return self.samples / self.train_seconds if self.train_seconds else 0.0
 
     def line(self) -> str:

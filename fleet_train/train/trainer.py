@@ -1,4 +1,4 @@
-"""The training loop for any static program: `Trainer.fit` is the whole story, what it calls is below it."""
+"""The training loop for any static program: start reading at `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from fleet_train.train.outcome import Outcome
 
 @dataclass
 class StepSums:
-    """Of the batches of one step that are in one epoch, on this rank."""
+    """The batches of one step that are in one epoch, on this rank."""
 
     samples: int = 0
     losses: list[float] = field(default_factory=list)
-    """Those that were fetched."""
+    """The fetched losses."""
     gradient_norm: float | None = None
-    """That of the update, if it was fetched."""
+    """The gradient norm of the update, if it was fetched."""
 
     def loss(self) -> float | None:
         return sum(self.losses) / len(self.losses) if self.losses else None
@@ -57,20 +57,20 @@ class Trainer:
 
     Args:
         exe: an executor on `fleet.place()` on which the startup program has run.
-        loss: value of the training program with one element; fetched as the profile's `fetch_frequency` says.
+        loss: value of the training program with one element; fetched according to the profile's `fetch_frequency`.
         loader: this rank's batches, as feeds of the training program.
-        settings: how long, how often.
+        settings: durations and intervals.
         scheduler: the learning-rate schedule (`paddle.optimizer.lr`), stepped after every update; None = constant. A
             resume on another number of ranks calls `scheduler.step(updates)`.
         evaluator: called every `evaluate_every` epochs; None = no evaluation.
         checkpoints: where they go; None = nothing is saved.
-        average: the weights' moving average, if the program has one: it is evaluated in their place.
-        skipping: what skips updates that are not finite; None = a loss that is not finite ends the training.
-        gradient_norm: what `gradient_norm()` of the optimizer gave; fetched for each record. None = not recorded.
-        sinks: where the numbers go. A list of objects with `write(step, scalars)` and `close()`: called on rank 0 alone
-            and closed when `fit` ends. Or what `open_sinks` gives, which the caller closes.
-        progress: what a person sees (on the reporting rank).
-        description: JSON values that a checkpoint keeps to tell runs apart, such as the model's name.
+        average: the weights' moving average, if the program has one: it is evaluated instead of them.
+        skipping: skips updates that are not finite; None = a loss that is not finite ends the training.
+        gradient_norm: the result of the optimizer's `gradient_norm()`; fetched for each record. None = not recorded.
+        sinks: where the numbers go. A list of objects with `write(step, scalars)` and `close()`: called only on rank 0
+        and closed when `fit` ends. Or the result of `open_sinks`, which the caller closes. progress: the progress
+        display (on the reporting rank). description: JSON values in checkpoints that distinguish runs, such as the
+        model's name.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Trainer:
         self._losses = EpochLoss()
         self._of_step = StepSums()
         self._first_step, self._last_step = 0, 0
-        """Steps before the epoch under way, and with it."""
+        """Steps before the current epoch, and including it."""
         self._reported = 0
-        """Steps of the epoch under way up to the last record."""
+        """Steps of the current epoch up to the last record."""
         self.position = Position()
         self.outcome = Outcome()
 
     def fit(self) -> Outcome:
         """Train from the current position on, evaluate and save as configured; the last epoch always does both.
 
-        Raises Preempted after a checkpoint when a stop was asked for, NotFinite for a loss that is NaN or infinite.
+        Raises Preempted after a checkpoint when a stop was requested, NotFinite for a loss that is NaN or infinite.
         """
         with closed_at_the_end(self._sinks):
             self._fit()
@@ -148,7 +148,7 @@ class Trainer:
         self._reporter.saved(self.position, self._saver.scalars())
 
     def _train_epoch(self) -> None:
-        """The steps of one epoch, or what a checkpoint in the middle of it has left."""
+        """The steps of one epoch, or its remaining steps after a checkpoint in the middle of it."""
         at = self.position
         began = time.perf_counter()
         with self._loader.epoch(at.epoch, at.consumed_samples) as batches:
@@ -177,9 +177,8 @@ class Trainer:
         at.epoch, at.consumed_samples = at.epoch + 1, 0
 
     def _begin_at_batch(self, batch: int, left: int) -> None:
-        """What an epoch has left says which batch comes next: a resume on another number of ranks knew a rounded one.
-
-        The schedule goes there, too, so that a run that is stopped again goes on with the rate that it had.
+        """The rest of an epoch determines the next batch: a resume on another number of ranks has only a rounded one.
+        The schedule is set to it as well, so that a run that is stopped again continues with the same rate.
         """
         at = self.position
         if batch != at.batches:
@@ -217,11 +216,11 @@ class Trainer:
         return loss
 
     def _is_looked_at(self, step: int) -> bool:
-        """Whether the loss is fetched in the step that follows so many others."""
+        """Whether the loss is fetched in the step after this many others."""
         return fleet.should_fetch(step) or self._saver.is_due_within(step + 1)
 
     def _account(self, of_step: StepSums, is_whole: bool) -> None:
-        """What is counted, written and shown of a step; not whole: of the batches whose update is in the next epoch."""
+        """Count, record and show a step; if not whole: the batches whose update is in the next epoch."""
         loss, samples = of_step.loss(), of_step.samples * fleet.worker_num()
         self.outcome.samples += samples
         self._losses.add(loss)
@@ -237,7 +236,7 @@ class Trainer:
         self._meter.restart()
 
     def _begins_record(self, step: int) -> bool:
-        """Whether a record is made behind this step of the epoch under way, if its loss is fetched."""
+        """Whether a record is made after this step of the current epoch, if its loss is fetched."""
         every = self._settings.log_every
         is_short = step == self._last_step and self._reported < every  # an epoch of fewer steps than that
         return is_short or begins_interval(step - self._first_step, self._reported, every)
@@ -245,7 +244,7 @@ class Trainer:
     def _evaluate(self) -> None:
         if self._evaluator is None:
             return
-        fleet.synchronize_parameters()  # what LocalSGD and batch norm let drift between the ranks
+        fleet.synchronize_parameters()  # values that LocalSGD and batch norm let drift between the ranks
         with self._average.in_place() if self._average is not None else nullcontext():
             result = self._evaluator(self._exe)
         self.outcome.evaluation = result
@@ -272,9 +271,9 @@ class Trainer:
             self._progress.say(said)
         if self._batches_per_epoch % self._merged:
             self._progress.say(
-                f"note: an epoch's {self._batches_per_epoch} batches are no multiple of "
-                f"accumulate_steps={self._merged}: what is left at its end waits for the next epoch's first update, "
-                "and at the end of the run for none"
+                f"note: an epoch's {self._batches_per_epoch} batches are not a multiple of "
+                f"accumulate_steps={self._merged}: the rest waits for the next epoch's first update, "
+                "and is not used at the end of the run"
             )
 
     def _last_epoch(self) -> int:
@@ -283,7 +282,7 @@ class Trainer:
         return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
 
     def resume(self, found: Found) -> None:
-        """Go on from a checkpoint: tensors into the scope, the position and the learning rate to where they were."""
+        """Continue from a checkpoint: restore the tensors, the position and the learning rate."""
         self._saver.load(found)
         again = resumed(found.state, self._batches_per_epoch)
         self.position, self._losses = again.position, again.losses
@@ -307,8 +306,8 @@ class Trainer:
                 f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
                 "schedule that it was saved with"
             ) from error
-        # A function of the step is computed anew: the same for the same run, and right if its settings have changed.
-        # Other schedules compute a rate from the one before, which only their state gives back bit by bit.
+        # A function of the step is recomputed: the same for the same run, and correct if its settings have changed. #
+        # Other schedules compute a rate from the previous one, which only their state restores bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
         saved = found.state
         if is_function or (saved.steps_per_epoch, saved.accumulate_steps) != (self._batches_per_epoch, self._merged):
@@ -316,27 +315,27 @@ class Trainer:
 
 
 def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
-    """What to say where a run goes on with buckets that were chosen otherwise; nothing where sums stay the same bits.
+    """The note for a run that continues with differently chosen buckets; empty if sums keep the same bits.
 
-    The sum of two ranks' values does not depend on the buckets; that of more is taken in an order that does, and so are
-    the scales of values in few bits.
+    The sum of two ranks' values does not depend on the buckets; the sum of more is computed in an order that does, and
+    so are the scales of quantised values.
     """
     if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
         return ""
     if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
         return ""
     return (
-        f"note: buckets were cut by {saved} and now by {plan.chosen or 'what the profile gives'}, so that sums over "
+        f"note: buckets were set by {saved} and now by {plan.chosen or 'the profile'}, so that sums over "
         f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
-        "go on bit by bit"
+        "continue bit by bit"
     )
 
 
 def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
     """The step of an epoch, counted from 1, that was reported last when ``inside`` steps are done; 0 for none.
 
-    The first step whose loss is fetched (``is_looked_at(step)``) in each ``every`` is reported: a run that goes on from
-    here must report the same ones as a run that was not stopped.
+    The first step whose loss is fetched (``is_looked_at(step)``) in each ``every`` is reported: a run that continues
+    from here must report the same ones as an uninterrupted run.
     """
     reported = 0
     for step in range(1, inside + 1):
@@ -351,6 +350,6 @@ def begins_interval(step: int, reported: int, every: int) -> bool:
 
 
 def agreed_steps(steps: int) -> int:
-    """The steps that every rank can make, given what this rank has; no rank ever waits for one that has finished."""
+    """The number of steps that every rank can make; no rank ever waits for one that has finished."""
     counts = fleet.gather(steps)
     return agree_steps(counts, "truncate") if any(counts) else 0

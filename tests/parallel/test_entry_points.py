@@ -127,7 +127,7 @@ def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult,
     )
     assert refused["amp_init"] == ""
     assert "amp_level is O0; set amp_level: O1 or O2" in refused["amp_init without amp"]
-    assert "distributed_optimizer returned it; wrap an optimizer once" in refused["wrapped twice"]
+    assert "it was returned by distributed_optimizer; wrap an optimizer only once" in refused["wrapped twice"]
     assert "parameter_list= and parameters=, which name one argument" in refused["two names"]
 
 

@@ -1,4 +1,4 @@
-"""Why a standstill stands still: who waits for whom, as a circle."""
+"""Why nothing can go on: the cycle of waits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Standstill:
     """... those that are done, by rank."""
 
 
-def circle(found: Standstill) -> list[str]:
-    """Who waits for whom, in words; the last waits for the first."""
+def wait_cycle(found: Standstill) -> list[str]:
+    """The cycle of waits in words; the last waits for the first."""
     hosts: list[Node] = [("host", *host) for host in found.at]
     devices: list[Node] = [("calculation", rank, "") for rank in range(len(found.traces))]
     for start in (*hosts, *devices, *(("stream", index, "") for index in range(len(found.streams)))):
@@ -46,7 +46,7 @@ def circle(found: Standstill) -> list[str]:
             if following in path:
                 return [_said(found, node) for node in path[path.index(following) :]]
             path.append(following)
-    return ["nobody waits in a circle: somebody waits for what nobody will do"]
+    return ["there is no cycle of waits: a wait is for something that never happens"]
 
 
 def _said(found: Standstill, node: Node) -> str:

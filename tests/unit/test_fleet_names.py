@@ -141,5 +141,5 @@ def test_init_without_collective_training_is_refused() -> None:
 
 
 def test_exporting_targets_by_name_is_refused() -> None:
-    with pytest.raises(ConversionError, match="have no names to be found by; give the values themselves"):
+    with pytest.raises(ConversionError, match="have no names; pass the values themselves"):
         fleet.save_inference_model(1, "out", ["x"], ["fc_0.tmp_0"])

@@ -174,9 +174,9 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
         (
             "amp_configs",
             {"level": "O3"},
-            "DistributedStrategy.amp_configs.level (read as amp_level): given 'O3': Apex's pure half precision keeps "
-            "parameters in 16 bits, too, so that an update smaller than 1/256 of a bfloat16 parameter is lost; use O2, "
-            "which keeps float32 parameters",
+            "DistributedStrategy.amp_configs.level (read as amp_level): given 'O3': Apex's pure half precision also "
+            "keeps parameters in 16 bits, so that an update smaller than 1/256 of a bfloat16 parameter is lost; use "
+            "O2, which keeps float32 parameters",
         ),
         (
             "amp_configs",
@@ -273,7 +273,7 @@ def test_recompute_takes_its_checkpoints_in_both_of_fleets_ways() -> None:
 
 def test_recompute_without_checkpoints_says_that_nothing_is_recomputed() -> None:
     sentences = applied_mappings(DistributedStrategy(recompute=True).to_profile())
-    assert any("without any nothing is recomputed" in sentence for sentence in sentences)
+    assert any("without any, nothing is recomputed" in sentence for sentence in sentences)
 
 
 def test_the_loss_scales_numbers_of_fleet_are_taken_over() -> None:
@@ -492,7 +492,8 @@ def test_an_execution_strategy_of_another_class_gives_what_it_changes() -> None:
     strategy.exec_strategy = given
     assert strategy.num_threads == 2
     assert applied_mappings(strategy.to_profile())[0] == (
-        "DistributedStrategy.exec_strategy.use_experimental_executor: true is mapped: today's executor is the only one"
+        "DistributedStrategy.exec_strategy.use_experimental_executor: true is mapped: the current executor is the only "
+        "one"
     )
 
 

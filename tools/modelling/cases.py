@@ -16,7 +16,7 @@ from tests.streams.quick import replay_quickly, schedule_of
 from tests.streams.replay import Found
 from tests.streams.timing import Rates, Simulation, communication_seconds, exposed_seconds, ideal_exposed_seconds
 from tests.streams.trace import Trace, from_first_step, mismatches
-from tests.streams.words import circle
+from tests.streams.words import wait_cycle
 
 FLAT = tuple((nodes, 1) for nodes in range(2, 9))
 ONE_NODE = tuple((1, ranks) for ranks in range(2, 9))
@@ -88,7 +88,7 @@ def replay_case(
         "mismatches": mismatches(traces),
     }
     found = Found() if row["mismatches"] else _replay(traces, interleavings, seed, on_done)
-    example = circle(found.example) if found.example else []
+    example = wait_cycle(found.example) if found.example else []
     return row | {"interleavings": found.interleavings, "deadlocks": found.deadlocks, "example": example}
 
 

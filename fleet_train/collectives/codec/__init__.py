@@ -1,1 +1,1 @@
-"""Float32 buffers as few bits and back: compiled, in numpy, or on the device. `codecs` chooses."""
+"""Encoding of float32 buffers in a few bits: compiled, in numpy, or on the device. `codecs` chooses."""

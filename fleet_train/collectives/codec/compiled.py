@@ -1,4 +1,4 @@
-"""Float32 buffers in the host's memory as few bits and back by compiled loops, where numba can be imported."""
+"""Encodes float32 buffers in host memory in a few bits with compiled loops, where numba can be imported."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def find_loops() -> Loops | str:
         from fleet_train.collectives.codec.loops import compile_loops
 
         return compile_loops()
-    except Exception as error:  # numba refuses versions of numpy and processors in many ways
+    except Exception as error:  # numba rejects versions of numpy and processors with many types of errors
         return f"numba does not work here ({type(error).__name__}: {error}); pip install numba"
 
 
 class CompiledCodec:
-    """The bits of `HostCodec`: each block is read once to encode it, and once for all wires to decode it."""
+    """Gives the bits of `HostCodec`: encoding reads each block once; decoding reads it once for all wires."""
 
     def __init__(self, settings: QuantisedSettings, loops: Loops) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""Float32 tensors on a device as few bits and back, with Paddle's operators: nothing of which the host waits for."""
+"""Encodes float32 tensors on a device in a few bits, with Paddle's operators; the host waits for none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet_train.plan.quantised import SMALLEST, WHOLE, QuantisedSettings
 
 
 class DeviceCodec:
-    """The bits of `HostCodec`, but for random numbers of its own."""
+    """Gives the bits of `HostCodec`, except for its own random numbers."""
 
     def __init__(self, settings: QuantisedSettings) -> None:
         self._settings = settings
@@ -28,7 +28,7 @@ class DeviceCodec:
         largest = blocks.abs().max(axis=1, keepdim=True)
         largest = paddle.where(paddle.isnan(blocks).any(axis=1, keepdim=True), _filled(largest, float("nan")), largest)
         usable, finite = largest >= SMALLEST, paddle.isfinite(largest)
-        # Both divided by a tensor: Paddle multiplies by the inverse of a number, which is another last bit.
+        # Both divided by a tensor: by a number, Paddle multiplies by its inverse, which changes the last bit.
         count, none = _filled(largest, float(self._settings.levels)), paddle.zeros_like(largest)
         scales = paddle.where(finite, paddle.where(usable, largest / count, none), _filled(largest, float("nan")))
         inverse = paddle.where(usable, count / largest, none)
@@ -66,7 +66,7 @@ class DeviceCodec:
         return paddle.concat([number - 16.0 * upper, upper], axis=1) - 8.0
 
     def _dither(self, random: np.random.Generator, shape: Sequence[int]) -> Any:
-        """As on the host; drawn on the device, in an order of its own."""
+        """As on the host; drawn on the device, in a different order."""
         seed = int(random.integers(1, 2**31 - 1))
         return paddle.uniform(list(shape), "float32", min=-0.5, max=0.5, seed=seed)
 

@@ -1,4 +1,4 @@
-"""Float32 buffers in the host's memory as few bits and back in numpy, over pieces that stay in a core's cache."""
+"""Encodes float32 buffers in host memory in a few bits with numpy, in pieces that fit into a core's cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fleet_train.plan.quantised import SMALLEST, WHOLE, QuantisedSettings
 Array = np.ndarray[Any, Any]
 
 _PIECE_ELEMENTS = 65536
-"""What is treated at a time: a few temporaries of this size fit into a core's second cache."""
+"""Elements per piece: a few temporaries of this size fit into a core's second-level cache."""
 
 
 def offset_of(settings: QuantisedSettings) -> Any:
-    """What is added to a number of scales (float32), so that its level stands in the lowest byte."""
+    """Added to a number in units of its scale (float32), it puts the level into the lowest byte."""
     return np.float32(WHOLE if settings.bits == 8 else WHOLE + 8)
 
 
@@ -31,7 +31,7 @@ def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
 
 
 def pieces(blocks: int, settings: QuantisedSettings) -> Iterator[slice]:
-    """Of so many blocks, in order."""
+    """Of this many blocks, in order."""
     step = _piece_blocks(settings)
     return (slice(first, min(first + step, blocks)) for first in range(0, blocks, step))
 
@@ -116,7 +116,7 @@ class HostCodec:
 
 
 def _scales(largest: Array, scales: Array, levels: int) -> Array:
-    """Write the blocks' scales; returns the inverse ones. Blocks of next to nothing have the scale 0."""
+    """Write the blocks' scales; returns their inverses. Blocks of tiny values have the scale 0."""
     usable = largest >= np.float32(SMALLEST)
     np.divide(largest, np.float32(levels), out=scales)
     scales[~usable & ~np.isnan(largest)] = 0
@@ -127,7 +127,7 @@ def _scales(largest: Array, scales: Array, levels: int) -> Array:
 
 
 def _dither(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Evenly spread between -0.5 and 0.5 in 256 steps, float32."""
+    """Uniform between -0.5 and 0.5 in 256 steps, float32."""
     drawn = drawn_bytes(random, shape).astype(np.float32)
     drawn -= np.float32(127.5)
     drawn *= np.float32(1 / 256)

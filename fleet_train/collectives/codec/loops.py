@@ -1,7 +1,7 @@
-"""The loops of the codec of few bits, compiled by numba for this processor. Nothing else may import this module.
+"""The loops of `compiled`, compiled by numba for this processor. Nothing else may import this module.
 
 Each operation is one of float32, rounded by itself as numpy's are: without ``fastmath`` no multiplication is fused
-with an addition. Loops start no threads and let go of the interpreter lock.
+with an addition. The loops start no threads and release the GIL.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _inlined = numba.njit(**_OPTIONS)
 _F = np.float32
 _SIGN = np.uint32(0x7FFFFFFF)
-"""All bits of a float32 but its sign's. Of what is left, the larger number has the larger bits, and NaN's are above
-those of an infinity, which come next."""
+"""All bits of a float32 except the sign. As integers they are ordered like the absolute values; NaNs are above the
+infinities."""
 _INFINITY = np.uint32(0x7F800000)
 _ENCODE = "void(float32[:,::1], uint8[:,::1], float32[::1], uint8[:,::1], int64, float32, float32, float32)"
 _DECODE = "void(int64[::1], float32[:,::1], int64, float32, boolean)"
@@ -55,7 +55,7 @@ def _largest_bits(row: Any) -> Any:
 
 @_inlined  # type: ignore[untyped-decorator]
 def _round(row: Any, drawn: Any, rounded: Any, inverse: Any, scale: Any, offset: Any) -> None:
-    """Write what stands for the levels to ``rounded``; leave what rounding leaves out in ``row``."""
+    """Write numbers with the levels in their lowest bytes to ``rounded``; leave the rounding error in ``row``."""
     if drawn.size:
         for j in range(row.size):
             dither = (_F(drawn[j]) - _F(127.5)) * _F(1 / 256)
@@ -71,7 +71,7 @@ def _round(row: Any, drawn: Any, rounded: Any, inverse: Any, scale: Any, offset:
 
 @_inlined  # type: ignore[untyped-decorator]
 def _pack(rounded: Any, levels: Any) -> None:
-    """The lowest bytes of ``rounded`` into a byte each, or two of them into one."""
+    """Write the lowest bytes of ``rounded`` into a byte each, or two of them into one."""
     bits, size = rounded.view(np.int32), levels.size
     if size == rounded.size:
         for j in range(size):
@@ -84,10 +84,10 @@ def _pack(rounded: Any, levels: Any) -> None:
 def _encode(
     blocks: Any, levels: Any, scales: Any, drawn: Any, count: int, offset: Any, smallest: Any, not_a_number: Any
 ) -> None:
-    """blocks [blocks, elements] become what rounding leaves out, levels [blocks, bytes] and scales [blocks].
+    """Turn blocks [blocks, elements] into their rounding error, levels [blocks, bytes] and scales [blocks].
 
-    ``drawn``: random bytes [blocks, elements], or [blocks, 0] to round to the nearest. ``count``: of levels on each
-    side of zero. ``smallest``: blocks below it are zeros.
+    ``drawn``: random bytes [blocks, elements], or [blocks, 0] to round to the nearest. ``count``: number of levels on
+    each side of zero. ``smallest``: blocks below it are zeros.
     """
     rounded = np.empty(blocks.shape[1], np.float32)
     for i in range(blocks.shape[0]):
@@ -118,7 +118,7 @@ def _read_8(levels: Any, scale: Any, row: Any, is_first: bool) -> None:
 
 @_inlined  # type: ignore[untyped-decorator]
 def _read_4(levels: Any, scale: Any, row: Any, is_first: bool) -> None:
-    """A loop per half row: what is written lies together, so that the compiler treats many at a time."""
+    """One loop per half row: the writes are contiguous, so that the compiler can vectorize them."""
     half = levels.size
     if is_first:
         for j in range(half):
@@ -133,9 +133,9 @@ def _read_4(levels: Any, scale: Any, row: Any, is_first: bool) -> None:
 
 
 def _decode(wires: Any, total: Any, bits: int, factor: Any, is_first: bool) -> None:
-    """Add what the wires at these addresses say, in their order, to total [blocks, elements].
+    """Decode the wires at these addresses and add them, in their order, to total [blocks, elements].
 
-    ``is_first``: total holds nothing yet.
+    ``is_first``: total has no value yet.
     """
     blocks, block = total.shape
     size = block * bits // 8
@@ -159,9 +159,9 @@ class Loops:
 
 
 def compile_loops() -> Loops:
-    """Compiled now, or read from this user's cache, where no process finds what another processor or source made.
+    """Compiled now, or read from this user's cache, which is separate for each processor type and source.
 
-    Without a folder to write to they are compiled anew; a folder with files that cannot be read is removed.
+    Without a writable folder they are compiled again; a folder with unreadable files is removed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,7 +170,7 @@ def compile_loops() -> Loops:
             try:
                 with _cached_in(folder):
                     return _compile(cache=True)
-            except Exception:  # whatever pickle, numba or a full disk says
+            except Exception:  # any error of pickle, numba or a full disk
                 shutil.rmtree(folder, ignore_errors=True)
         return _compile(cache=False)
 
@@ -184,8 +184,8 @@ def _compile(cache: bool) -> Loops:
 
 
 def _cache_folder() -> Path | None:
-    """Of this user, this source and this kind of processor: numba's own index of them is not safe between processes
-    that write different things at a time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` say where it is made."""
+    """Of this user, this source and this kind of processor: numba's own index is not safe when processes write
+    different entries at the same time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` selects the parent folder."""
     parts = [Path(__file__).read_text(encoding="utf-8"), numba.__version__, binding.get_host_cpu_name()]
     parts.append(binding.get_host_cpu_features().flatten())
     name = f"fleet_train-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Which engine a job has: it follows from where it computes and through what it talks."""
+"""Chooses a job's engine by its device and its communication backend."""
 
 from __future__ import annotations
 

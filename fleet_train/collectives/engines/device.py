@@ -1,4 +1,4 @@
-"""Moments on a device's calculation stream, and values that the host reads later: never in the step they come from."""
+"""Events on a device's calculation stream, and values that the host reads in a later step than they come from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Moment(Protocol):
     """A point of the calculation stream."""
 
     def has_passed(self) -> bool:
-        """Whether everything that was enqueued before it is done."""
+        """Whether everything enqueued before it is done."""
 
     def await_passed(self) -> None:
         """Block the host until then."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Between two moments that have passed."""
+        """The time between two points that have both passed."""
 
 
 class HostCopy(Protocol):
@@ -32,20 +32,20 @@ class Device(Protocol):
     """Where the program computes."""
 
     def moment(self) -> Moment:
-        """The point that the calculation stream is at for what is enqueued now."""
+        """The current end of the calculation stream."""
 
     def to_host(self, tensor: Any) -> HostCopy:
-        """Begin to copy ``tensor``, as it is for what is enqueued now; the host goes on."""
+        """Start copying ``tensor`` at the current end of the stream; the host does not wait."""
 
     def to_device(self, array: Any) -> Any:
-        """A tensor of a numpy array's values for what is enqueued now; the host goes on.
+        """A tensor of a numpy array's values, usable by work enqueued from now on; the host does not wait.
 
-        ``paddle.to_tensor`` copies from pageable memory, which waits for all that the device has to do.
+        ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle.
         """
 
 
 class HostMoment:
-    """On a CPU what was called is done: the wall clock is the stream."""
+    """On a CPU every call has finished when it returns: the wall clock replaces the stream."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -61,7 +61,7 @@ class HostMoment:
 
 
 class Copied:
-    """A copy that is there already."""
+    """A copy that is already complete."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -101,7 +101,7 @@ class GpuMoment:
 
 
 class PinnedCopy:
-    """A copy into pinned memory, behind which an event stands."""
+    """A copy into pinned memory, followed by an event."""
 
     def __init__(self, tensor: Any) -> None:
         self._copy = tensor._copy_to(paddle.CUDAPinnedPlace(), False)
@@ -113,12 +113,12 @@ class PinnedCopy:
 
 
 class GpuDevice:
-    """A GPU of Paddle's; nothing here blocks but ``PinnedCopy.read``."""
+    """A GPU; only ``PinnedCopy.read`` blocks."""
 
     def __init__(self, place: Any) -> None:
         self._place = place
         self._sent: list[tuple[Any, GpuMoment]] = []
-        """Pinned memory that copies may still read, each with the moment behind its copy."""
+        """Pinned memory that copies may still read, each with the event after its copy."""
 
     def moment(self) -> GpuMoment:
         return GpuMoment()

@@ -1,4 +1,4 @@
-"""What an engine does for the code that communicates."""
+"""The interface of an engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a job's life something is communicated: ``moment`` is the same on every rank (a step), ``what`` may
-    differ (the bucket that this rank is at). ``timeout_seconds``: how long it may take while nothing else ends."""
+    """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
+    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends."""
 
     moment: str
     what: str
@@ -25,10 +25,10 @@ class Place:
 
 
 class Running(Protocol[Result_co]):
-    """Stages that an engine has begun."""
+    """Stages that an engine has started."""
 
     def result(self) -> Result_co:
-        """Wait for the last collective and return what the stages return. The wait is the host's, or a stream's."""
+        """Wait for the last collective and return the result of the stages. The host waits, or a stream."""
 
 
 class Engine(Protocol):
@@ -37,22 +37,22 @@ class Engine(Protocol):
     reads_values: bool
     """Whether the host may read a tensor's value in a step."""
     side_by_side: bool
-    """Whether collectives on several communicators over the same ranks run at a time."""
+    """Whether collectives on several communicators over the same ranks run concurrently."""
     device: Device
     barrier_margin_seconds: float
-    """How much longer than its bound a barrier waits: until the ranks inside a collective have found the missing rank,
-    which may be one that went on to the barrier."""
+    """How much longer than its timeout a barrier waits, so that ranks inside a collective can first find the missing
+    rank, which may be one that has reached the barrier."""
 
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Running[T]:
-        """Begin ``stages``; their first collective waits until ``barrier`` is done.
+        """Start ``stages``; their first collective waits until ``barrier`` is done.
 
         Errors are raised by the result as a FleetTrainError that names the root cause.
         """
 
     def run_here(self, stages: Stages[T], place: Place) -> T:
-        """Carry out ``stages`` at the calling operator: later operators of the program read their result."""
+        """Carry out ``stages`` in the calling operator: later operators of the program read their result."""
 
     def step_on(self) -> None:
         """A fixed point of the program, the same on every rank: stages with ``more`` may be ended here."""

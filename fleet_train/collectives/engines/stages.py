@@ -1,6 +1,6 @@
-"""What a method of communication is written in: stages of collectives, yielded by a generator.
+"""Stages of collectives, yielded by the generators that communication methods are written as.
 
-A method computes, yields the collectives that it needs, and goes on when they are done: ``yield Stage((...,))``. It
+A method computes, yields the collectives that it needs, and continues when they are done: ``yield Stage((...,))``. It
 does not know whether a call blocks the host or a stream, nor which thread runs it. Its generator returns its result.
 """
 
@@ -21,11 +21,11 @@ REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of Paddle that a rank takes part in, not begun yet. Ranks are those of the job.
+    """A collective of Paddle that has not started yet. Ranks are those of the job.
 
     ``tensor`` is overwritten by an all_reduce, a reduce (on ``root`` only) and a broadcast. ``output``: of an
     all_gather [ranks * n], of an all_to_all like ``tensor``, for a gather a list that is empty before it. ``parts``:
-    what the root of a scatter hands out.
+    what the root of a scatter sends.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Collective:
     parts: Sequence[Any] | None = None
 
     def begin(self, sync_op: bool) -> Any:
-        """Call Paddle; with ``sync_op`` what was enqueued later stands behind it. Returns Paddle's task, or None."""
+        """Call Paddle; with ``sync_op``, work enqueued later waits for it. Returns Paddle's task, or None."""
         with ensured_dynamic_mode():
             return self._begin(sync_op)
 
@@ -64,10 +64,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Stage:
-    """Collectives that do not need one another's results; none on a rank that has no part in this stage.
+    """Collectives that do not need one another's results; none on a rank that does not take part in this stage.
 
-    ``more``: further collectives follow, so that the stage is better ended early than when the result is asked for.
-    Every rank yields the same number of stages, whether it has a part in each or not.
+    ``more``: further collectives follow, so ending the stage early is better than ending it when the result is needed.
+    Every rank yields the same number of stages, whether it takes part in each or not.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -75,13 +75,13 @@ class Stage:
 
 
 HAND_OVER = Stage()
-"""Yielded where the computing thread has done its part: what follows may run beside it."""
+"""Yielded where the computing thread's part ends: what follows may run on another thread."""
 
 Stages = Generator[Stage, None, T]
 
 
 class Progress(Generic[T]):
-    """How far a generator of stages is: at ``stage``, or done, with its ``value``."""
+    """The progress of a generator of stages: at ``stage``, or done, with its ``value``."""
 
     def __init__(self, stages: Stages[T]) -> None:
         self._stages = stages
@@ -103,7 +103,7 @@ class Progress(Generic[T]):
 
 
 def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) -> T:
-    """Take every stage to its end on this thread, with calls that block; returns the result.
+    """Run all stages on this thread, with blocking calls; returns the result.
 
     ``on_end`` is called when a collective has ended.
     """

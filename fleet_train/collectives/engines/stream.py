@@ -1,9 +1,9 @@
-"""The engine for backends whose calls are put on a device's streams (NCCL).
+"""The engine for backends whose calls are enqueued on a device's streams (NCCL).
 
-A call with ``sync_op=False`` enqueues the collective on its group's stream, behind what the calculation stream holds
-at that moment, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle 3.3.1,
-``process_group_nccl.cc``). So everything is enqueued by the computing thread, in the order of the program, which the
-chain of tokens makes the same on every rank, and waits stand where the results are used.
+A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the calculation
+stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle 3.3.1,
+``process_group_nccl.cc``). So the computing thread enqueues everything in program order, which the chain of tokens
+makes the same on every rank, and waits are placed where the results are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Enqueued:
 
 
 class InFlight(Generic[T]):
-    """Stages whose collectives are enqueued, with Paddle's tasks."""
+    """Stages with enqueued collectives and Paddle's tasks."""
 
     def __init__(self, engine: StreamEngine, stages: Stages[T], place: Place) -> None:
         self._engine = engine
@@ -61,9 +61,9 @@ class InFlight(Generic[T]):
 class StreamEngine:
     """Enqueues collectives from the computing thread and never reads a device value.
 
-    Stages end at fixed places: those with more behind them at the next ``step_on``, the last one where the result is
-    asked for. Two groups that share two ranks or more are never in flight at a time: a device that runs one
-    communicator's kernel before another's, against its peer's choice, would stand still.
+    Stages end at fixed places: those with ``more`` at the next ``step_on``, the last one where the result is needed.
+    Two groups that share two or more ranks are never in flight at the same time: devices that run two communicators'
+    kernels in different orders deadlock.
     """
 
     reads_values = False
@@ -87,7 +87,7 @@ class StreamEngine:
     def start(
         self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> InFlight[T]:
-        """``communicator`` is the stages' own matter here: nothing runs beside the computing thread."""
+        """``communicator`` is unused here: everything runs on the computing thread."""
         del communicator
         if barrier is not None:
             barrier.result()
@@ -106,7 +106,7 @@ class StreamEngine:
                 self._end_stage(running)
 
     def result_of(self, running: InFlight[T]) -> T:
-        """Enqueue what is left of ``running``, and in between what is left of the others: they travel meanwhile."""
+        """Enqueue the rest of ``running``, interleaved with the rest of the others so that they overlap."""
         while not running.progress.is_done:
             if running.has_more:
                 self.step_on()
@@ -130,8 +130,8 @@ class StreamEngine:
             self._enqueue(running)
 
     def _enqueue(self, running: InFlight[Any]) -> None:
-        """Begin the collectives of the stage that ``running`` is at. Stages without any are places to end at, too,
-        so that a rank without a part in a stage keeps the order of those that have one."""
+        """Start the collectives of the current stage of ``running``. Empty stages count as well, so that a rank that
+        does not take part in a stage keeps the same order as those that do."""
         progress = running.progress
         while progress.stage is not None and not progress.stage.collectives and not progress.stage.more:
             progress.go_on()
@@ -154,7 +154,7 @@ class StreamEngine:
 
     @contextmanager
     def _blaming(self, running: InFlight[Any]) -> Iterator[None]:
-        """Everything eager in the body: calls may come from a script in static mode."""
+        """Eager mode in the body: calls may come from a script in static mode."""
         try:
             with ensured_dynamic_mode():
                 yield

@@ -17,12 +17,12 @@ from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")
 AttributeFailure = Callable[[Place, BaseException], FleetTrainError]
-# Beyond a place's bound: Gloo's own patience of 30 s and the question who is missing come first, and say more.
+# Beyond a place's timeout: Gloo's own timeout of 30 s and the search for missing ranks come first and report more.
 _MARGIN_SECONDS = 60.0
 
 
 class Result(Generic[T]):
-    """A result that is not waited for without a bound: a call of Gloo may block for ever."""
+    """A result with a bounded wait: a call of Gloo may block forever."""
 
     def __init__(self, future: Future[T], place: Place, engine: ThreadEngine) -> None:
         self._future = future
@@ -38,10 +38,10 @@ class Result(Generic[T]):
 
 
 class ThreadEngine:
-    """What all ranks start on a communicator in the same order, its thread carries out in the same order.
+    """Each communicator's thread carries out stages in the order in which all ranks start them.
 
-    There is one thread per communicator, whatever number of programs the job has. The first part of stages runs on
-    the thread that starts them, up to their ``HAND_OVER``. ``blame`` makes the error for a collective that has failed.
+    There is one thread per communicator, for any number of programs. The part of the stages before ``HAND_OVER`` runs
+    on the thread that starts them. ``attribute_failure`` makes the error for a failed collective.
     """
 
     reads_values = True
@@ -72,10 +72,10 @@ class ThreadEngine:
         return self._blaming(place, Progress(stages))
 
     def step_on(self) -> None:
-        """Threads go on by themselves."""
+        """Does nothing: the threads proceed on their own."""
 
     def beside(self, task: Callable[[], T]) -> Future[T]:
-        """On the first communicator's thread: its collectives behind a barrier must wait for the barrier anyway."""
+        """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
         return self._submit(0, task)
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class ThreadEngine:
             thread.stop()
 
     def await_while_it_moves(self, future: Future[Any], place: Place) -> None:
-        """Until it is there. Raises blame when no collective has ended for the place's bound and a margin."""
+        """Wait for the result. Raises the error if no collective has ended within the timeout and a margin."""
         bound, began = place.timeout_seconds + _MARGIN_SECONDS, time.monotonic()
         while not future.done():
             silence = time.monotonic() - max(began, self._moved_at)
@@ -110,6 +110,6 @@ class ThreadEngine:
 
 
 def _await(future: Future[Any], seconds: float) -> None:
-    """Until it is done, or for so long. (``futures.wait`` makes an event and a waiter for each call.)"""
+    """Wait until it is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
     with contextlib.suppress(futures.TimeoutError):
         future.exception(seconds)

@@ -1,4 +1,4 @@
-"""Notices collectives that do not end, while the computing thread may stand in a wait that no signal reaches."""
+"""Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from fleet_train.collectives.engines.engine import Place
 from fleet_train.errors import FleetTrainError
 
 POLL_SECONDS = 0.1
-# A collective that has waited this long is worth a question to the store. Less than half of the time that a failure's
-# attribution has: a rank whose own bound is not over yet must hear of one that another rank has begun, and come to it
-# in time.
+# After a collective has waited this long, ask the store. Less than half of the time for attributing a failure: a rank
+# whose own timeout has not passed must learn of an attribution that another rank has started, and join it in time.
 ASK_SECONDS = 2.0
 
 
 class _Call:
-    """A call of the host that may block, as a task."""
+    """A host call that may block, as a task."""
 
     def __init__(self) -> None:
         self.has_returned = False
@@ -29,11 +28,11 @@ class _Call:
 
 
 class Watchdog:
-    """Polls the tasks that are in flight on a thread of its own; nothing of it touches a device's stream.
+    """Polls the tasks in flight on its own thread; it does not touch a device's stream.
 
     ``on_stuck`` is called, once and on that thread, with the oldest task's place and the seconds without progress:
-    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_hopeless``: somebody is gone,
-    or another rank's watchdog has given up.
+    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_hopeless``: a rank is gone, or
+    another rank's watchdog has given up.
     """
 
     def __init__(self, on_stuck: Callable[[Place, float], None], is_hopeless: Callable[[], bool]) -> None:
@@ -46,7 +45,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, task: Any, place: Place) -> None:
-        """``task``: of Paddle, with ``is_completed()``."""
+        """``task``: Paddle's, with ``is_completed()``."""
         with self._lock:
             if not self._watched:
                 self._progressed = time.monotonic()
@@ -57,7 +56,7 @@ class Watchdog:
 
     @contextmanager
     def over_a_call(self, place: Place) -> Iterator[None]:
-        """Watch the body: enqueueing blocks where a communicator is being made, or a stream's queue is full."""
+        """Watch the body: enqueueing blocks while a communicator is being created or a stream's queue is full."""
         call = _Call()
         self.watch(call, place)
         try:
@@ -84,14 +83,14 @@ class Watchdog:
                 return
 
     def _ask(self) -> bool:
-        """A store that does not answer is gone, and so is whoever hosts it."""
+        """A store that does not answer counts as gone, with the rank that hosts it."""
         try:
             return self._is_hopeless()
         except FleetTrainError:
             return True
 
     def _look(self) -> tuple[Place | None, float]:
-        """The place of the oldest task that has not ended, and for how many seconds none has."""
+        """The place of the oldest unfinished task, and the seconds since a task last ended."""
         with self._lock:
             going_on = [(task, place) for task, place in self._watched if not task.is_completed()]
             if len(going_on) < len(self._watched):

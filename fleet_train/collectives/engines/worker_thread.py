@@ -1,4 +1,4 @@
-"""A thread that runs tasks in order, in Paddle's dynamic mode, and never keeps a process from ending."""
+"""A thread that runs tasks in order, in Paddle's dynamic mode, and never delays the exit of the process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """One task after the other; ``submit`` gives a Future.
+    """Runs one task at a time; ``submit`` returns a Future.
 
-    Not a ThreadPoolExecutor: that one waits for its threads at exit, and a thread that waits for a lost rank would
-    hold the process.
+    Not a ThreadPoolExecutor, which joins its threads at exit: a thread that waits for a lost rank would block the exit.
     """
 
     def __init__(self, name: str, place: Any) -> None:

@@ -1,1 +1,1 @@
-"""The formed job: joining it, process groups, barriers of steps, what ranks tell one another."""
+"""The formed job: joining, process groups, step barriers, and what ranks report to one another."""

@@ -30,9 +30,9 @@ from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, Wo
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price.predict import Network
 
-# After a collective failed: how long live ranks have to report, before the others are named.
+# After a collective failed: how long live ranks have to report, before the others count as missing.
 _ATTRIBUTION_SECONDS = 5.0
-# Set in the store by the first rank whose watchdog gives up a collective.
+# Set in the store by the first rank whose watchdog gives up on a collective.
 _GIVEN_UP = "a collective is given up"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
@@ -48,7 +48,7 @@ class Passed:
 
 
 class Job:
-    """What this process knows of its peers. Made by ``join``; a job of one process has no store and no groups."""
+    """This process's view of its peers. Made by ``join``; a job of one process has no store and no groups."""
 
     def __init__(
         self,
@@ -77,19 +77,19 @@ class Job:
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that built gradients in it."""
         self.sync_points = 0
-        """Synchronization points besides the steps' barriers: the same number on every rank between the same calls."""
+        """Synchronization points other than step barriers: the same number on every rank between the same calls."""
         self._turn = -1
         self._left = False
         self._has_reported = False
         self.network: Network | None = None
-        """The links, once they are measured; a plan on paper gives them to its job."""
+        """The links, once measured; planning without a cluster sets them."""
         self.network_source = "measured"
         self._call = ""
         """The call of the facade that this rank is in, in the script's words."""
 
     @contextlib.contextmanager
     def inside(self, call: str) -> Iterator[None]:
-        """During the body, errors of waiting for other ranks name ``call``; nested calls keep the outermost."""
+        """In the body, errors about waiting for other ranks name ``call``; nested calls keep the outermost."""
         before = self._call
         self._call = before or call
         try:
@@ -112,7 +112,7 @@ class Job:
         return self._counts[name]
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Wait for all ranks, within a bound; errors name the missing ranks. The same holds for the three below."""
+        """Wait for all ranks, with a timeout; errors name the missing ranks. So do the three methods below."""
         if self.world_size > 1:
             with self._sync_point():
                 self.store.barrier(name, None, *self._everybody(timeout_seconds))
@@ -142,7 +142,7 @@ class Job:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
     def take_turn(self, number: int) -> None:
-        """The program of this exchange runs; after another program, this counts as a synchronization point."""
+        """A program of this exchange starts; after another program, this counts as a synchronization point."""
         if number != self._turn:
             self._turn = number
             self.sync_points += 1
@@ -150,8 +150,8 @@ class Job:
     def step_barrier(self, name: str, timeout_seconds: float, note: StepNote | None = None) -> Passed:
         """Wait until every rank reaches the same barrier. ``sync_points`` does not count it.
 
-        Gloo's own wait ends after 30 s, whatever the reason, and names no rank. A step barrier has our bound: a rank
-        may be busy for minutes (saving, evaluating), and the error names a rank that does not arrive.
+        Gloo's own wait ends after 30 s in any case and names no rank. A step barrier has our timeout: a rank may be
+        busy for minutes (saving, evaluating), and the error names a rank that does not arrive.
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
@@ -215,14 +215,14 @@ class Job:
         return self.failure
 
     def _is_hopeless(self) -> bool:
-        """Whether a collective that has not ended for seconds never will: a rank is gone, or another rank's watchdog
-        gave up. The watchdog calls it, on its thread and over its own connection."""
+        """Whether a collective that has not ended for seconds cannot end: a rank is gone, or another rank's watchdog
+        gave up. The watchdog calls this on its thread, over its own connection."""
         client = self._watchdogs_store()
         is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
         return is_over or any(how != "left" for how in client.gone().values())
 
     def _end_stuck(self, place: Place, seconds: float) -> None:
-        """A collective does not end and may block the computing thread for ever: name the missing ranks and exit."""
+        """A collective does not end and may block the computing thread forever: name the missing ranks and exit."""
         stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
         try:
             client = self._watchdogs_store()
@@ -240,7 +240,7 @@ class Job:
         return self._watchdogs_store().gone()
 
     def _watchdogs_store(self) -> StoreClient:
-        """A connection of its own: the computing thread may be waiting in the others."""
+        """A separate connection: the computing thread may be waiting on the others."""
         with self._watch_lock:
             if self._watch is None:
                 self._watch = StoreClient.connect(
@@ -262,7 +262,7 @@ class Job:
             client.barrier("a collective that failed", None, self.world_size, _ATTRIBUTION_SECONDS)
         except (JoinTimeout, WorkerFailed) as found:
             told = f"{what}: {found} (the collective ended with: {detail[0]})"
-            if str(found).startswith(f"{what}: "):  # another rank's report of the same
+            if str(found).startswith(f"{what}: "):  # another rank's report of the same failure
                 told = str(found)
             return with_absent(WorkerFailed(told), found.absent)
         except FleetTrainError as other:
@@ -275,7 +275,7 @@ class Job:
     def report_failure(
         self, error: BaseException, doing: str = "stopped with {kind}", client: StoreClient | None = None
     ) -> None:
-        """Keep why this rank stops and report it once: its own failure, or the ranks that it missed."""
+        """Record why this rank stops and report it once: its own failure, or the ranks missing here."""
         if self._has_reported:
             return
         self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
@@ -298,7 +298,7 @@ class Job:
                 client.fail(report.to_json())
 
     def leave(self) -> None:
-        """Graceful shutdown of this rank; the store stays up for ranks that still run."""
+        """Graceful shutdown of this rank; the store stays up for ranks that are still running."""
         if self._left:
             return
         self._left = True
@@ -309,7 +309,7 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Close the connections: the other ranks see this rank as lost unless it left before."""
+        """Close the connections: the other ranks see this rank as lost unless it has left."""
         for client in (self._barrier_store, self._store, self._watch):
             if client is not None:
                 client.close()

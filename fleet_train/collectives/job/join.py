@@ -1,4 +1,4 @@
-"""Joining: from a cluster on paper to processes that can talk, in bounded time."""
+"""Joining: from a described cluster to connected processes, in bounded time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fleet_train.errors import ClusterError, ScheduleMismatch
 
 
 def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
-    """Meet all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
+    """Connect to all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
 
     Raises JoinTimeout with the ranks and hosts that did not connect, ScheduleMismatch when ranks disagree,
-    ClusterError when this process was given an address that is not this machine's.
+    ClusterError when this process's address is not an address of this machine.
     """
     cluster, host = complete(cluster, timeout_seconds)
     place = choose_place(cluster)
@@ -54,8 +54,8 @@ def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
 def choose_place(cluster: Cluster) -> Any:
     """The device of this rank: its GPU on a GPU build, the CPU otherwise.
 
-    The GPU becomes Paddle's current device, and FLAGS_selected_gpus says the same: ``init_parallel_env`` takes GPU 0
-    where nothing says otherwise.
+    Makes the GPU Paddle's current device and sets FLAGS_selected_gpus to it: by default ``init_parallel_env`` takes GPU
+    0.
     """
     if backend_name() == "gloo":
         return paddle.CPUPlace()
@@ -66,8 +66,8 @@ def choose_place(cluster: Cluster) -> Any:
 
 
 def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int:
-    """Which of the ``visible`` GPUs a rank computes on: what its launcher has selected, the only one that its
-    scheduler lets it see, or that of its local rank. Raises ClusterError where there is none."""
+    """Which of the ``visible`` GPUs a rank computes on: the one that its launcher has selected, the only visible one,
+    or that of its local rank. Raises ClusterError if there is none."""
     selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
     if selected and not is_number(selected):
         raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes GPU numbers, such as 0,1")
@@ -151,7 +151,7 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
     _open_paddle_store(job, timeout_seconds)
     with dynamic_mode():
         warm_up(job, paddle.distributed.init_parallel_env())
-    # Everybody is through before anybody uses the group: a rank that failed above is named here.
+    # No rank uses the group before all have formed it: a rank that failed above is named here.
     job.barrier("process group formed", timeout_seconds)
 
 
@@ -166,8 +166,8 @@ def _choose_interface(cluster: Cluster) -> None:
 def _open_paddle_store(job: Job, timeout_seconds: float) -> None:
     """Open Paddle's own store on rank 0 first, then on the others, which would otherwise retry only every 3 s.
 
-    Paddle's store waits, with the interpreter lock held, for as many members as PADDLE_TRAINERS_NUM says; all have
-    come already, so it is told 1. ``init_parallel_env`` then takes the store that is there.
+    Paddle's store waits, holding the GIL, for PADDLE_TRAINERS_NUM members; all have joined already, so the variable is
+    set to 1. ``init_parallel_env`` then takes the existing store.
     """
     cluster = job.cluster
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -27,7 +27,7 @@ _FEWEST_REPEATS = 3
 
 @dataclass(frozen=True)
 class _Sweep:
-    """One kind of link: its name for people, the groups that are measured at the same time, this rank's own group."""
+    """One kind of link: its display name, the groups measured at the same time, and this rank's group."""
 
     where: str
     groups: Sequence[Sequence[int]]
@@ -39,9 +39,10 @@ class _Sweep:
 
 
 def probe(job: Job, seconds: float, say: Callable[[str], None]) -> dict[str, MeasuredLink]:
-    """Latency and bandwidth ``between nodes`` and ``inside a node``, as far as the cluster has them; about ``seconds``.
+    """Latency and bandwidth ``between nodes`` and ``inside a node``, where the cluster has both; takes about
+    ``seconds``.
 
-    All ranks call it; all get the same numbers, which are the slowest rank's. ``say`` is told of the progress.
+    All ranks call it; all get the slowest rank's numbers. ``say`` gets the progress messages.
     """
     nodes = [job.cluster.ranks_on_node(node) for node in range(job.cluster.node_num)]
     sweeps = [_sweep(job, "between nodes", [[ranks[0] for ranks in nodes]]), _sweep(job, "inside a node", nodes)]
@@ -50,8 +51,8 @@ def probe(job: Job, seconds: float, say: Callable[[str], None]) -> dict[str, Mea
 
 
 def glance(job: Job) -> Link:
-    """The link that the job's ranks talk over as one ring, from a fraction of a second of allreduces, on a grid
-    (`coarse`). All ranks call it; all get the same, which is the slowest rank's."""
+    """The link of a ring over all ranks, from a fraction of a second of allreduces, rounded to a grid (`coarse`). All
+    ranks call it; all get the slowest rank's result."""
     group = job.communicators(1)[0]
     sweep = _Sweep("the ranks", [range(job.world_size)], group)
     _timed_best(job, sweep, _SMALL_BYTES, 1)
@@ -64,7 +65,7 @@ def glance(job: Job) -> Link:
 
 
 def _sweep(job: Job, where: str, groups: Sequence[Sequence[int]]) -> _Sweep:
-    # Every rank makes every group, in this order: that is how groups are formed.
+    # Every rank must create every group, in the same order.
     made = [(ranks, new_group(job, ranks)) for ranks in groups if len(ranks) > 1]
     return _Sweep(where, groups, next((group for ranks, group in made if job.cluster.rank in ranks), None))
 
@@ -85,13 +86,13 @@ def _measure(job: Job, sweep: _Sweep, seconds: float, say: Callable[[str], None]
 
 
 def _timed(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> float:
-    """Median seconds of an allreduce on this rank; 0 on a rank that is in no group. Starts together with all."""
+    """Median seconds of an allreduce on this rank; 0 on a rank in no group. All ranks start together."""
     times = _times(job, sweep, nbytes, repeats)
     return statistics.median(times) if times else 0.0
 
 
 def _timed_best(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> float:
-    """The shortest of several in a row but the first, which finds a link that has rested."""
+    """The shortest of several in a row, without the first one, which runs on an idle link."""
     times = _times(job, sweep, nbytes, repeats)
     return min(times[1:] or times)
 
@@ -118,6 +119,6 @@ def _one_sum(group: Any, buffer: Any) -> Stages[None]:
 
 
 def _slowest(job: Job, sweep: _Sweep, seconds: float) -> float:
-    """Of the largest group; smaller ones have fewer rounds. Also the barrier after which the next size starts."""
+    """The time of the largest group; smaller ones have fewer rounds. Also the barrier before the next size."""
     everybody = job.all_gather(f"probed {job.count('probed')}", seconds)
     return max(float(everybody[rank]) for rank in sweep.largest)

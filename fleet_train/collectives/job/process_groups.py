@@ -1,4 +1,4 @@
-"""Making process groups, and what stands in the way of it on Paddle 3.3.1 (docs/paddle.md)."""
+"""Creates process groups, and works around problems of Paddle 3.3.1 (docs/paddle.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STORE_TIMEOUT_SECONDS = 60
 
 
 class Peers(Protocol):
-    """What forming a group needs to know of the job, and the calls by which its ranks meet meanwhile."""
+    """What forming a group needs from the job: its facts and its synchronizing calls."""
 
     cluster: Cluster
     engine: Engine
@@ -55,10 +55,10 @@ def new_group(job: Peers, ranks: Sequence[int]) -> Any:
 
 
 def warm_up(job: Peers, group: Any) -> None:
-    """Let a new group's communicator be made now, where calls are enqueued: all ranks, one group after the other.
+    """Create a new group's communicator now, where calls are enqueued: on all ranks, one group after the other.
 
-    NCCL makes it at the group's first collective, and all groups share one connection to Paddle's store without a
-    lock. Whoever is not there is named: the host stands in this call until everybody is.
+    NCCL creates it at the group's first collective, and all groups share one connection to Paddle's store without a
+    lock. The host blocks in this call until all ranks reach it; a missing rank is named.
     """
     if job.engine.side_by_side:
         return
@@ -75,7 +75,7 @@ def _one_sum(job: Peers, group: Any) -> Stages[None]:
 
 @contextmanager
 def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
-    """Give the next group a Paddle store of its own.
+    """Give the next group its own Paddle store.
 
     Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
     store reads the addresses of the first (tests/integration/test_many_communicators.py). NCCL's keys are distinct.
@@ -93,7 +93,7 @@ def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
 
 
 def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
-    """A TCP store on the group's first rank. It is told to wait for nobody: it would hold the interpreter lock."""
+    """A TCP store on the group's first rank, set to wait for no member: its wait would hold the GIL."""
     first = ranks[0]
     host = job.cluster.ranks[first].host
     store = None
@@ -109,7 +109,7 @@ def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
 
 
 def send_at_once(port: int) -> None:
-    """Let this process's connections to a store of Paddle's at this port send small pieces without delay.
+    """Make this process's connections to Paddle's store at this port send small pieces without delay.
 
     Paddle writes each request in three pieces and leaves Nagle's algorithm on: the second one waits until the other
     side has acknowledged the first, 40 ms or more, eight times for each group.
@@ -121,7 +121,7 @@ def send_at_once(port: int) -> None:
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Another descriptor of the same socket. Raises OSError where there is none."""
+    """Another descriptor of the same socket. Raises OSError if there is none."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
@@ -131,18 +131,18 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 def _kept(value: Any) -> Any:
-    """``value``, which lives as long as the process: its threads must not be joined while the interpreter ends."""
+    """Keep ``value`` as long as the process lives: its threads must not be joined at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     return value
 
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port that is free on all addresses of this machine, and that no other process is given while the body runs.
+    """A port that is free on all addresses of this machine and reserved while the body runs.
 
-    Paddle's store listens on 0.0.0.0, whatever its host, and ends the process (SIGABRT) where it cannot: also where a
-    connection from another address of this machine has the port. The port stays bound here, which keeps the system
-    from handing it out; with SO_REUSEADDR on both, and nobody listening here, the store can bind and listen as well.
+    Paddle's store listens on 0.0.0.0, whatever its host, and ends the process (SIGABRT) if it cannot, even if only a
+    connection from another address of this machine has the port. The port stays bound here, so the system does not
+    assign it; with SO_REUSEADDR on both, and no listener here, the store can bind and listen as well.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

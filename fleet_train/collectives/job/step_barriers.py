@@ -1,22 +1,22 @@
-"""Which synchronous steps begin with a barrier: every rank computes the same answer without a message."""
+"""Decides which synchronous steps begin with a barrier: every rank gets the same answer without a message."""
 
 from __future__ import annotations
 
 from fleet_train.collectives.job.job import Job
 
-# Between two barriers Gloo's own wait of 30 s is the bound, so steps must be shorter than that by far.
+# Between two barriers Gloo's own timeout of 30 s applies, so steps must be much shorter.
 _QUICK_MS = 1000.0
-# The first step compiles and connects; the second step's barrier reports its time.
+# The first step compiles and connects; its time is reported at the second step's barrier.
 _FIRST_STEPS = 2
 
 
 class StepBarriers:
     """The rule of one exchange (``barrier_every_steps``).
 
-    It uses the step's number, the answer of the last barrier, and the number of other synchronization points: all of
-    these are the same on every rank at the same point of its program. After a synchronization point (a save, an
-    evaluation that gathers) it is unknown how long each rank will be busy, and after another program's steps where
-    each rank is.
+    It uses the step number, the answer of the last barrier, and the number of other synchronization points, which are
+    the same on every rank at the same point of the program. After a synchronization point (a save, an evaluation that
+    gathers), it is unknown how long each rank will be busy; after another program's steps, it is unknown where each
+    rank is.
     """
 
     def __init__(self, every_steps: int, job: Job, number: int) -> None:
@@ -28,11 +28,11 @@ class StepBarriers:
         """``Job.sync_points`` at the last barrier of this exchange."""
 
     def take_turn(self) -> None:
-        """A run of this exchange's program begins."""
+        """Called when a run of this exchange's program begins."""
         self._job.take_turn(self._number)
 
     def is_due(self, step: int) -> bool:
-        """Whether the synchronous step of this number (1, 2, ...; a loaded state goes on counting) has a barrier."""
+        """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
         return (
             self._begun < _FIRST_STEPS
             or step % self._every == 0
@@ -41,6 +41,6 @@ class StepBarriers:
         )
 
     def begun(self) -> None:
-        """A barrier of this exchange begins."""
+        """Called when a barrier of this exchange begins."""
         self._begun += 1
         self._sync_points = self._job.sync_points

@@ -1,4 +1,4 @@
-"""Where the time of this rank's steps goes. The computing thread's, which all calls come from."""
+"""Measures where the time of this rank's steps goes. The computing thread makes all calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Span = tuple[Moment, Moment]
 
 @dataclass
 class _Step:
-    """Moments of one step that may not have passed yet on the device."""
+    """Points of one step that the device may not have passed yet."""
 
     began: Moment
     exposed: list[_Span] = field(default_factory=list)
@@ -34,11 +34,11 @@ class _Step:
 
 
 class StepClock:
-    """Counts twice: what the script has not read yet, and what the other ranks have not been told yet.
+    """Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
 
-    A step ends when its last bucket has been waited for; what is waited for behind that (an averaging, a comparison)
-    and what the script does between steps counts to the next one. ``moment`` gives the point that the calculation
-    stream is at. A step is counted once all its moments have passed: on a GPU, where the host is ahead, a step later.
+    A step ends after the wait for its last bucket; later waits (an averaging, a comparison) and what the script does
+    between steps count toward the next one. ``moment`` gives the current end of the calculation stream. A step is
+    counted once all its points have passed: on a GPU, where the host is ahead, a step later.
     """
 
     def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
@@ -48,16 +48,16 @@ class StepClock:
         self._step: _Step | None = None
         self._ended: deque[_Step] = deque()
         self._left: list[_Span] = []
-        """What was exposed in a step that was read in its middle, and had not passed then."""
+        """Exposed time of a step that was read in the middle and had not passed then."""
 
     def begin_step(self) -> None:
-        """Only the first step needs it: every other begins where the one before has ended."""
+        """Only the first step needs it: every other step begins where the previous one ended."""
         if self._step is None:
             self._step = _Step(self._moment())
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Count the body as time in which the executor, or its stream, stands still."""
+        """Count the body as time in which the executor, or its stream, waits."""
         began = self._moment()
         try:
             yield
@@ -81,9 +81,9 @@ class StepClock:
         self._unread.sent_bytes += nbytes
 
     def read(self) -> Times:
-        """What the script has not read yet; starts anew, as the step does that is to come.
+        """What the script has not read yet; restarts the count and the current step.
 
-        So a script that reads before it goes on training keeps an evaluation or a save out of its steps' times.
+        So a script that reads before it continues training keeps an evaluation or a save out of its step times.
         """
         if self._step is not None:
             self._left += self._step.exposed
@@ -93,7 +93,7 @@ class StepClock:
         return times
 
     def tell(self) -> Times:
-        """What the other ranks have not been told yet; starts anew."""
+        """What has not been sent to the other ranks yet; restarts the count."""
         self._count()
         times, self._untold = self._untold, Times()
         return times

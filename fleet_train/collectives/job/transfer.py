@@ -1,8 +1,9 @@
-"""Named numpy arrays between rank 0 and the others: through the process group, bounded, no pickle.
+"""Transfers named numpy arrays between rank 0 and the others: over the process group, with a timeout, no pickle.
 
-Every call is made by all ranks in the same order, and all of them take part in every collective. Not by sending and
-receiving: Paddle's Gloo numbers the operations of a group on each rank, and a message between two of three ranks waits
-for one of another number. Arrays travel in pieces, so that none takes the 30 s after which Gloo gives up.
+Every call is made by all ranks in the same order, and all of them take part in every collective. Point-to-point
+messages are not used: Paddle's Gloo numbers the operations of a group on each rank, and a message between two of three
+ranks waits for one with a different number. Arrays are sent in pieces, so that none takes the 30 s after which Gloo
+gives up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
-    """Rank 0's arrays on every rank; what the others bring is not looked at."""
+    """Rank 0's arrays on every rank; the others' arrays are ignored."""
     if job.world_size == 1:
         return dict(arrays)
     is_first = job.cluster.rank == 0
@@ -45,7 +46,8 @@ def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
 
 
 def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
-    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All bring the same names and shapes."""
+    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All ranks pass the same names and
+    shapes."""
     rank, world_size = job.cluster.rank, job.world_size
     described = _describe(arrays)
     brought = job.compare(f"collect {job.count('collect')}", described)
@@ -70,7 +72,7 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
 
 
 def scatter_arrays(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
-    """This rank's part of what rank 0 brings: one part per rank, of the same names and shapes."""
+    """This rank's part of rank 0's arrays: one part per rank, with the same names and shapes."""
     is_first, group = job.cluster.rank == 0, job.communicators(1)[0]
     described = job.broadcast(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)
     own = [_contiguous(part) for part in parts] if is_first else [_empty(described)]
@@ -94,9 +96,9 @@ def _each_piece(
     size: int,
     action: Callable[[Sequence[Array]], Stages[None]],
 ) -> None:
-    """``action`` on all memory of arrays of the same names and shapes, as flat uint8 views of ``size`` bytes.
+    """Run ``action`` over the memory of arrays with the same names and shapes, as flat uint8 views of ``size`` bytes.
 
-    Through the engine: an averaging that is still under way uses the same group.
+    Runs in the engine: an averaging still under way uses the same group.
     """
     for name in parts[0]:
         flat = [_bytes_of(part[name]) for part in parts]

@@ -1,1 +1,1 @@
-"""Local steps and what follows them: averaging at once, in turn or beside the next steps, momentum over periods."""
+"""Local steps and their averaging: at once, fragment by fragment or overlapping the next steps; outer momentum."""

@@ -20,19 +20,19 @@ from fleet_train.profile import Profile
 
 @dataclass
 class Held:
-    """The tensors of one rank that LocalSGD treats, as eager tensors that share memory with the scope's variables."""
+    """The tensors of one rank that LocalSGD averages, as eager tensors that share memory with the scope's variables."""
 
     parameters: list[Any]
     statistics: list[Any]
-    """Batch-norm statistics: averaged as they are, whatever is done with the parameters."""
+    """Batch-norm statistics: always plainly averaged, whatever is done with the parameters."""
     accumulators: list[Any]
-    """The optimizer's own state of floating dtype; empty unless the profile wants it averaged or reset."""
+    """The optimizer's state of floating dtype; empty unless the profile averages or resets it."""
 
 
 class ParameterAverager:
-    """Averages parameters over all ranks when the schedule says so, all of them or a fragment at a time.
+    """Averages parameters over all ranks on schedule, all of them or a fragment at a time.
 
-    ``rate``: the inner optimizer's learning rate; ``later``: makes a copy of a device value that the host reads later.
+    ``rate``: the inner optimizer's learning rate; ``later``: copies a device value that the host reads later.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class ParameterAverager:
 
     @property
     def keeps_anchor(self) -> bool:
-        """A copy of the last agreed values is needed only where differences are sent or given momentum."""
+        """A copy of the last agreed values is needed only if differences are sent or get momentum."""
         return self.fragments[0].keeps_anchor
 
     @property
     def memories(self) -> list[tuple[Bucket, Remembers]]:
-        """What rounding has left out of averagings."""
+        """The rounding errors of averagings."""
         return [memory for fragment in self.fragments for memory in fragment.memories]
 
     @property
     def anchor(self) -> list[Any] | None:
-        """The last agreed values of all parameters, as `flats`; None before there are any."""
+        """The last agreed values of all parameters, as `flats`; None before the first."""
         anchors = [fragment.anchor for fragment in self.fragments if fragment.anchor is not None]
         return joined(self.fragments, anchors) if anchors else None
 
     @property
     def velocity(self) -> list[Any] | None:
-        """The outer momentum of all parameters, as `flats`; None before there is any."""
+        """The outer momentum of all parameters, as `flats`; None before the first."""
         if all(fragment.outer.velocity is None for fragment in self.fragments):
             return None
         return joined(self.fragments, [fragment.outer.velocity or fragment.zeros() for fragment in self.fragments])
 
     def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
-        """Go on from a saved ``anchor`` and ``velocity``."""
+        """Continue from a saved ``anchor`` and ``velocity``."""
         nothing: list[None] = [None] * len(self.fragments)
         anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
         velocities = nothing if velocity is None else parted(self.fragments, velocity, self._values)
@@ -91,7 +91,7 @@ class ParameterAverager:
             fragment.anchor, fragment.outer.velocity = own, momentum
 
     def before_update(self, parameters: Sequence[Any]) -> None:
-        """Remember the very start: all ranks hold the same values there."""
+        """Store the start values, which are the same on all ranks."""
         if self.keeps_anchor and self.fragments[0].anchor is None:
             self._remember(parameters)
 
@@ -101,7 +101,7 @@ class ParameterAverager:
             self._remember(held.parameters)
 
     def average(self, fragment: Fragment, held: Held, loss: Any) -> Stages[None]:
-        """Make a fragment's parameters equal on all ranks and go on in the period.
+        """Make a fragment's parameters equal on all ranks and continue the period.
 
         ``held``: the fragment's, see `held_of`.
         """
@@ -123,14 +123,14 @@ class ParameterAverager:
             self._heard = self._later(means[-1].mean()), rate
 
     def held_of(self, fragment: Fragment, held: Held) -> Held:
-        """What is treated with a fragment: its parameters, and with the last one everything else."""
+        """What is averaged with a fragment: its parameters, and with the last one everything else."""
         if len(self.fragments) == 1:
             return held
         statistics = held.statistics if fragment.is_last else []
         return Held(fragment.choose(held.parameters), statistics, [])
 
     def settle(self) -> None:
-        """Read what the last averaging has brought to the host: before a step counts, and before state is saved."""
+        """Read what the last averaging copied to the host: before a step counts, and before state is saved."""
         if self._heard is not None:
             (loss, rate), self._heard = self._heard, None
             self.schedule.adapt(rate, loss.read().item())

@@ -1,6 +1,6 @@
-"""Tensors of several dtypes as flat buffers: one for each dtype in which their means are taken.
+"""Tensors of several dtypes as flat buffers: one for each dtype in which means are computed.
 
-Means of float64 are taken in float64, of everything else in float32.
+Means of float64 are computed in float64, all others in float32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from fleet_train.plan.plan import by_mean_dtype, mean_dtype
 
 
 def flats(tensors: Sequence[Any]) -> list[Any]:
-    """Copies of eager tensors, a flat one for each dtype in which a mean is taken, in the order of ``MEAN_DTYPES``."""
+    """Copies of eager tensors, one flat buffer for each dtype in which a mean is computed, in the order of
+    ``MEAN_DTYPES``."""
     groups = _groups(tensors)
     return [flatten([as_dtype(tensors[index], name) for index in groups[name]]) for name in groups]
 
 
 def cut(buffers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Views of what ``flats(tensors)`` became, in the order and shapes of ``tensors``."""
+    """Views of the values of ``flats(tensors)``, in the order and shapes of ``tensors``."""
     parts: list[Any] = [None] * len(tensors)
     for buffer, indices in zip(buffers, _groups(tensors).values(), strict=True):
         for index, part in zip(indices, views(buffer, [tensors[index].shape for index in indices]), strict=True):

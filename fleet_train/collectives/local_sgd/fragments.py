@@ -1,4 +1,4 @@
-"""Parameters that LocalSGD averages at a time: what the ranks last agreed on, and how their differences travel."""
+"""Parameters that LocalSGD averages together: the last agreed values, and how differences are sent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fragment:
         self.values: list[TensorSpec] = [averaging.values[position] for position in self.positions]
         self.outer = OuterOptimizer(profile)
         self.anchor: list[Any] | None = None
-        """What all ranks held after the last averaging; where it is kept."""
+        """The values of all ranks after the last averaging, if kept."""
         self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
         self._in_16_bits = profile.local_sgd_dtype == "bfloat16"
         self._allreduce = allreduce
@@ -56,11 +56,11 @@ class Fragment:
                 )
 
     def choose(self, items: Sequence[T]) -> list[T]:
-        """Those of a list over all averaged parameters that belong to this fragment."""
+        """The items of a list over all averaged parameters that belong to this fragment."""
         return [items[position] for position in self.positions]
 
     def remember(self, parameters: Sequence[Any]) -> None:
-        """All ranks hold ``parameters`` (of the whole job's list) now."""
+        """Called when all ranks hold ``parameters`` (of the whole job's list)."""
         if self.keeps_anchor:
             self.anchor = flats(self.choose(parameters))
 
@@ -71,7 +71,7 @@ class Fragment:
 
     @property
     def memories(self) -> list[tuple[Bucket, KeptErrors]]:
-        """What rounding has left out, with the parameters that it belongs to."""
+        """The rounding errors, with the parameters that they belong to."""
         return [
             (Bucket(self.index, tuple(group), 0), KeptErrors("local_sgd", group, carried.rounded))
             for group, carried in self._rounded
@@ -80,7 +80,7 @@ class Fragment:
     def agree(
         self, values: list[Any], rate: float, beside: Sequence[Any] = (), more: bool = False
     ) -> Stages[tuple[list[Any], list[Any]]]:
-        """What the ranks go on from after an averaging of ``values``, and the means of the buffers ``beside``.
+        """The values to continue from after an averaging of ``values``, and the means of the buffers ``beside``.
 
         Overwrites ``beside``, and ``values`` unless ``keeps_anchor``. ``rate``: the inner optimizer's learning rate.
         """
@@ -95,7 +95,7 @@ class Fragment:
         return self.anchor, others
 
     def _differences(self, values: list[Any]) -> list[Any]:
-        """What is sent of ``values``: how far they are from the last agreed ones."""
+        """What is sent for ``values``: their difference from the last agreed values."""
         assert self.anchor is not None
         differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
         return [difference.cast("bfloat16") for difference in differences] if self._in_16_bits else differences
@@ -114,7 +114,7 @@ class Fragment:
         return totals, others
 
     def _mean(self, total: Any, like: Any) -> Any:
-        """Not scaled in bfloat16: 1/3 has 8 bits there, too, and every mean of three ranks would be 0.2 % too large."""
+        """Not scaled in bfloat16: 1/3 also has 8 bits there, and every mean of three ranks would be 0.2 % too large."""
         total = total if total.dtype == like.dtype else total.cast(like.dtype)
         return total.scale_(1.0 / self._world_size)
 
@@ -135,7 +135,7 @@ def joined(fragments: Sequence[Fragment], buffers: Sequence[list[Any]]) -> list[
 
 
 def parted(fragments: Sequence[Fragment], buffers: list[Any], values: Sequence[TensorSpec]) -> list[list[Any]]:
-    """What ``joined`` has joined, in the fragments' own buffers again."""
+    """The reverse of ``joined``: the fragments' own buffers."""
     if len(fragments) == 1:
         return [buffers]
     parts = cut(buffers, values)

@@ -1,4 +1,4 @@
-"""Momentum over periods of local training: what is done with the averaged difference."""
+"""Momentum over periods of local training: the outer optimizer, which uses the averaged difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OuterOptimizer:
     ``none``: anchor - difference, plain averaging.
     ``slowmo``: u = m u + difference / rate; anchor - lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019).
     ``diloco``: u = m u + difference; anchor - lr * (difference + m u), Nesterov (Douillard et al. 2023).
-    Tensors are flat, [elements], one for each dtype in which means are taken, and equal on every rank.
+    Tensors are flat, [elements], one for each dtype in which means are computed, and equal on every rank.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -27,7 +27,7 @@ class OuterOptimizer:
         self.velocity: list[Any] | None = None
 
     def step(self, anchor: list[Any], difference: list[Any], rate: float) -> list[Any]:
-        """The next agreed values, in the memory of ``anchor``; ``difference`` is overwritten or kept, too.
+        """The next agreed values, in the memory of ``anchor``; ``difference`` is overwritten or kept as well.
 
         ``rate`` is the inner optimizer's learning rate.
         """
@@ -46,7 +46,7 @@ class OuterOptimizer:
         return [a.subtract_(one.scale_(self._lr)) for a, one in zip(anchor, steps, strict=True)]
 
     def _push(self, pushed: list[Any]) -> list[Any]:
-        """Give the velocity a push, and return it."""
+        """Add to the velocity and return it."""
         if self.velocity is None:
             self.velocity = [p.clone() for p in pushed]
         else:

@@ -1,7 +1,7 @@
-"""An averaging of LocalSGD that travels while the next local steps go on.
+"""An averaging of LocalSGD that overlaps the next local steps.
 
-What is sent are the values at the end of a period. A fixed number of steps later, the same on every rank, each rank
-adds what they have become minus what it sent: its own progress since then is kept. Source: the delayed averaging of
+The values at the end of a period are sent. A fixed number of steps later, the same on every rank, each rank adds the
+new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging of
 Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
 """
 
@@ -39,7 +39,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class Underway:
-    """An averaging that has been started and not been taken in yet."""
+    """An averaging that has started and has not been applied yet."""
 
     barrier: Future[Passed]
     correction: Running[Correction]
@@ -47,12 +47,12 @@ class Underway:
 
 
 def capture(held: Held, rate: float) -> Sent:
-    """Copy what is sent; on the computing thread, before the next step changes it."""
+    """Copy the values to send; on the computing thread, before the next step changes them."""
     return Sent(flats(held.parameters), flats(held.statistics), rate)
 
 
 def correct(fragment: Fragment, sent: Sent) -> Stages[Correction]:
-    """Average what was sent."""
+    """Average the sent values."""
     yield HAND_OVER
     parameters = sent.parameters if fragment.keeps_anchor else _copies(sent.parameters)
     agreed, means = yield from fragment.agree(parameters, sent.rate, _copies(sent.statistics))
@@ -60,7 +60,7 @@ def correct(fragment: Fragment, sent: Sent) -> Stages[Correction]:
 
 
 def apply(correction: Correction, held: Held) -> list[Any]:
-    """Add a correction to the values of now, in place; returns the agreed parameters in their shapes."""
+    """Add a correction to the current values, in place; returns the agreed parameters in their shapes."""
     add(held.parameters, correction.parameters)
     add(held.statistics, correction.statistics)
     return cut(correction.agreed, held.parameters)

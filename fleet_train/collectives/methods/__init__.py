@@ -1,4 +1,4 @@
-"""How the gradients of a bucket become averages: dense, PowerSGD, DGC, few bits.
+"""Methods that average the gradients of a bucket: dense, PowerSGD, DGC, quantised.
 
 `registry` makes the method of a plan's bucket.
 """

@@ -1,4 +1,4 @@
-"""How flat buffers are summed over all ranks, as stages of collectives."""
+"""Sums of flat buffers over all ranks, as stages of collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Allreduce(Protocol):
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
         """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
 
-        ``more``: the caller has further collectives behind these.
+        ``more``: the caller has further collectives after these.
         """
 
 
@@ -34,7 +34,7 @@ class FlatAllreduce:
 
 
 class CastAllreduce:
-    """Another dtype on the wire. The sum itself is taken in that dtype, as the backend does it."""
+    """Another dtype on the wire. The backend computes the sum in that dtype, too."""
 
     def __init__(self, inner: Allreduce, wire_dtype: str, cast: Cast) -> None:
         self.inner = inner
@@ -52,7 +52,7 @@ class CastAllreduce:
 class HierarchicalAllreduce:
     """Reduce to the leader of this rank's local group, allreduce between the leaders, broadcast inside the local group.
 
-    Between local groups only the leaders' bytes travel. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
+    Between local groups, only leaders send. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
     """
 
     def __init__(self, local_group: Any, leader: int, is_leader: bool, between: Allreduce | None) -> None:
@@ -71,12 +71,12 @@ class HierarchicalAllreduce:
         return list(buffers)
 
     def without_cast(self) -> HierarchicalAllreduce:
-        """The same groups, with the buffer's own dtype between the leaders, too."""
+        """The same groups, with the buffer's own dtype between the leaders as well."""
         between = self._between.inner if isinstance(self._between, CastAllreduce) else self._between
         return self.with_between(between)
 
     def with_between(self, between: Allreduce | None) -> HierarchicalAllreduce:
-        """The same local groups, with another way between the leaders."""
+        """The same local groups, with another allreduce between the leaders."""
         return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
@@ -86,13 +86,13 @@ class HierarchicalAllreduce:
 
     @property
     def leaders_group(self) -> Any:
-        """The leaders' group; None where there is one local group only."""
+        """The leaders' group; None if there is only one local group."""
         plain = self.without_cast()._between
         return plain.group if isinstance(plain, FlatAllreduce) else None
 
 
 def without_cast(allreduce: Allreduce) -> Allreduce:
-    """For parameters: what compresses gradients between leaders must not round them."""
+    """For parameters: compression of gradients between leaders must not round them."""
     return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 

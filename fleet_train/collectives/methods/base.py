@@ -1,4 +1,5 @@
-"""How the gradients of one bucket become averages: dense here, compressed ones in modules beside this one."""
+"""The interface of methods that average one bucket's gradients, and the dense one; the others are in sibling
+modules."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Remembers(Protocol):
 
     @property
     def kind(self) -> str:
-        """Under which name its state is saved."""
+        """The name under which its state is saved."""
 
     @property
     def own_state(self) -> tuple[str, ...]:
@@ -36,18 +37,18 @@ class Remembers(Protocol):
 
 
 class BucketMethod(Remembers, Protocol):
-    """How a bucket's gradients become averages. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
+    """Averages a bucket's gradients. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
 
-        Up to its ``HAND_OVER`` it runs while the backward pass waits for it, and behind that it must not read
-        ``gradients`` any more. Every rank gets the same bits.
+        Before its ``HAND_OVER`` it runs while the backward pass waits for it; after that it must no longer read
+        ``gradients``. Every rank gets the same bits.
         """
 
 
 class DenseMethod:
-    """Copy the gradients into one buffer, average it, cut it up again."""
+    """Copies the gradients into one buffer, averages it, and splits it again."""
 
     kind = "dense"
     own_state: tuple[str, ...] = ()
@@ -80,13 +81,13 @@ Cut = Callable[[Any, Sequence[Sequence[int]]], list[Any]]
 
 
 def cut_for(on_host: bool) -> Cut:
-    """How a buffer that nobody needs any more becomes tensors: without a copy on a CPU. Kernels of a GPU may want
-    tensors that begin where memory was allocated."""
+    """Splits a buffer that is no longer needed into tensors: without a copy on a CPU. GPU kernels may need tensors that
+    begin at an allocation."""
     return views if on_host else unflatten
 
 
 def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The same as ``unflatten``, sharing the buffer's memory."""
+    """Like ``unflatten``, but sharing the buffer's memory."""
     if len(shapes) == 1:
         return [_C_ops.reshape(buffer, list(shapes[0]))]
     parts, start = [], 0
@@ -99,7 +100,7 @@ def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """Cut a flat tensor into tensors of these shapes."""
+    """Split a flat tensor into tensors of these shapes."""
     if len(shapes) == 1:
         return [buffer.reshape(list(shapes[0]))]
     sizes = [math.prod(shape) for shape in shapes]

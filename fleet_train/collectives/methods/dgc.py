@@ -21,17 +21,17 @@ from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.compression_settings import DgcSettings, is_sparse, kept_elements, sparsity_at
 
-# Elements from which a bound for the selection is guessed; below this many, guessing gains nothing.
+# Size of the sample that estimates a threshold for the selection; smaller tensors gain nothing from it.
 _SAMPLE = 16384
 
 
 class DgcMethod:
-    """One all-gather of (value, place) pairs per bucket, and one allreduce of the small gradients.
+    """One all-gather of (value, index) pairs per bucket, and one allreduce of the small gradients.
 
-    What comes out is an update with momentum in it, not an average of gradients: the optimizer behind must be SGD.
-    Momentum is accumulated on each rank before the selection (momentum correction), unsent updates are kept and added
-    up (local accumulation), and what was sent leaves both (momentum factor masking). While gradients go whole, the
-    velocity follows their average, so that the change to compression loses nothing.
+    The result is an update that includes momentum, not an average of gradients: the optimizer must be SGD.
+    Momentum is accumulated on each rank before the selection (momentum correction), unsent updates are kept and summed
+    (local accumulation), and sent elements are cleared in both (momentum factor masking). While gradients are sent
+    whole, the velocity follows their average, so that the switch to compression loses nothing.
     """
 
     kind = "dgc"
@@ -80,7 +80,8 @@ class DgcMethod:
         ]
 
     def state(self) -> dict[str, Any]:
-        """``step``; per parameter ``<name>.velocity``, and ``<name>.pending`` if selected from. Ranks differ."""
+        """``step``; per parameter ``<name>.velocity``, and ``<name>.pending`` if elements are selected. Ranks
+        differ."""
         with dynamic_mode(), paddle.no_grad():
             state = {"step": paddle.to_tensor([self._step], dtype="int64")}
             state |= {f"{name}.velocity": value.clone() for name, value in self._velocities.items()}
@@ -99,7 +100,7 @@ class DgcMethod:
         return list(everything) if sparsity is None else [i for i in everything if i not in self._sparse]
 
     def _accumulate(self, name: str, gradient: Any) -> None:
-        """Add this rank's clipped gradient, with momentum, to what waits to be sent."""
+        """Add this rank's clipped gradient, with momentum, to the unsent updates."""
         update = self._accelerate(name, self._clipped(as_dtype(gradient, "float32").reshape([-1])))
         if name in self._pending:
             self._pending[name].add_(update)
@@ -107,7 +108,7 @@ class DgcMethod:
             self._pending[name] = update.clone()
 
     def _accelerate(self, name: str, values: Any) -> Any:
-        """The update with momentum; without Nesterov the velocity itself, to be copied by who keeps it."""
+        """The update with momentum; without Nesterov the velocity itself, which a caller that keeps it must copy."""
         if name in self._velocities:
             velocity = self._velocities[name].scale_(self._settings.momentum).add_(values)
         else:
@@ -115,7 +116,7 @@ class DgcMethod:
         return velocity.scale(self._settings.momentum).add_(values) if self._settings.use_nesterov else velocity
 
     def _velocity_of(self, name: str) -> Any:
-        """A copy of what ``_accelerate`` is about to change."""
+        """A copy of what ``_accelerate`` will change."""
         if name in self._velocities:
             return self._velocities[name].clone()
         elements = next(gradient.elements for gradient in self._bucket.gradients if gradient.name == name)
@@ -125,12 +126,13 @@ class DgcMethod:
         if self._settings.local_grad_clip_norm is None:
             return values
         bound = self._settings.local_grad_clip_norm / math.sqrt(self._world_size)
-        # Neither linalg.norm nor dot: on CPU they add up one by one, and are off by 3e-6 at 78 000 elements.
+        # Neither linalg.norm nor dot: on CPU they sum one by one and are off by 3e-6 at 78 000 elements.
         norm = values.square().sum().sqrt()
         return values * (bound / norm.clip(min=1e-30)).clip(max=1.0)
 
     def _accelerated(self, positions: Sequence[int], average: Any) -> dict[int, Any]:
-        """Averages with momentum, by position. A loss scaler skips a step that is not finite: nothing of it is kept."""
+        """Averages with momentum, by position. A loss scaler skips a step that is not finite, so no state is kept from
+        it."""
         parts = unflatten(average, [[self._bucket.gradients[i].elements] for i in positions])
         finite = paddle.isfinite(average).all()
         if self._reads_values and not bool(finite):
@@ -144,12 +146,12 @@ class DgcMethod:
         return dict(zip(positions, updates, strict=True))
 
     def _gather_sparse(self, sparsity: float) -> Stages[dict[int, Any]]:
-        """All ranks' selections added up / ranks, by position; in the order of ranks, so everywhere the same bits."""
+        """The sum of all ranks' selections / ranks, by position; in rank order, so the bits are the same everywhere."""
         gradients = [self._bucket.gradients[i] for i in self._sparse]
         counts = [kept_elements(gradient.elements, sparsity) for gradient in gradients]
         places = [self._largest(self._pending[g.name], k) for g, k in zip(gradients, counts, strict=True)]
         values = [paddle.gather(self._pending[g.name], p) for g, p in zip(gradients, places, strict=True)]
-        # As integers: bits of places are no numbers, and not every copy of a float32 keeps a NaN's.
+        # As integers: the bits of indices are not floats, and not every copy of a float32 keeps the bits of a NaN.
         gathered = yield from self._all_gather(paddle.concat([*(paddle.view(v, "int32") for v in values), *places]))
         for gradient, taken in zip(gradients, places, strict=True):
             self._take_out(gradient.name, taken)
@@ -159,13 +161,14 @@ class DgcMethod:
         return dict(zip(self._sparse, results, strict=True))
 
     def _add_up(self, results: Sequence[Any], counts: Sequence[int], wire: Any) -> Any:
-        """Add one rank's selections (values, then places) / ranks to the results; whether all are finite, bool []."""
+        """Add one rank's selections (values, then indices) / ranks to the results; returns whether all are finite, bool
+        []."""
         values, places = paddle.split(wire, 2)
         values = paddle.view(values, "float32").scale(1.0 / self._world_size)
         for result, part, where in zip(
             results, paddle.split(values, counts), paddle.split(places, counts), strict=True
         ):
-            # The places of one rank differ from each other. index_add_ says this too, and takes ten times as long.
+            # One rank's indices are distinct. index_add_ gives the same result in ten times the time.
             paddle.scatter_(result, where, paddle.gather(result, where).add_(part))
         return paddle.isfinite(values).all()
 
@@ -178,7 +181,7 @@ class DgcMethod:
         return parts
 
     def _largest(self, values: Any, count: int) -> Any:
-        """Places (int32) of the ``count`` largest absolute values of a flat tensor; NaN counts as largest."""
+        """Indices (int32) of the ``count`` largest absolute values of a flat tensor; NaN counts as largest."""
         if self._reads_values:
             return _largest(values, count)
         sizes = values.abs()
@@ -192,14 +195,14 @@ class DgcMethod:
             paddle.scatter_(self._velocities[name], places, zeros)
 
     def _kept_zeros(self, gradient: TensorSpec) -> Any:
-        """Zeros over the last step's result: on CPU, new memory costs more than what is done with it."""
+        """Zeros written over the last step's result: on CPU, new memory costs more than the work on it."""
         if gradient.name in self._results:
             return self._results[gradient.name].zero_()
         self._results[gradient.name] = paddle.zeros([gradient.elements], "float32")
         return self._results[gradient.name]
 
     def _forget_unless(self, finite: Sequence[Any], gradients: Sequence[TensorSpec]) -> None:
-        """After an overflow on any rank, on every rank: what is kept would bring it back in each later step."""
+        """Called on every rank after an overflow on any rank: kept state would repeat it in each later step."""
         kept = [(table, g.name) for table in (self._pending, self._velocities) for g in gradients if g.name in table]
         if not self._reads_values:
             keep = paddle.stack(list(finite)).all()
@@ -215,9 +218,9 @@ def _with_suffix(state: dict[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def _largest(values: Any, count: int) -> Any:
-    """Places (int32) of the ``count`` largest absolute values of a flat tensor, exactly; NaN counts as largest.
+    """Indices (int32) of the ``count`` largest absolute values of a flat tensor, exactly; NaN counts as largest.
 
-    A selection among all elements is the dear part of DGC on CPU. A sample gives a bound that a few more than
+    Selecting among all elements is the expensive part of DGC on CPU. A sample gives a threshold that slightly more than
     ``count`` elements reach, and the selection is made among these. Source: section 5 of the paper.
     """
     sizes = values.abs()
@@ -229,20 +232,20 @@ def _largest(values: Any, count: int) -> Any:
 
 
 def _above_guess(sizes: Any, count: int) -> Any:
-    """Places (int64) of all elements that are not below a guessed bound: most likely ``count`` of them, or more."""
-    sample = sizes[:: (sizes.shape[0] // _SAMPLE) | 1]  # odd: widths of layers are even, and a column is no sample
+    """Indices (int64) of all elements not below an estimated threshold: most likely ``count`` of them, or more."""
+    sample = sizes[:: (sizes.shape[0] // _SAMPLE) | 1]  # odd: layer widths are even, and one column is not a sample
     expected = count * sample.shape[0] / sizes.shape[0]
     bound = sample[_top(sample, math.ceil(expected + 3 * math.sqrt(expected) + 1))].min()
     return paddle.logical_not(sizes < bound).nonzero().reshape([-1])
 
 
 def _top_on_device(sizes: Any, count: int) -> Any:
-    """As ``_top``; the host learns nothing."""
+    """As ``_top``; the host reads no value."""
     return paddle.topk(sizes, count, sorted=False)[1]
 
 
 def _top(sizes: Any, count: int) -> Any:
-    """Places (int64) of the ``count`` largest elements, in no order."""
+    """Indices (int64) of the ``count`` largest elements, in no order."""
     if not sizes.place.is_cpu_place():
         return _top_on_device(sizes, count)
     # Paddle's CPU kernel sorts: three times slower than this for 0.1 % of the elements, worse for more.

@@ -1,4 +1,4 @@
-"""What rounding has left out, by parameter: saved with a job's state and taken back."""
+"""Rounding errors by parameter: saved and restored with a job's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleet_train.plan import TensorSpec
 
 
 class KeptErrors:
-    """The memory of a `QuantisedAllreduce` whose buffer holds ``values``, one behind the other."""
+    """The state of a `QuantisedAllreduce` whose buffer is the concatenation of ``values``."""
 
     own_state: tuple[str, ...] = (".error",)
 
@@ -24,7 +24,7 @@ class KeptErrors:
         self._rounded = rounded
 
     def state(self) -> dict[str, Any]:
-        """``<first value's name>.sums``, how many sums there were, and, where errors are fed back, ``<name>.error`` per
+        """``<first value's name>.sums``, the number of sums so far, and, with error feedback, ``<name>.error`` per
         value, [elements] float32, which differs between ranks."""
         with dynamic_mode(), paddle.no_grad():
             state = {f"{self._values[0].name}.sums": paddle.to_tensor([self._rounded.step], dtype="int64")}
@@ -34,7 +34,7 @@ class KeptErrors:
             return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave; what is missing, or of another size, starts as zero."""
+        """Restore what ``state`` returned; errors that are missing or of another size start as zero."""
         with dynamic_mode(), paddle.no_grad():
             sums = state.get(f"{self._values[0].name}.sums")
             parts = [_of_size(state.get(f"{value.name}.error"), value.elements) for value in self._values]

@@ -1,4 +1,4 @@
-"""Float32 in the host's memory as bfloat16 and back: the bits of Paddle's ``cast``, in a fifth of its time."""
+"""Casts between float32 and bfloat16 in host memory: the bits of Paddle's ``cast``, in a fifth of its time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import paddle
 from fleet_train.collectives.paddle_compat.host_views import Array, host_view
 
 _PIECE = 1 << 16
-"""Elements that are rounded at a time: they and what comes between stay in the processor's cache."""
+"""Elements rounded at a time: they and their temporaries stay in the processor's cache."""
 _NAN = np.uint16(0x7FFF)
-"""What Paddle makes of every NaN."""
+"""Paddle's result for every NaN."""
 
 
 class Cast(Protocol):
-    """How tensors become others of another dtype."""
+    """Casts tensors to another dtype."""
 
     def __call__(self, tensor: Any, dtype: str, into: Any = None) -> Any:
-        """``tensor`` in ``dtype`` (by name). ``into``: a tensor of that dtype and shape that nobody needs any more,
+        """``tensor`` in ``dtype`` (by name). ``into``: a tensor of that dtype and shape that is no longer needed and
         whose memory may be used."""
 
 
@@ -48,7 +48,7 @@ def cast_on_host(tensor: Any, dtype: str, into: Any = None) -> Any:
 
 
 def _round(values: Array, rounded: Array) -> None:
-    """To the nearest bfloat16, ties to the even one. ``rounded``: its bits."""
+    """Round to the nearest bfloat16, ties to even. ``rounded``: its bits."""
     for start in range(0, values.size, _PIECE):
         piece = values[start : start + _PIECE]
         bits = piece.view(np.uint32)

@@ -1,5 +1,5 @@
-"""Who sends which bytes to whom in a quantised sum: all to all over one group, or over pairs where there is no such
-call (Gloo)."""
+"""How the members of a quantised sum exchange bytes: an all-to-all over one group, or over pairs where the backend has
+none (Gloo)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Links(Protocol):
     position: int
 
     def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
-        """Everybody's ``wire``, in the order of members, on every member."""
+        """Every member's ``wire``, in the order of members, on every member."""
 
     def exchange(self, wires: Sequence[Any]) -> Stages[list[Any]]:
-        """Send ``wires[i]`` to member i; returns what the others sent here, in their order."""
+        """Send ``wires[i]`` to member i; returns what the members sent to this one, in their order."""
 
 
 class GroupLinks:
@@ -50,9 +50,9 @@ class GroupLinks:
 
 
 class PairLinks(GroupLinks):
-    """Beside the group one for each pair: what two send each other is gathered in a group of the two.
+    """One extra group per pair: two members exchange by an all-gather in it.
 
-    Paddle's Gloo has no all-to-all, and its messages between two of several ranks are numbered wrongly.
+    Paddle's Gloo has no all-to-all, and it numbers messages between two of several ranks wrongly.
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, pairs: dict[int, Any]) -> None:
@@ -75,7 +75,7 @@ class PairLinks(GroupLinks):
 
 
 def rounds(members: int) -> list[dict[int, int]]:
-    """Rounds of a tournament: in each everybody has one partner, or none; after all of them everybody met everybody."""
+    """Rounds of a round-robin tournament: each member has at most one partner per round, and all pairs occur."""
     size = members + members % 2
     table = []
     for turn in range(size - 1):
@@ -87,9 +87,9 @@ def rounds(members: int) -> list[dict[int, int]]:
 
 
 def make_links(job: Job, group: Any, ranks: Sequence[int]) -> Links:
-    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over pairs that are made here.
+    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over pair groups created here.
 
-    All ranks of the job call it in the same order, also those that are not among ``ranks``, which must not use it.
+    All ranks of the job call it in the same order, including those outside ``ranks``, which must not use the result.
     """
     rank, has_all_to_all = job.cluster.rank, backend_name() != "gloo"
     pairs = {}

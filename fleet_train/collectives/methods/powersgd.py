@@ -25,10 +25,10 @@ from fleet_train.plan.compression_settings import Matrix, PowerSgdSettings, low_
 class PowerSgdMethod:
     """Two allreduces per step: left factors with all uncompressed gradients, then right factors.
 
-    Matrices are handled one by one where they are large (a stacked copy costs more than all products together), their
-    thin factors in batches of equal shape. The factors are orthonormalised from sums that are bit-equal on every
-    rank; ranks on equal hardware therefore decompress to the same bits. ``reads_values``: whether the host may look at
-    a value in a step; on a stream it would wait there for all that was enqueued before.
+    Large matrices are handled one by one (a stacked copy costs more than all products together), their thin factors in
+    batches of equal shape. The factors are orthonormalised from sums that are bit-equal on every rank, so ranks on
+    equal hardware decompress to the same bits. ``reads_values``: whether the host may read a value in a step; on a
+    stream that waits for everything enqueued before.
     """
 
     kind = "powersgd"
@@ -53,9 +53,9 @@ class PowerSgdMethod:
         self._families, self._whole = low_rank_families(bucket, settings)
         self._step = 0
         self._errors: dict[str, Any] = {}  # parameter's name -> [rows, columns] float32
-        self._results: dict[str, Any] = {}  # the same: what the last step gave
+        self._results: dict[str, Any] = {}  # the same: the last step's result
         self._factors: list[Any] = []  # per family: right factors [matrices, rank, columns] float32
-        self._fresh: list[Any] = []  # per family: what stands in for right factors that have become zero
+        self._fresh: list[Any] = []  # per family: replacements for right factors that have become zero
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         self._step += 1
@@ -79,7 +79,7 @@ class PowerSgdMethod:
             for i, matrix in enumerate(family):
                 results[matrix.position] = self._decompress(matrix, values[i], left[i], right[i])
         if not self._reads_values:
-            # As in _give_up, decided on the device: results of NaN factors are NaN, and are not remembered.
+            # As in _give_up, decided on the device: results of NaN factors are NaN and are not kept.
             self._errors = {name: keep(error, 0.0) for name, error in self._errors.items()}
             self._factors = [keep(factors, 0.0) for factors in self._factors]
         return self._in_order(results)
@@ -110,7 +110,7 @@ class PowerSgdMethod:
             self._factors = [paddle.stack(f) for f in factors] if len(factors) == len(self._families) else []
 
     def _with_error(self, matrix: Matrix, gradient: Any) -> Any:
-        """Gradient + error, [rows, columns] float32; kept in the error's own memory, which saves a copy."""
+        """Gradient + error, [rows, columns] float32; in the error's own memory, which saves a copy."""
         values = as_dtype(gradient, "float32").reshape([matrix.rows, matrix.columns])
         if not self._settings.error_feedback:
             return values.clone()
@@ -120,7 +120,7 @@ class PowerSgdMethod:
         return self._errors[matrix.name].add_(values)
 
     def _reduce_left(self, matrices: list[list[Any]], rest: Any) -> Stages[tuple[list[Any], list[Any]]]:
-        """(per family the sum of left factors [matrices, rows, rank]; the averages of what is sent whole)."""
+        """(per family the sum of left factors [matrices, rows, rank]; the averages of uncompressed gradients)."""
         products = [
             paddle.matmul(matrix, factors[i], transpose_y=True).reshape([-1])
             for family, factors in zip(matrices, self._start_factors(), strict=True)
@@ -147,9 +147,9 @@ class PowerSgdMethod:
         return self._factors
 
     def _decompress(self, matrix: Matrix, values: Any, left: Any, right: Any) -> Any:
-        """The matrix that every rank gets; what it lacks of this rank's ``values`` becomes the error.
+        """The matrix that every rank gets; this rank's ``values`` minus it becomes the error.
 
-        It is written over the last step's: on CPU, new memory costs more than the product that fills it.
+        It overwrites the last step's: on CPU, new memory costs more than the product that fills it.
         """
         if matrix.name not in self._results:
             self._results[matrix.name] = paddle.zeros_like(values)
@@ -160,7 +160,7 @@ class PowerSgdMethod:
         return result.reshape(list(self._bucket.gradients[matrix.position].shape))
 
     def _give_up(self, whole: list[Any]) -> list[Any]:
-        """An infinity or NaN on any rank: give NaN gradients, which a loss scaler skips, and do not remember them."""
+        """For an infinity or NaN on any rank: return NaN gradients, which a loss scaler skips, and do not keep them."""
         self._errors, self._factors = {}, []
         results = dict(zip(self._whole, whole, strict=True))
         for matrix in (matrix for family in self._families for matrix in family):
@@ -212,7 +212,7 @@ def _orthonormal(left: Any) -> Any:
 def _revived(factors: Any, fresh: Any) -> Any:
     """``factors`` [matrices, rank, columns] with rows of length 1; a zero row is replaced by that of ``fresh``.
 
-    A factor that is zero once (a layer without gradient in one step) would give zero products for ever.
+    A factor that is zero once (a layer without gradient in one step) would give zero products forever.
     """
     length = (factors * factors).sum(axis=2, keepdim=True).sqrt()
     alive = length > 0

@@ -1,4 +1,4 @@
-"""A bucket's gradients in few bits, as a bucket method."""
+"""Quantised gradients, as a bucket method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet_train.plan import Bucket
 
 
 class QuantisedMethod(KeptErrors):
-    """Whole numbers with a scale per block; with local groups between their leaders only."""
+    """Sends integers with a scale per block; with local groups, only between their leaders."""
 
     def __init__(self, bucket: Bucket, carried: Carried, world_size: int, cut: Cut | None = None) -> None:
         super().__init__("quantised", bucket.gradients, carried.rounded)

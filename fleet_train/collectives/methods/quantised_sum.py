@@ -1,4 +1,4 @@
-"""Sums over ranks that travel as whole numbers of few bits, as stages of collectives."""
+"""Sums over ranks that are sent as integers of a few bits, as stages of collectives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
 
 
 class QuantisedAllreduce:
-    """The sum of one flat float32 buffer over ``links.members``, with what rounding leaves out kept for the next one.
+    """Sums one flat float32 buffer over ``links.members`` and keeps the rounding errors for the next sum.
 
-    What is kept is what this rank still owes to the sum: of its own values, and, for the part of the buffer whose
-    sums it rounds for all, of those. ``name`` tells the random numbers of stochastic rounding from those of others.
+    This rank keeps the rounding errors of its own values and of the sums in the part of the buffer that it rounds for
+    all. ``name`` separates its random numbers for stochastic rounding from those of others.
     """
 
     def __init__(self, name: str, links: Links, codec: Codec, layout: QuantisedLayout) -> None:
@@ -42,13 +42,14 @@ class QuantisedAllreduce:
         return [total]
 
     def add(self, tensors: Sequence[Any]) -> None:
-        """Bring tensors, one behind the other the buffer of the next sum: read at once, changed never."""
+        """Pass the tensors that, concatenated, are the buffer of the next sum. They are read at once and never
+        changed."""
         if self._owed is None:
             self._owed = paddle.zeros([self._layout.padded_elements], "float32")
         self._owed = self._codec.add(self._owed, tensors)
 
     def sum_added(self, factor: float, more: bool = False) -> Stages[Any]:
-        """The sum of what all members have added, times ``factor``, [elements]; the same bits on every member."""
+        """The sum of the buffers of all members times ``factor``, [elements]; the same bits on every member."""
         self._step += 1
         if self._layout.parts == 1:
             total = yield from self._exchange_all(factor, more)
@@ -60,23 +61,23 @@ class QuantisedAllreduce:
 
     @property
     def owed(self) -> Any:
-        """What this rank has kept back, [elements] float32."""
+        """The rounding errors kept by this rank, [elements] float32."""
         return paddle.zeros([self._elements], "float32") if self._owed is None else self._owed[: self._elements]
 
     def take(self, owed: Any, step: int) -> None:
-        """Go on with another ``owed``, after ``step`` sums."""
+        """Continue with another ``owed``, after ``step`` sums."""
         self._step = step
         self._owed = paddle.zeros([self._layout.padded_elements], "float32")
         self._owed[: self._elements] = owed
 
     @property
     def step(self) -> int:
-        """How many sums there were."""
+        """The number of sums so far."""
         return self._step
 
     @property
     def keeps_back(self) -> bool:
-        """Whether what rounding leaves out is added to the next sum."""
+        """Whether rounding errors are added to the next sum."""
         return self._layout.settings.error_feedback
 
     def _exchange_all(self, factor: float, more: bool) -> Stages[Any]:
@@ -85,7 +86,7 @@ class QuantisedAllreduce:
         return self._codec.decode(wires, factor)
 
     def _exchange_parts(self, factor: float, more: bool) -> Stages[Any]:
-        """Each owner adds its own part as it is; what the rounding of sums leaves out is owed by the owner."""
+        """Each owner adds its own part unrounded and keeps the rounding error of the sums."""
         layout, own = self._layout, self._links.position
         size = layout.part_elements
         mine = self._owed[own * size : (own + 1) * size].clone()
@@ -104,7 +105,7 @@ class QuantisedAllreduce:
 
 
 def _parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
-    """One wire per part: the levels of all parts lie one behind the other, and then all their scales."""
+    """One wire per part: the levels of all parts are contiguous, followed by all scales."""
     levels = layout.part_elements * layout.settings.bits // 8
     cut, scales = levels * layout.parts, layout.part_bytes - levels
     return [
@@ -115,16 +116,16 @@ def _parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
 
 @dataclass(frozen=True)
 class Carried:
-    """``sums`` over all ranks, and ``rounded`` where the few bits are: the same where there are no local groups."""
+    """``sums`` over all ranks, and ``rounded`` where values are quantised: the same without local groups."""
 
     sums: Allreduce
     rounded: QuantisedAllreduce
 
 
 class QuantisedSums:
-    """Makes sums in few bits over a plan's ranks, or between the leaders of its local groups.
+    """Makes quantised sums over a plan's ranks, or between the leaders of its local groups.
 
-    ``allreduces``: those of the communicators; averagings use the first one. All ranks make it in the same order.
+    ``allreduces``: one per communicator; averagings use the first one. All ranks create it in the same order.
     """
 
     def __init__(self, job: Job, plan: CommPlan, allreduces: Sequence[Allreduce]) -> None:
@@ -136,7 +137,7 @@ class QuantisedSums:
         used = self._allreduces if any(bucket.is_quantised for bucket in plan.buckets) else self._allreduces[:1]
         self._links = [make_links(job, _group_of(allreduce), self._members) for allreduce in used]
         self.notices = notices_of(self._on_host)
-        """What users should know of the codec, once."""
+        """Notes to users about the codec, once."""
 
     def make(self, communicator: int, name: str, elements: int, settings: QuantisedSettings) -> Carried:
         """The sum of a buffer [elements], float32, on a communicator."""

@@ -1,4 +1,4 @@
-"""From a plan's bucket to the method that carries it out."""
+"""Creates the method that carries out a plan's bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fleet_train.profile.knobs import entry_of
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a method is made of. ``allreduce`` is its communicator's, and casts where the plan is hierarchical."""
+    """The parts of a method. ``allreduce`` is its communicator's, and casts if the plan is hierarchical."""
 
     bucket: Bucket
     job: Job
@@ -94,7 +94,7 @@ def make_method(
     dgc: DgcSettings | None,
     quantised: QuantisedSums | None,
 ) -> BucketMethod:
-    """The method of one bucket. Raises ConversionError for a compression that nobody carries out."""
+    """The method of one bucket. Raises ConversionError for a compression without a method."""
     make = entry_of("compression", bucket.compression, METHODS, "method on real ranks")
     return make(_Parts(bucket, job, plan, profile, allreduce, dgc, quantised))
 

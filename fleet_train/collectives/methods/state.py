@@ -1,6 +1,6 @@
-"""What the methods of all buckets remember between steps, by parameter: saved on one cluster, loaded on another.
+"""The state that the methods of all buckets keep between steps, by parameter: saved on one cluster, loaded on another.
 
-Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: a profile may cut other buckets.
+Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other buckets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Methods = Sequence[tuple[Bucket, Remembers]]
 
 
 def read(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(what every rank has alike, what is this rank's own)."""
+    """(state that is equal on all ranks, this rank's own state)."""
     alike: dict[str, Array] = {}
     own: dict[str, Array] = {}
     for _, method in methods:
@@ -31,7 +31,7 @@ def read(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def write(methods: Methods, arrays: Mapping[str, Array], place: Any) -> list[str]:
-    """Take back what ``read`` gave; names that belong to no method here are returned.
+    """Restore what ``read`` returned; returns the names that belong to no method here.
 
     A method that finds nothing of its kind starts as new.
     """

@@ -1,1 +1,1 @@
-"""What the installed Paddle needs of us: a check of its version, dynamic mode for one thread, its allocator."""
+"""Adapts to the installed Paddle: a check of its version, dynamic mode for one thread, its allocator."""

@@ -8,5 +8,6 @@ import paddle
 
 
 def as_dtype(tensor: Any, dtype: str) -> Any:
-    """``tensor`` in ``dtype`` (by name); itself when it has that already, where Paddle's own ``cast`` copies."""
+    """``tensor`` in ``dtype`` (by name); itself if it has that dtype already, in which case Paddle's own ``cast``
+    copies."""
     return tensor if tensor.dtype == getattr(paddle, dtype) else tensor.cast(dtype)

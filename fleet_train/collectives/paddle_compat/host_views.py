@@ -1,4 +1,4 @@
-"""Tensors in the host's memory as numpy arrays over the same memory, a few times quicker than DLPack."""
+"""Tensors in host memory as numpy arrays over the same memory, a few times faster than DLPack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = {paddle.float32: "<f4", paddle.uint8: "|u1", paddle.bfloat16: "<u2"}
 
 
 class _Memory:
-    """What numpy asks for an address; the array that it makes keeps this, and with it the tensor."""
+    """Gives numpy the address; the array keeps this object, and with it the tensor."""
 
     def __init__(self, tensor: Any, elements: int, kind: str) -> None:
         self.tensor = tensor
@@ -34,8 +34,8 @@ def host_view(tensor: Any) -> Array:
     """``tensor`` ([...], float32, uint8 or bfloat16, contiguous, on the CPU) as an array [elements] over its memory;
     bfloat16 as its bits in uint16.
 
-    What is written to the one is read from the other. The array keeps the tensor alive; it must not be used after the
-    tensor was given other memory (``set_value`` with another shape). Raises ConversionError for other tensors.
+    A write to one is read from the other. The array keeps the tensor alive; it must not be used after the tensor got
+    other memory (``set_value`` with another shape). Raises ConversionError for other tensors.
     """
     kind = _TYPES.get(tensor.dtype)
     if kind is None or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
@@ -48,7 +48,7 @@ def host_view(tensor: Any) -> Array:
 
 
 def add_in_place(total: Any, tensors: Sequence[Any]) -> Any:
-    """``total`` ([elements], float32) plus ``tensors`` (of any float dtype), one behind the other from its start."""
+    """``total`` ([elements], float32) plus ``tensors`` (of any float dtype), concatenated from its start."""
     buffer, start = host_view(total), 0
     for tensor in tensors:
         values = host_view(as_dtype(tensor, "float32").contiguous())

@@ -1,9 +1,9 @@
 """Paddle's dynamic mode for one thread.
 
-``paddle.disable_static`` and ``dygraph.guard`` also swap what belongs to the whole process for as long as they hold:
+``paddle.disable_static`` and ``dygraph.guard`` also replace process-wide state while they are active:
 the generator of unique names, the default programs, the expected place, and the mode in which new threads start. A
-script that builds another network meanwhile would get the names of the first one again. Here only the calling thread
-changes.
+script that builds another network meanwhile would get the names of the first one again. These functions change only the
+calling thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paddle.base.dygraph.tracer import Tracer
 
 @contextlib.contextmanager
 def dynamic_mode(place: Any = None) -> Iterator[None]:
-    """Dynamic mode for the body on this thread, whatever mode it is in. ``place``: the process's own if None."""
+    """Dynamic mode for the body on this thread, in any mode. ``place``: the process's own if None."""
     before = paddle.base.framework.global_var._dygraph_tracer_
     tracer = Tracer()
     tracer._expected_place = paddle.base.framework._current_expected_place_() if place is None else place
@@ -37,7 +37,7 @@ def ensured_dynamic_mode() -> contextlib.AbstractContextManager[None]:
 
 
 def _switch(tracer: Any) -> None:
-    """Not by assigning the attribute: that also sets the mode in which threads of the script would start."""
+    """Not by assigning the attribute: that also sets the mode in which the script's threads start."""
     paddle.base.framework.global_var.__dict__["_dygraph_tracer_"] = tracer
     paddle.base.core._switch_tracer(tracer)
 
@@ -46,8 +46,8 @@ def _switch(tracer: Any) -> None:
 def operators_in_dynamic_mode() -> Iterator[None]:
     """Host operators that are emitted in the body run under ``dynamic_mode``.
 
-    ``register_op`` puts each under ``dygraph.guard``. Two of them that run at a time, on two threads of the executor,
-    would leave the process with one another's name generator.
+    ``register_op`` puts each under ``dygraph.guard``. Two that run at the same time, on two threads of the executor,
+    would restore each other's name generator.
     """
     module: Any = sys.modules[paddle.static.register_op.__module__]
     original = module.run_in_dynamic_mode
@@ -59,7 +59,7 @@ def operators_in_dynamic_mode() -> Iterator[None]:
 
 
 class _OperatorsTracer(threading.local):
-    """The tracer of a thread's host operators: one for all of them, which come many times in every step."""
+    """The tracer of a thread's host operators: one for all, because they run many times in every step."""
 
     def __init__(self) -> None:
         self.tracer = Tracer()
@@ -69,7 +69,7 @@ _operators = _OperatorsTracer()
 
 
 def _in_dynamic_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``dynamic_mode`` around ``function``, with the thread's kept tracer and without a generator."""
+    """As ``dynamic_mode`` around ``function``, with the thread's cached tracer and without a generator."""
 
     def run(*values: Any) -> Any:
         before = paddle.base.framework.global_var._dygraph_tracer_

@@ -1,6 +1,6 @@
-"""Is the installed Paddle one that can do this? Asked before anything else touches it.
+"""Checks the installed Paddle before anything else uses it.
 
-What the code rests on of this version, and how to see it again on another one: docs/paddle.md.
+What the code relies on in this version, and how to check another one: docs/paddle.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INSTALL = f"python -m pip install paddlepaddle=={NEEDED} (CPU), or see requirem
 
 
 def require_paddle(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise PaddleUnusable, saying what was found, what is needed and the fix, unless Paddle can be used.
+    """Raise PaddleUnusable, with what was found, what is needed and the fix, unless Paddle can be used.
 
     Host operators inside PIR programs (``paddle.static.register_op``) are public since Paddle 3.3.
     """
@@ -40,7 +40,7 @@ def require_paddle(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def installed_version() -> str:
-    """The version of the Paddle that is imported, as its package says it."""
+    """The version of the imported Paddle, from its package."""
     import paddle
 
     version = str(getattr(paddle, "__version__", "") or "")

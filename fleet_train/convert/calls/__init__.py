@@ -1,1 +1,1 @@
-"""The facade's calls that are not about the optimizer: who and where, values among ranks, saving and loading."""
+"""The facade's calls that are not about the optimizer: ranks and devices, collective calls, saving and loading."""

@@ -24,7 +24,7 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
     """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
 
     ``op`` (Fleet's ``mode``): ``sum`` (the default), ``max``, ``min`` or ``mean``. dtypes: float32, float64, int32,
-    int64. All ranks call it in the same order. Raises ConversionError when the ranks bring different shapes, dtypes or
+    int64. All ranks call it in the same order. Raises ConversionError when the ranks pass different shapes, dtypes or
     operations.
     """
     values = np.asarray(needed("all_reduce", input=input, array=array))
@@ -38,16 +38,17 @@ def all_reduce_worker(input: Any, output: Any) -> None:
 
 
 def agree(name: str, value: Any) -> None:
-    """Stop every rank with ScheduleMismatch unless all bring the same JSON value: ``agree("steps", len(loader))``.
+    """Stop every rank with ScheduleMismatch unless all pass the same JSON value: ``agree("steps", len(loader))``.
 
-    For what a job must have in common and fleet_train cannot see. All ranks call it in the same order.
+    For values that all ranks must share and fleet_train cannot see. All ranks call it in the same order.
     """
     with current().job.inside(f"fleet.agree({name!r})"):
         consistency.agree(current().job, name, value)
 
 
 def gather(value: Any) -> list[Any]:
-    """The JSON value of every rank, by rank, on every rank. For facts, not for tensors: it goes through the store.
+    """The JSON value of every rank, by rank, on every rank. For small values, not for tensors: it goes through the
+    store.
 
     All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not arrive, died or left.
     """

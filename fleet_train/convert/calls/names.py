@@ -1,6 +1,6 @@
-"""The fate of every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use.
+"""Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead.
 
-What the facade has needs no row: it is carried out. ``tests/unit/test_fleet_names.py`` walks over Paddle's own names.
+Names that the facade has need no row. ``tests/unit/test_fleet_names.py`` checks all of Paddle's own names.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ ABSENT: dict[str, str] = {
 
 
 class UnknownName(ConversionError, AttributeError):
-    """A name that the facade does not have. An AttributeError, too, so that ``hasattr`` and ``import`` work."""
+    """A name that the facade does not have. Also an AttributeError, so that ``hasattr`` and ``import`` work."""
 
 
 def unknown(name: str, known: list[str]) -> UnknownName:
-    """The error for a name that the facade does not have: its fate, or the nearest name that is there."""
+    """The error for a name that the facade does not have: what to use, or the nearest existing name."""
     if name in ABSENT:
         return UnknownName(f"fleet.{name} {ABSENT[name]}")
     return UnknownName(f"module 'fleet_train.fleet' has no attribute {name!r}{suggestion(name, known)}")

@@ -1,4 +1,4 @@
-"""The facade's questions about who and where: ranks, nodes, roles, endpoints."""
+"""The facade's queries: ranks, nodes, roles, endpoints."""
 
 from __future__ import annotations
 
@@ -74,21 +74,22 @@ def worker_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def gone_workers() -> dict[int, str]:
-    """Ranks that have left the job (``left``) or are lost, and how, as the job's store knows it now. From any thread.
+    """Ranks that have left the job (``left``) or are lost, and how, as currently recorded in the job's store. From any
+    thread.
 
-    Raises WorkerFailed where the store does not answer. Empty in a job of one process.
+    Raises WorkerFailed if the store does not answer. Empty in a job of one process.
     """
     return current().job.gone()
 
 
 def init_worker(scopes: Any = None) -> None:
-    """Nothing is left to do: a worker without parameter servers is ready after ``init``."""
+    """Does nothing: a worker without parameter servers is ready after ``init``."""
     del scopes  # Fleet's signature
     current()
 
 
 def stop_worker() -> None:
-    """Nothing is to be stopped: there are no servers, and a rank leaves the job when its script ends (``shutdown``)."""
+    """Does nothing: there are no servers, and a rank leaves the job when its script ends (``shutdown``)."""
     current()
 
 

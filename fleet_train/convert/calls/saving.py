@@ -1,4 +1,4 @@
-"""The facade's calls that save, load and export. Fleet's argument names stand beside ours."""
+"""The facade's calls that save, load and export. They accept Fleet's argument names as well as ours."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _TABLES = "modes are for parameter servers' tables, which are not supported; lea
 def synchronize_parameters(main_program: Any = None) -> None:
     """Make parameters and batch-norm statistics equal on all ranks now, as means over the ranks.
 
-    LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised takes its statistics from
-    each rank's own batches. Call it on all ranks before an evaluation. It is done by itself before every save.
+    LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised computes its statistics
+    from each rank's own batches. Call it on all ranks before an evaluation. Every save does it automatically.
     """
     program = program_or_last(main_program)
     exchange = exchange_of(program)
@@ -46,9 +46,10 @@ def first_not_finite(main_program: Any = None) -> str | None:
 
 
 def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
-    """What ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a thread.
+    """The state that ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a
+    thread.
 
-    All ranks call it after the same step. ``memory``: an earlier capture that is written; its memory is used again.
+    All ranks call it after the same step. ``memory``: an earlier capture that has been written; its memory is reused.
     """
     program, scope = program_or_last(main_program), paddle.static.global_scope()
     with current().job.inside("fleet.capture_persistables()"):
@@ -64,12 +65,12 @@ def save_persistables(
     *,
     executor: Any = None,
 ) -> None:
-    """Save all that a resumed run needs of the program: rank 0 writes, all return when it is done.
+    """Save everything that a resumed run needs of the program: rank 0 writes, and all ranks return when it is done.
 
-    Parameters, statistics, optimizer state, what the profile's passes, LocalSGD and compression keep, also where each
-    rank has its own. With LocalSGD, parameters and optimizer state are averaged first. Writes
-    ``persistables.safetensors``, ``persistables.json`` and, for what differs between ranks, ``ranks.safetensors`` into
-    ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
+    Parameters, statistics, optimizer state, and the state of the profile's passes, LocalSGD and compression, including
+    state that differs between ranks. With LocalSGD, parameters and optimizer state are averaged first. Writes
+    ``persistables.safetensors``, ``persistables.json`` and, for state that differs between ranks, ``ranks.safetensors``
+    into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
 
     All ranks call it, without ``if rank == 0``. ``exe``, Fleet's ``executor``, is not needed: the state is read from
     the scope. ``filename`` and ``mode`` of Fleet are refused.
@@ -91,11 +92,10 @@ def load_persistables(
     *,
     executor: Any = None,
 ) -> None:
-    """Load what ``save_persistables`` wrote. Rank 0 reads, the others get its values over the network.
+    """Load state written by ``save_persistables``. Rank 0 reads it and sends the values to the others.
 
     The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
-    offending tensor, for state that is missing, cut off, altered, or of another model. The number of ranks may be
-    another one.
+    offending tensor, for state that is missing, cut off, altered, or of another model. The number of ranks may differ.
     """
     one_of("load_persistables", executor=executor, exe=exe)
     folder = Path(needed("load_persistables", dirname=dirname))
@@ -148,7 +148,7 @@ def save_inference_model(
 
 
 def _as_list(values: Any) -> list[Any]:
-    """Paddle takes a single value where a list is meant, and so do we."""
+    """Paddle accepts a single value instead of a list, and so do we."""
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
@@ -156,8 +156,8 @@ def _refuse_other_program(targets: list[Any], main_program: Any) -> None:
     names = [target for target in targets if isinstance(target, str)]
     if names or not targets:
         raise ConversionError(
-            f"fleet.save_inference_model: targets={targets!r}: values of today's programs have no names to be found "
-            "by; give the values themselves, such as the network's output"
+            f"fleet.save_inference_model: targets={targets!r}: values of PIR programs have no names; pass the "
+            "values themselves, such as the network's output"
         )
     # A program is compared by its operators: each access to it makes a new Python object.
     if main_program is not None and main_program.global_block() != targets[0].block.program.global_block():

@@ -1,4 +1,4 @@
-"""``fleet.util``: small helpers of Fleet 2.x that talk among the ranks or share work out."""
+"""``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UtilBase:
         return values_of_all("fleet.util.all_gather()", value)
 
     def get_file_shard(self, files: list[str]) -> list[str]:
-        """This rank's part of a list: contiguous, the first ranks have one more where it does not come out even."""
+        """This rank's part of a list: contiguous; the first ranks get one more item if it does not divide evenly."""
         if not isinstance(files, list):
             raise ConversionError(f"get_file_shard was given a {type(files).__name__}; it takes a list of file names")
         cluster = current().job.cluster
@@ -52,7 +52,7 @@ class UtilBase:
 
 
 def meet(call: str, timeout_seconds: float | None = None) -> None:
-    """Wait for all ranks. Here and below, ``call`` is what errors say that this rank is in."""
+    """Wait for all ranks. Here and below, ``call`` is the call that errors name."""
     job = current().job
     with job.inside(call):
         job.barrier(f"barrier {job.count('barrier')}", timeout_seconds)
@@ -67,7 +67,7 @@ def values_of_all(call: str, value: Any) -> list[Any]:
 
 
 def reduce(call: str, values: Array, op: str) -> Array:
-    """``values`` reduced over all ranks; ``mean`` of floating point only."""
+    """``values`` reduced over all ranks; ``mean`` for floating point only."""
     job = current().job
     if op not in _OPERATIONS:
         raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_OPERATIONS)}")

@@ -9,7 +9,7 @@ import paddle
 
 from fleet_train.convert.passes.walk import nested_operators
 
-# What reads a variable of the scope by its name: accumulators, the learning rate, gradient merge's buffers.
+# Operators that read a scope variable by name: accumulators, the learning rate, gradient merge's buffers.
 _READS_SCOPE = ("builtin.parameter", "pd_op.data")
 
 
@@ -33,8 +33,8 @@ def run_if(predicate: Any, action: Callable[[], Any]) -> Any:
 def _hoist_scope_reads(conditional: Any) -> None:
     """Move the declarations of persistable values out of the sub-block.
 
-    An optimizer creates its accumulators where it is applied. Inside the sub-block, ``Program.state_dict`` does not
-    see them: neither a checkpoint nor the broadcast of the start state would hold them.
+    An optimizer creates its accumulators where it is applied. ``Program.state_dict`` does not see them inside the
+    sub-block: they would be missing from checkpoints and from the broadcast of the start state.
     """
     for operator in list(nested_operators(conditional)):
         if operator.name() in _READS_SCOPE:

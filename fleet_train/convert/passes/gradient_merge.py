@@ -1,7 +1,7 @@
 """Gradient merge: one update, and one communication, per ``accumulate_steps`` micro-batches.
 
-The gradients are summed in the main block, each behind the operator that makes it, so that the launch operators can
-stand behind the sums and communication still runs beside the last backward pass. Only the update is conditional.
+The gradients are summed in the main block, each after the operator that makes it, so that launch operators can follow
+the sums and communication still overlaps the last backward pass. Only the update is conditional.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GradientMerge:
 
     def __post_init__(self) -> None:
         if self.accumulate_steps < 1:
-            raise ConversionError(f"accumulate_steps={self.accumulate_steps}: an update takes 1 micro-batch or more")
+            raise ConversionError(f"accumulate_steps={self.accumulate_steps}: must be 1 micro-batch or more per update")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MergedGradients:
     buffers: tuple[Any, ...]
 
     def apply(self, update: Callable[[], Any]) -> Any:
-        """Append ``update`` (it makes the optimizer's operators), to run at the boundary; returns its result."""
+        """Append ``update`` (which creates the optimizer's operators) to run at the boundary; returns its result."""
         if self.boundary is None:
             return update()
 
@@ -57,7 +57,7 @@ class MergedGradients:
 
 
 def merge_gradients(params_grads: Sequence[tuple[Any, Any]], settings: GradientMerge) -> MergedGradients:
-    """Append the summing of micro-batches behind each gradient of the current program.
+    """Append the sum over micro-batches after each gradient of the current program.
 
     The sums and the count of micro-batches are persistable: a checkpoint in the middle of an update continues it.
     The pairs keep their order; a parameter without a gradient keeps None.

@@ -1,7 +1,7 @@
-"""Loss scaling for float16: small gradients are kept by a larger loss, and an update with an overflow is skipped.
+"""Loss scaling for float16: a larger loss preserves small gradients, and an update with an overflow is skipped.
 
-The gradients are looked at after they were averaged over the ranks: an overflow on one rank is then one on every rank,
-so all of them skip the same updates and keep the same scale.
+The gradients are checked after averaging over the ranks: an overflow on one rank is then an overflow on every rank, so
+all ranks skip the same updates and keep the same scale.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class LossScaler:
         self._bad_steps = _persistable("loss_scaling_bad_steps", paddle.int32, 0)
 
     def scaled(self, loss: Any) -> Any:
-        """The value to derive gradients from; ``loss`` itself stays what is fetched."""
+        """The value to derive gradients from; ``loss`` itself is still fetched."""
         return loss * self.scale.reshape([1] * len(loss.shape))
 
     def apply(self, pairs: Sequence[tuple[Any, Any]], update: Callable[[Pairs], Any]) -> Any:
-        """Append what follows the exchange of gradients; returns what ``update`` returned.
+        """Append the part after the exchange of gradients; returns the result of ``update``.
 
-        ``update(unscaled pairs)`` makes the optimizer's operators: they run unless a gradient is infinite or NaN. Not
-        left to the optimizer's ``found_inf``: Paddle's Momentum moves its velocity all the same.
+        ``update(unscaled pairs)`` creates the optimizer's operators, which run unless a gradient is infinite or NaN.
+        The optimizer's ``found_inf`` is not used: Paddle's Momentum updates its velocity anyway.
         """
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
         values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], self.scale)

@@ -1,8 +1,8 @@
-"""What a rank computes of a synchronised batch norm by itself: local sums, and what the global ones make of values.
+"""The local arithmetic of a synchronised batch norm: local sums, and normalisation with the global ones.
 
-On CPUs by Paddle's own kernels of batch norm, which go over the values once where composed operators allocate and
-broadcast at each step: there a broadcast costs five times a pass of the kernel. On GPUs, whose kernels differ (an
-unbiased running variance, a reserved space that a backward pass must be given), composed of single operators.
+On CPUs it uses Paddle's batch norm kernels, which read the values once, while composed operators allocate and broadcast
+at each step: there a broadcast costs five times a pass of the kernel. On GPUs, whose kernels differ (an unbiased
+running variance, a reserved space that a backward pass must be given), it is composed of single operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Norm:
         return [axis for axis in range(len(self.x.shape)) if axis != self._channel]
 
     def spread(self, values: Any) -> Any:
-        """``values`` [channels] in the shape in which they meet ``x``."""
+        """``values`` [channels], reshaped to broadcast against ``x``."""
         shape = [1] * len(self.x.shape)
         shape[self._channel] = self.channels
         return values.reshape(shape)
@@ -58,7 +58,7 @@ class Arithmetic(Protocol):
 
     def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
-        gradients of bias and scale); and what ``x_gradient`` goes on with."""
+        gradients of bias and scale); and the values that ``x_gradient`` needs."""
         ...
 
     def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
@@ -67,7 +67,7 @@ class Arithmetic(Protocol):
 
 
 class Composed:
-    """Of single operators, in float32."""
+    """Composed of single operators, in float32."""
 
     def local(self, norm: Norm) -> Local:
         values = norm.x.cast("float32")
@@ -96,21 +96,21 @@ class Composed:
 
 
 class Kernels:
-    """By Paddle's kernels for CPUs, in the dtype of ``x`` (float32 or float64: they have no other)."""
+    """With Paddle's CPU kernels, in the dtype of ``x`` (float32 or float64, the only ones they have)."""
 
     def local(self, norm: Norm) -> Local:
-        """What a batch norm leaves as running statistics, if nothing of the old ones is kept.
+        """The running statistics of a batch norm with a momentum of 0.
 
-        It writes them into what it is given as such (a view, also in ``pd_op.batch_norm`` without an underscore), so
-        those are made for it alone.
+        It overwrites its running statistics inputs (as views, even ``pd_op.batch_norm`` without an underscore), so
+        these are created only for it.
         """
         dtype, channels = norm.x.dtype, [norm.channels]
         old = paddle.zeros(channels, dtype), paddle.zeros(channels, dtype)
-        # trainable_statistics: also in a clone for a test these are the statistics of the batch.
+        # trainable_statistics: even in a clone for testing, these are the statistics of the batch.
         made = paddle._C_ops.batch_norm(
             norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
         )
-        # The kernel does not look at a single value: it leaves zeros, which as a variance is right.
+        # For a single value the kernel computes nothing and leaves zeros, which is correct for the variance.
         mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
         return Local(norm.x, mean, made[2])
 
@@ -118,7 +118,7 @@ class Kernels:
         return _normalised(norm, found, norm.scale, norm.bias)
 
     def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
-        """The gradient under statistics that are given: its sums are those wanted, and its gradient of ``x`` is
+        """The gradient with given statistics: its sums are the ones needed, and its gradient of ``x`` is
         ``incoming`` * scale / deviation."""
         mean, variance = found.mean, found.variance
         x_gradient, scale_gradient, bias_gradient = paddle._C_ops.batch_norm_grad(
@@ -128,7 +128,7 @@ class Kernels:
         return bias_gradient, scale_gradient, x_gradient
 
     def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        """Less (mean gradient + normalised * mean product) * scale / deviation, which is a batch norm, too."""
+        """Minus (mean gradient + normalised * mean product) * scale / deviation, which is also a batch norm."""
         factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
         mean_gradient, mean_product = means
         return begun - _normalised(norm, found, factor * mean_product, factor * mean_gradient)

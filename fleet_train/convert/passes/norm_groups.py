@@ -1,8 +1,8 @@
-"""Which batch norms of a program can share an exchange, without any other operator having to move.
+"""Which batch norms of a program can share an exchange without moving any other operator.
 
-In the forward pass an exchange waits for the last of its norms, if nobody reads the others' results before; in the
-backward pass it stands at the first of its norms, if what the others read is there already. Of a residual network these
-are the norm of a shortcut and the one at the end of the branch beside it.
+In the forward pass an exchange waits for the last of its norms, if no operator reads the others' results before; in the
+backward pass it is placed at the first of its norms, if the others' inputs already exist. In a residual network these
+are the norm of a shortcut and the last norm of the parallel branch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[li
 
 
 def groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
-    """The same of gradient operators."""
+    """The same for gradient operators."""
     position = {operator.id(): number for number, operator in enumerate(operators)}
     groups: list[list[Any]] = []
     for operator in norms:

@@ -1,4 +1,4 @@
-"""The passes of one conversion, in the only order in which they fit."""
+"""The passes of one conversion, in the only valid order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pairs = list[tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class PassSettings:
-    """What the profile asks of the program; the default asks nothing. ``loss_scaling`` is used with float16 only."""
+    """The passes that the profile asks for; by default none. ``loss_scaling`` is used with float16 only."""
 
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     loss_scaling: LossScaling = field(default_factory=LossScaling)
@@ -36,7 +36,7 @@ class PassSettings:
 
 
 class ProgramPasses:
-    """Three calls around what the optimizer does: ``backward``, ``merge``, ``update``, in the current program."""
+    """Three calls around the optimizer's work: ``backward``, ``merge``, ``update``, in the current program."""
 
     def __init__(self, settings: PassSettings, job: Job) -> None:
         self._settings = settings
@@ -46,16 +46,16 @@ class ProgramPasses:
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
         self.exchanges: list[CollectiveSpec] = []
-        """What synchronised batch norm exchanges in one pass; known after ``backward``."""
+        """The exchanges of synchronised batch norm in one pass; known after ``backward``."""
 
     @property
     def change_nothing(self) -> bool:
-        """Whether the program stays the one that the optimizer alone would make."""
+        """Whether the program is the one that the optimizer alone would make."""
         return replace(self._settings, sync_batch_norm=self._synchronizes) == PassSettings()
 
     @property
     def notices(self) -> list[str]:
-        """What rank 0 says of how the settings are carried out on this device."""
+        """Rank 0's notes on how the settings are carried out on this device."""
         return said_of(self._settings.precision, self._on_gpu)
 
     @property
@@ -78,22 +78,22 @@ class ProgramPasses:
 
     @property
     def loss_scale(self) -> Any:
-        """The value that the loss is multiplied by, float32 [1]; None while there is none."""
+        """The loss scale, float32 [1]; None until it exists."""
         return None if self._scaler is None else self._scaler.scale
 
     @property
     def loss_scale_name(self) -> str | None:
-        """The variable with the loss scale; None while there is none."""
+        """The variable with the loss scale; None until it exists."""
         return None if self._scaler is None else str(self._scaler.scale.name)
 
     def merge(self, pairs: Sequence[tuple[Any, Any]]) -> MergedGradients:
-        """Call it before the plan is made: launch operators then stand behind the sums, not behind the gradients."""
+        """Call it before the plan is made: launch operators then follow the sums, not the gradients."""
         return merge_gradients(pairs, self._settings.merge)
 
     def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
-        """Append ``update(pairs)``, the optimizer's operators, in the steps in which there is one; returns its result.
+        """Append ``update(pairs)``, the optimizer's operators, for the steps with an update; returns its result.
 
-        ``averaged``: what the exchange made of ``merged.pairs``. All ranks call it, once they have agreed on the plan.
+        ``averaged``: ``merged.pairs`` after the exchange. All ranks call it after they have agreed on the plan.
         """
         if self._statistics is not None:
             self._statistics.connect()
@@ -108,7 +108,7 @@ class ProgramPasses:
         if self._scaler is not None:
             raise ConversionError(
                 "amp dtype float16: backward was called twice on one optimizer; make one optimizer per loss, each has "
-                "a loss scale of its own"
+                "its own loss scale"
             )
         self._scaler = LossScaler(self._settings.loss_scaling)
         return self._scaler.scaled(loss)

@@ -1,8 +1,8 @@
-"""Mixed precision: the forward program's operators in bfloat16 or float16 where that is fast and safe.
+"""Mixed precision: runs forward operators in bfloat16 or float16 where that is fast and safe.
 
-A pass over the operators that the loss depends on, run before there are gradient operators: those are then derived
-from what this pass leaves. Parameters stay float32 (they are the master weights) and are cast where they are used, so
-every optimizer works as it is, and gradients reach the ranks' communication in float32.
+A pass over the operators that the loss depends on, run before gradient operators exist: those are then derived from its
+result. Parameters stay float32 (they are the master weights) and are cast where they are used, so every optimizer works
+unchanged, and gradients are communicated in float32.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from fleet_train.convert.passes.walk import operators_behind
 
 
 def lower_precision(loss: Any, settings: MixedPrecision, *, on_gpu: bool, emulated: bool | None = None) -> int:
-    """Rewrite what ``loss`` depends on; returns how many operators now compute in ``settings.dtype``.
+    """Rewrite the operators that ``loss`` depends on; returns how many now compute in ``settings.dtype``.
 
-    ``O1``: operators of ``precision_rules.LOW`` compute in low precision and return float32. ``O2``: those of
-    ``FOLLOWERS`` that get their result go on in low precision. Raises ConversionError for what the device cannot do.
-    ``emulated``: round to ``settings.dtype`` and compute in float32; None = where this processor has no bfloat16.
+    ``O1``: operators of ``precision_rules.LOW`` compute in low precision and return float32. ``O2``: operators of
+    ``FOLLOWERS`` that get their result continue in low precision. Raises ConversionError for settings that the device
+    cannot carry out. ``emulated``: round to ``settings.dtype`` and compute in float32; None = where this processor has
+    no bfloat16.
     """
     if settings.level == "O0":
         return 0
@@ -59,8 +60,8 @@ def _followers(settings: MixedPrecision) -> dict[str, tuple[int, ...]]:
 class _Lowering:
     """Lowers operators one by one, in program order.
 
-    Each low result is cast back to float32 at once, and everybody reads that; an operator that is lowered later reads
-    the low value instead, and a cast that is left without a reader is dropped. Nobody has to know its readers.
+    Each low result is cast back to float32 at once for all readers; an operator that is lowered later reads the low
+    value instead, and a cast without readers is dropped.
     """
 
     def __init__(self, dtype: Any, on_gpu: bool) -> None:
@@ -85,7 +86,7 @@ class _Lowering:
             operator.operand(index).set_source(self._in_low_precision(source, operator))
         low_type = operator.operand_source(next(iter(wanted))).type()
         paddle.pir.set_insertion_point_after(operator)
-        # Statistics, the other results of batch norm, are float32 whatever its input is.
+        # Statistics, the other results of batch norm, are float32 for any input dtype.
         results = operator.results()[:1] if operator.name() in BATCH_NORMS else operator.results()
         for result in results:
             if _is_float32(result):
@@ -97,7 +98,8 @@ class _Lowering:
             paddle.pir.set_insertion_point(operator)
             self._low[source.id] = paddle.cast(source, self._dtype)
             if not self._on_gpu:
-                # Paddle's bfloat16 matmul on CPU crashes in the gradient of a product whose input (data) needs none.
+                # Paddle's bfloat16 matmul on CPU crashes in the gradient of a product whose input (data) needs no
+                # gradient.
                 self._low[source.id].stop_gradient = False
         return self._low[source.id]
 
@@ -106,7 +108,7 @@ class _Lowering:
         back = paddle.cast(result, paddle.float32)
         cast = back.get_defining_op()
         result.replace_all_uses_with(back)
-        cast.operand(0).set_source(result)  # the line before has made the cast read itself
+        cast.operand(0).set_source(result)  # the previous line has made the cast read itself
         if self._on_gpu or result.get_defining_op().name() not in FLOAT32_RESULT_ON_CPU:
             self._low[back.id] = result
             self._casts_back.append(cast)
@@ -119,7 +121,8 @@ class _Lowering:
 
 class _Rounding(_Lowering):
     """The same numbers without an operator in low precision: its inputs and results, and with them the gradients of
-    both, are rounded by a cast there and back, and it computes in float32, as low precision adds up in any case."""
+    both, are rounded by a cast there and back, and it computes in float32, in which low-precision kernels accumulate
+    anyway."""
 
     def _in_low_precision(self, source: Any, operator: Any) -> Any:
         if source.id not in self._low:
@@ -131,7 +134,7 @@ class _Rounding(_Lowering):
         low = paddle.cast(result, self._dtype)
         back = paddle.cast(low, paddle.float32)
         result.replace_all_uses_with(back)
-        low.get_defining_op().operand(0).set_source(result)  # the line before has made it read what comes of it
+        low.get_defining_op().operand(0).set_source(result)  # the previous line has made it read its own result
         self._low[back.id] = back
         self._casts_back.append(back.get_defining_op())
 

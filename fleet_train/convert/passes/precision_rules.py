@@ -1,4 +1,4 @@
-"""Mixed precision: what may be asked, and which operators compute in low precision."""
+"""Mixed precision: the valid settings, and which operators compute in low precision."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LOW = frozenset(
         "conv3d_transpose",
     )
 )
-"""Sums of products: fast in low precision, and their kernels add up in float32. Paddle's white list, without the
-fused operators, which only later passes make."""
+"""Sums of products: fast in low precision, and their kernels accumulate in float32. Paddle's white list, without the
+fused operators, which only later passes create."""
 
 FLOAT32_RESULT_ON_CPU = frozenset({"pd_op.conv2d", "pd_op.depthwise_conv2d"})
-"""On CPU their bfloat16 kernels return float32 under the name of bfloat16: a cast reads that, other operators fail."""
+"""On CPU their bfloat16 kernels return float32 declared as bfloat16: a cast can read that, other operators fail."""
 
 BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
@@ -45,9 +45,9 @@ FOLLOWERS: dict[str, tuple[int, ...]] = {
     "pd_op.scale": _FIRST,
     "pd_op.dropout": _FIRST,
 }
-"""Operators that go on in low precision after one of LOW, and the operands that are cast for it (all of them if none
-is named). What is not here computes in float32: normalisation, softmax, losses, sums, exponentials, powers; and also
-joining and splitting of tensors. Without a kernel for the dtype on this device, an operator stays in float32, too."""
+"""Operators that continue in low precision after one of LOW, and the operands that are cast for it (all if none is
+named). All others compute in float32: normalisation, softmax, losses, sums, exponentials, powers, and joining and
+splitting of tensors. So does an operator without a kernel for the dtype on this device."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def refuse_unusable(settings: MixedPrecision, on_gpu: bool) -> None:
 
 
 def is_emulated(settings: MixedPrecision, on_gpu: bool) -> bool:
-    """Whether this processor cannot compute in ``settings.dtype``: oneDNN has bfloat16 from AVX-512 on, and raises an
-    exception without a text below it (Paddle asks the same question for its own tests)."""
+    """Whether this processor cannot compute in ``settings.dtype``: oneDNN has bfloat16 from AVX-512 on and raises an
+    exception without a message below it (Paddle's own tests make the same check)."""
     asked = settings.level != "O0" and settings.dtype == "bfloat16"
     return asked and not on_gpu and not paddle.base.core.supports_bfloat16()
 
 
 def said_of(settings: MixedPrecision, on_gpu: bool) -> list[str]:
-    """What rank 0 says of how ``settings`` are carried out."""
+    """Rank 0's notes on how ``settings`` are carried out."""
     if not is_emulated(settings, on_gpu):
         return []
     return [
@@ -108,8 +108,8 @@ def has_kernels(operator_name: str, dtype: str, on_gpu: bool) -> bool:
     """Whether this Paddle computes ``pd_op.<name>`` and its gradient in ``dtype`` on this kind of device."""
     name = operator_name.removeprefix("pd_op.").rstrip("_")
     registered = _registered_kernels()
-    # The registry lists some kernels under names of Paddle 1.x (add: elementwise_add). Those of FOLLOWERS that it does
-    # not find under today's name were tried on CPU: they exist.
+    # The registry lists some kernels under names of Paddle 1.x (add: elementwise_add). FOLLOWERS that it does not list
+    # # under the current name were tried on CPU: they exist.
     found = [registered[one] for one in (name, f"{name}_grad") if one in registered]
     return all(any(_serves(kernel, dtype, on_gpu) for kernel in kernels) for kernels in found)
 

@@ -1,8 +1,8 @@
-"""Recompute: values of the forward pass are made a second time, instead of being kept for the backward pass.
+"""Recompute: forward values are computed a second time instead of being kept for the backward pass.
 
-Works on a program that has its gradient operators. The forward operators are cut into segments; what crosses a cut is
-kept. In front of the gradient operators of a segment, its operators are cloned, and the gradient operators read the
-clones' results, so that the first results die early.
+Works on a program that has its gradient operators. The forward operators are split into segments; values that cross a
+boundary are kept. Before the gradient operators of a segment, its operators are cloned, and the gradient operators read
+the clones' results, so that the first results are freed early.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import paddle
 from fleet_train.convert.passes.walk import inputs_of, nested_operators, operators_behind
 from fleet_train.errors import ConversionError
 
-# Random operators that have no attribute "seed". What an operator drew must not be drawn again.
+# Random operators without an attribute "seed". Random values must not be drawn again.
 _RANDOM = frozenset(
     f"pd_op.{name}" for name in ("bernoulli", "binomial", "dirichlet", "multinomial", "poisson", "standard_gamma")
 )
 _HOLDS_STATE = ("pd_op.data", "pd_op.feed")
 
 Hold = Callable[[Sequence[Any], Any], list[Any]]
-"""``hold(values, trigger)`` emits an operator that hands on copies of ``values`` once ``trigger`` exists. Without it
+"""``hold(values, trigger)`` emits an operator that passes on copies of ``values`` once ``trigger`` exists. Without it
 the executor would run the clones as soon as it can: in the forward pass."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """``segments``: into how many pieces of the same number of operators the forward program is cut. 0 or 1 = off.
+    """``segments``: number of equal pieces (by operators) into which the forward program is split. 0 or 1 = off.
 
-    ``checkpoints``: where to cut instead: in front of the first operator that reads the parameter of that name (values
-    have no names in today's programs, parameters do). The last piece is never recomputed: its backward pass follows at
-    once. ``every_blocks``: cut in front of every so many blocks instead. A block begins with an operator that reads a
+    ``checkpoints``: split before the first operator that reads the parameter of that name instead (values have no names
+    in PIR programs, parameters do). The last piece is never recomputed: its backward pass follows at once.
+    ``every_blocks``: split before every n-th block instead. A block begins with an operator that reads a
     parameter of two or more dimensions. 0 = off.
     """
 
@@ -55,9 +55,9 @@ class Recompute:
 
 
 def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
-    """Rewrite the current program, between the backward pass and everything else; returns how many operators are
-    computed twice. Results are the same bit by bit: random operators, operators that write in place (batch norm's
-    running statistics) and host operators run once, and their results are kept.
+    """Rewrite the current program, after the backward pass and before everything else; returns how many operators run
+    twice. Results are the same bit by bit: random operators, operators that write in place (batch norm's running
+    statistics) and host operators run once, and their results are kept.
     """
     if not settings.is_on:
         return 0
@@ -120,7 +120,7 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
 def _clone(
     piece: Sequence[Any], makers: dict[int, Any], readers: Sequence[Any], hold: Hold, backward: Sequence[Any]
 ) -> tuple[int, dict[int, Any]]:
-    """Clone what ``readers`` need in front of the first of them: how many operators, and {old value: its clone}."""
+    """Clone what ``readers`` need before the first of them: how many operators, and {old value: its clone}."""
     wanted = _closure([source for reader in readers for source in _needed_by(reader)], makers)
     chosen = [operator for operator in piece if operator.id() in wanted]
     first = readers[0]
@@ -140,7 +140,7 @@ def _clone(
 
 
 def _closure(values: Sequence[Any], makers: dict[int, Any]) -> set[int]:
-    """The operators that have to run again for ``values``."""
+    """The operators that must run again for ``values``."""
     wanted: set[int] = set()
     waiting = list(values)
     while waiting:
@@ -154,7 +154,7 @@ def _closure(values: Sequence[Any], makers: dict[int, Any]) -> set[int]:
 def _held_inputs(
     chosen: Sequence[Any], makers: dict[int, Any], first: Any, hold: Hold, backward: Sequence[Any]
 ) -> dict[int, Any]:
-    """The kept values that the clones start from, held back until the backward pass arrives: {value: held value}."""
+    """The kept values that the clones start from, delayed until the backward pass arrives: {value: delayed value}."""
     in_backward = {operator.id() for operator in backward}
     trigger = next((one for one in inputs_of(first) if one.get_defining_op().id() in in_backward), None)
     kept = {
@@ -169,7 +169,7 @@ def _held_inputs(
 
 
 def _is_cheap(operator: Any) -> bool:
-    """Parameters and constants: they exist all the time, and nothing starts from them alone."""
+    """Parameters and constants: they always exist, and nothing starts from them alone."""
     return str(operator.name()).startswith(("builtin.parameter", "pd_op.full"))
 
 
@@ -192,7 +192,8 @@ def _touches_array(operator: Any) -> bool:
 
 
 def _needed_by(operator: Any) -> list[Any]:
-    """The inputs whose contents are read; of others (an addition's terms, in its gradient) only the shape is."""
+    """The inputs whose contents are read; of the others (an addition's terms, in its gradient), only the shape is
+    read."""
     return [source for source in _all_inputs(operator) if not operator.is_no_need_buffer(source)]
 
 

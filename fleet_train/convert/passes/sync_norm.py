@@ -1,10 +1,10 @@
 """Synchronised batch norm: statistics over the batches of all ranks, forward and backward.
 
 Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
-by local sums, an exchange, and arithmetic. So nothing has to derive the gradient of an exchange, all exchanges stand in
-the main block, and one chain of tokens gives them the same order on every rank. Paddle's own ``sync_batch_norm_``
-exists on GPUs only, and talks on a communicator of its own from the calculation stream: in what order beside the
-gradients', every device would decide for itself.
+by local sums, an exchange, and arithmetic. So no gradient of an exchange must be derived, all exchanges are in the main
+block, and one chain of tokens gives them the same order on every rank. Paddle's own ``sync_batch_norm_`` exists only on
+GPUs and uses its own communicator from the calculation stream: each device would order it against the gradients'
+collectives independently.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _GRADIENT = "pd_op.batch_norm_grad"
 
 
 class StatisticsExchange(Protocol):
-    """Emits the operators that talk to the other ranks, on a communicator of their own."""
+    """Emits the operators that communicate with the other ranks, on their own communicator."""
 
     def start(self) -> Any:
-        """The first token of the chain, at which the ranks of a step have met."""
+        """The first token of the chain, after the barrier of the step."""
         ...
 
     def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
@@ -47,7 +47,7 @@ def synchronize_batch_norms(
 ) -> list[tuple[Any, Any]]:
     """Replace every training-mode batch norm of the current program, and its gradient; returns the new pairs.
 
-    Call it between the backward pass and everything that reads gradients. Ranks may bring batches of different size:
+    Call it after the backward pass and before anything that reads gradients. Ranks may have batches of different sizes:
     each value counts once. Running statistics become the same on every rank.
     """
     operators = list(paddle.static.default_main_program().global_block().ops)
@@ -134,7 +134,8 @@ def _replace_backward(
     arithmetic: Arithmetic,
     chain: Any,
 ) -> tuple[dict[int, Any], Any]:
-    """Returns {old result: new value} and the next token. The gradients of scale and bias stay this rank's own."""
+    """Returns {old result: new value} and the next token. The gradients of scale and bias are those of this rank
+    alone."""
     paddle.pir.set_insertion_point(group[0])
     norms = [_norm_of(operator, *operator.operands_source()[:3]) for operator in group]
     begun = [

@@ -1,4 +1,4 @@
-"""Finding one's way in a program's block."""
+"""Traversal of a program's block."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def operators_behind(value: Any) -> list[Any]:
 
 
 def inputs_of(operator: Any) -> list[Any]:
-    """The operands that are given: an optional one that is not (dropout's seed) is an empty value."""
+    """The given operands: an optional one that is missing (dropout's seed) is an empty value."""
     return [source for source in operator.operands_source() if source.initialized()]

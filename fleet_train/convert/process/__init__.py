@@ -1,1 +1,1 @@
-"""This process as a rank: role makers, how a rank ends and what the others learn of it, a test of the links."""
+"""This process as a rank: role makers, how a rank ends and reports it, a test of the links."""

@@ -1,8 +1,8 @@
-"""How a rank ends: the others learn why, the user reads one line, the exit code says what kind of end it was.
+"""How a rank ends: it reports the reason to the other ranks and one line to the user; the exit code gives the kind.
 
-Three ways lead here. An uncaught exception is announced by Python's audit event ``sys.excepthook``, whichever hook a
-library (rich, sentry) has put in the place of ours. ``sys.exit`` is told apart from a normal end by who reads the code.
-At last, ``atexit`` says goodbye. A process that was forked from a rank has no part in any of it.
+There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library (rich,
+sentry) has replaced our hook. ``sys.exit`` is distinguished from a normal end by which code reads the exit code.
+Finally, ``atexit`` leaves the job. None of this runs in a process forked from a rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleet_train.cluster.failure_report import exit_status
 from fleet_train.collectives.job.job import Job
 from fleet_train.errors import ClusterError, FleetTrainError, PaddleUnusable, Preempted, ScheduleMismatch, WorkerFailed
 
-# Their message says all there is to say; a traceback through Paddle would bury it.
+# Their message is complete; a traceback through Paddle would hide it.
 _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted)
 
 _job: Job | None = None
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def watch(job: Job | None) -> None:
-    """From now on this process's end is told to ``job``."""
+    """From now on the end of this process is reported to ``job``."""
     global _job, _pid
     _job, _pid = job, os.getpid()
     if job is not None and job.world_size > 1:
@@ -59,12 +59,12 @@ def _watched() -> Job | None:
 
 
 def _skip_teardown_of_libraries() -> None:
-    """Let the process end right after Python has, with its exit status, once per process.
+    """End the process right after Python's exit, with its exit status; once per process.
 
-    Threads of Gloo and of Paddle's stores are still at work when the C++ libraries of a normal exit are torn down; a
-    rank whose training was done and saved has ended with signal 11 there. glibc calls ``on_exit`` handlers, latest
-    first, with the status; this one is ``_exit`` itself. Python's own exit handlers and buffers come before it.
-    (A forked child keeps it: it has none of the threads that the libraries would wait for.)
+    Threads of Gloo and of Paddle's stores are still running when a normal exit tears down the C++ libraries; a rank
+    with finished, saved training has ended with signal 11 there. glibc calls ``on_exit`` handlers, latest first, with
+    the status; this one is ``_exit`` itself. Python's own exit handlers and flushes run before it. (A forked child
+    keeps it: it has none of the threads that the libraries would wait for.)
     """
     global _teardown_is_skipped
     if not _teardown_is_skipped:
@@ -74,9 +74,10 @@ def _skip_teardown_of_libraries() -> None:
 
 
 def report(error: BaseException) -> None:
-    """Tell the other ranks that this one stops because of ``error``, or whom it has missed when that is the cause.
+    """Report to the other ranks that this one stops because of ``error``, or which ranks are missing if that is the
+    cause.
 
-    ``Preempted`` is no failure: all ranks stop at the same step, each leaves gracefully.
+    ``Preempted`` is not a failure: all ranks stop at the same step and leave gracefully.
     """
     job = _watched()
     if job is not None and not isinstance(error, Preempted):
@@ -84,12 +85,12 @@ def report(error: BaseException) -> None:
 
 
 def tell(error: BaseException) -> BaseException:
-    """Tell the other ranks of an exception that ends this one although somebody has caught it; returns its cause."""
+    """Report an exception that ends this rank although it has been caught; returns its cause."""
     return _note(error) or error
 
 
 def _root_of(error: BaseException, job: Job) -> BaseException:
-    """The job's failure where the error is only what the script, or Paddle's executor, has made of it."""
+    """The job's failure, if the error was only raised from it by the script or Paddle's executor."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -101,7 +102,7 @@ def _root_of(error: BaseException, job: Job) -> BaseException:
 
 
 def _listen_for_uncaught() -> None:
-    """Hear of every uncaught exception before its hook runs, whichever hook that is; once per process."""
+    """Intercept every uncaught exception before its hook runs, whichever hook that is; once per process."""
     global _listens
     if not _listens:
         _listens = True
@@ -114,7 +115,7 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _note(error: BaseException) -> BaseException | None:
-    """Tell the others of an uncaught exception; returns its cause, or None while it is not the end."""
+    """Report an uncaught exception to the other ranks; returns its cause, or None if it does not end the process."""
     global _exit_code, _noted
     if _noted is not None and _noted[0] is error:  # the audit event came before the hook
         return _noted[1]
@@ -157,9 +158,9 @@ _CODE: Any = SystemExit.__dict__["code"]
 
 
 class _WatchedExit(SystemExit):
-    """What ``sys.exit`` raises in a rank: when the interpreter itself reads the code, it is the end.
+    """What ``sys.exit`` raises in a rank: if the interpreter itself reads the code, the process is ending.
 
-    Nobody else reads it from outside of any Python frame; whoever catches the exit does so inside of one.
+    Only the interpreter reads it outside of any Python frame; code that catches the exit reads it inside one.
     """
 
     @property
@@ -179,7 +180,7 @@ def _exit(status: Any = None, /) -> None:
 
 
 def _on_system_exit(code: Any) -> None:
-    """The script has ended itself: with anything but 0 that is this rank's failure, unless it has met another's."""
+    """The script has called exit: a code other than 0 is this rank's failure, unless it is due to another rank's."""
     job = _watched()
     if job is None or exit_status(code) in (0, Preempted.exit_code, WorkerFailed.exit_code):
         return
@@ -197,7 +198,7 @@ def _on_exit() -> None:
         _say(_noted[1])
     job.leave()
     if _exit_code is not None and job.world_size > 1:
-        # A step was cut off: threads of Paddle's executor may still run, and tearing down under them has crashed.
+        # A step was interrupted: threads of Paddle's executor may still run, and tearing down under them has crashed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code)

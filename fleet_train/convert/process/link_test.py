@@ -18,7 +18,7 @@ from fleet_train.plan.price.measure import MeasuredLink
 
 @dataclass(frozen=True)
 class MeasuredCluster:
-    """The numbers, on every rank the same; None for a kind of link that the cluster does not have."""
+    """The results, the same on every rank; None for a kind of link that the cluster does not have."""
 
     cluster: Cluster
     between: MeasuredLink | None
@@ -26,7 +26,7 @@ class MeasuredCluster:
 
 
 def measure_cluster(seconds: float) -> MeasuredCluster:
-    """Time allreduces for about ``seconds`` on all ranks of the launcher's job; rank 0 tells stderr how far it is.
+    """Time allreduces for about ``seconds`` on all ranks of the launcher's job; rank 0 prints the progress to stderr.
 
     Raises ClusterError when there is no second rank to measure with.
     """

@@ -25,7 +25,7 @@ class Role:
 
 
 class PaddleCloudRoleMaker:
-    """Reads the rank from what the launcher (ours, Paddle's, or PaddleCloud's) has set.
+    """Reads the rank from the variables set by the launcher (ours, Paddle's, or PaddleCloud's).
 
     Only collective training exists here: ``is_collective=False`` (parameter servers) is refused.
     """
@@ -44,16 +44,16 @@ class PaddleCloudRoleMaker:
             )
 
     def cluster(self, environ: Mapping[str, str] | None = None) -> Cluster | PartialCluster:
-        """The cluster that the launch environment, or the launcher's own command line, describes; a partial one where
-        Slurm, MPI or the like has started the ranks."""
+        """The cluster described by the launch environment or the launcher's command line; a partial one if Slurm, MPI
+        or the like has started the ranks."""
         return cluster_from_environ(launch_environment() if environ is None else environ, parent_command())
 
 
 class UserDefinedRoleMaker:
-    """The cluster in the script's own words: this process is ``worker_endpoints[current_id]``.
+    """The cluster as described by the script: this process is ``worker_endpoints[current_id]``.
 
-    A launcher that has started several processes must have meant the same cluster. Raises ClusterError where the two
-    differ, for parameter servers, and for arguments that describe no cluster.
+    A launcher that has started several processes must describe the same cluster. Raises ClusterError if the two differ,
+    for parameter servers, and for arguments that describe no cluster.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def _refuse_parameter_servers(name: str, is_collective: bool) -> None:
 
 
 def cluster_of(role: Any) -> Cluster | PartialCluster:
-    """The cluster for what was handed to ``fleet.init``: our role makers, None, or Paddle's own role makers."""
+    """The cluster for the argument of ``fleet.init``: our role makers, None, or Paddle's own role makers."""
     if role is None:
         return PaddleCloudRoleMaker(is_collective=True).cluster()
     if isinstance(role, (PaddleCloudRoleMaker, UserDefinedRoleMaker)):

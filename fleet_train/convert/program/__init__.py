@@ -1,1 +1,1 @@
-"""Carrying out a plan in a program: where gradients are, and which operators are inserted."""
+"""Carries out a plan in a program: finds the gradients and inserts operators."""

@@ -1,4 +1,4 @@
-"""What all ranks must have in common before the first step: compared over the store, told with both ranks' names."""
+"""What all ranks must share before the first step: compared over the store; errors name both ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fleet_train.profile.difference import comparable, first_differing_knob
 
 
 def agree(job: Job, name: str, value: Any) -> None:
-    """Raise ScheduleMismatch on every rank unless all of them bring the same JSON value for ``name``."""
+    """Raise ScheduleMismatch on every rank unless all of them pass the same JSON value for ``name``."""
     brought = job.compare(f"agree on {name} {job.count(f'agree on {name}')}", {name: value})
     refuse_other_ranks(brought, job.cluster)
 
 
 def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:
-    """Raise ScheduleMismatch on every rank unless all of them would communicate the same, by the same profile.
+    """Raise ScheduleMismatch on every rank unless all have the same plan and profile.
 
-    The digests travel first; plans and profiles in full only where they differ.
+    Digests are exchanged first; full plans and profiles only if the digests differ.
     """
     number = job.count("plan")
     if job.compare(f"plan {number}", plan.digest):

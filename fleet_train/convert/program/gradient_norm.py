@@ -1,4 +1,4 @@
-"""The global norm of the gradient that an optimizer takes: operators put into a finished program on demand."""
+"""The global norm of the gradient that an optimizer uses: operators inserted into a finished program on demand."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SQUARES = "pd_op.squared_l2_norm"
 class UpdatedGradients:
     """``pairs``: parameter and gradient of one update, averaged over the ranks and micro-batches, before clipping.
 
-    ``boundary``: bool [1], true in the runs that end with an update; None = all do. ``scale``: float32 [1], what the
-    gradients are still multiplied by; None = by nothing.
+    ``boundary``: bool [1], true in the runs that end with an update; None = all do. ``scale``: float32 [1], the loss
+    scale still in the gradients; None = no scale.
     """
 
     program: Any
@@ -30,11 +30,11 @@ class UpdatedGradients:
 
 
 def insert_gradient_norm(updated: UpdatedGradients) -> Any:
-    """Insert what computes the L2 norm over all gradients; returns its value, float32, one element.
+    """Insert operators that compute the L2 norm over all gradients; returns its value, float32, one element.
 
-    Each gradient's squares are summed right behind the operator that makes it: nothing is waited for earlier. Where
-    the update sums them in every step for itself (``ClipGradByGlobalNorm``), its sum is taken. In a run without an
-    update the value is 0.
+    Each gradient's squares are summed right after the operator that makes it, so no wait moves forward. If the update
+    sums them itself in every step (``ClipGradByGlobalNorm``), its sum is used. In a run without an update the value is
+    0.
     """
     gradients = [_dense(parameter, value) for parameter, value in updated.pairs if value is not None]
     with paddle.static.program_guard(updated.program, paddle.static.Program()):
@@ -63,7 +63,7 @@ def _dense(parameter: Any, value: Any) -> Any:
 
 
 def _sum_of_squares(gradient: Any) -> Any:
-    """That of the clip, if it stands in the main block: one in a condition is not there in every step."""
+    """The clip's sum, if it is in the main block: one in a conditional block does not exist in every step."""
     block = gradient.get_defining_op().get_parent_block()
     for user in gradient.all_used_ops():
         if user.name() == _SQUARES and user.get_parent_block() == block:
@@ -78,14 +78,14 @@ def _squares(gradient: Any) -> Any:
 
 
 def _norm(squares: Sequence[Any], scale: Any) -> Any:
-    """Each of ``squares`` has one element; few operators, as there may be hundreds of small gradients."""
+    """Each of ``squares`` has one element; uses few operators, because there may be hundreds of small gradients."""
     parts = [each if each.dtype == paddle.float32 else each.astype("float32") for each in squares]
     norm = paddle.sqrt(paddle.stack(parts).sum()).reshape([1])
     return norm if scale is None else norm / scale.reshape([1])
 
 
 def _go_behind(values: Sequence[Any]) -> None:
-    """Insert from here on behind the last of the operators that make ``values``."""
+    """Move the insertion point after the last of the operators that make ``values``."""
     positions = positions_of(values[0])
     operators = [value.get_defining_op() for value in values]
     paddle.pir.set_insertion_point_after(max(operators, key=lambda operator: positions[operator.id()]))

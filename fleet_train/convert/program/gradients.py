@@ -1,4 +1,4 @@
-"""Where gradients come into being in a program, and the order in which the backward pass finishes them."""
+"""Where a program computes its gradients, and the order in which the backward pass finishes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def summed_over_uses(params_grads: Sequence[tuple[Any, Any]]) -> tuple[list[tupl
 
 
 def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Appended behind the last of the values; a single one as it is, None for no value."""
+    """Appended after the last of the values; a single value unchanged, None for no value."""
     values = [value for _, value in pairs if value is not None]
     if len(values) < 2:
         return values[0] if values else None
@@ -64,7 +64,7 @@ def uses_a_name_twice(program: Any) -> bool:
 
 
 def positions_of(value: Any) -> dict[int, int]:
-    """Where each operator of the block that makes ``value`` stands, by its id."""
+    """The position of each operator in the block that makes ``value``, by its id."""
     return {op.id(): position for position, op in enumerate(value.get_defining_op().get_parent_block().ops)}
 
 

@@ -1,4 +1,4 @@
-"""Carries out a plan in a program: launch and wait operators among the backward pass."""
+"""Carries out a plan in a program: launch and wait operators in the backward pass."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def insert_launches(
     values: HeldValues,
     boundary: Any = None,
 ) -> Any:
-    """Insert what starts the plan's buckets into the current program; returns the token of the last operator.
+    """Insert the operators that start the plan's buckets into the current program; returns the token of the last
+    operator.
 
     A bucket's launch comes right after its last gradient, so that it is sent during the backward pass. The chain
-    continues that of an earlier optimizer of the same program: all ranks then communicate in one order.
-    The step's barrier begins at the very start of a step, if every run of the program is one (``boundary`` is None)
-    and the program has no other barrier: two at a time could cross.
+    continues that of an earlier optimizer of the same program, so that all ranks communicate in one order. The step's
+    barrier begins at the very start of a step, if every run of the program is one (``boundary`` is None)
+    and the program has no other barrier: two concurrent barriers could be interleaved.
     """
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
@@ -64,7 +65,7 @@ def insert_launches(
 
 
 def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
-    """The last token of what earlier conversions have inserted, and its operator's position; None and -1 for none."""
+    """The last token inserted by earlier conversions, and its operator's position; None and -1 for none."""
     links = [position for position, operator in enumerate(operators) if is_link(operator)]
     return (operators[links[-1]].result(0), links[-1]) if links else (None, -1)
 
@@ -72,7 +73,8 @@ def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
 def insert_waits(
     exchange: GradientExchange, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """Append what waits for ``buckets``; returns (parameter, averaged gradient) pairs and the next token."""
+    """Append the operators that wait for ``buckets``; return (parameter, averaged gradient) pairs and the next
+    token."""
     by_name = {item.parameter.name: item for item in ready}
     averaged = []
     for bucket in buckets:
@@ -83,10 +85,10 @@ def insert_waits(
 
 
 def chain_in_program_order(operators: Sequence[Any]) -> None:
-    """Give all operators that talk one chain, in the order in which they stand.
+    """Put all communicating operators into one chain, in program order.
 
-    What a pass has put among the backward pass has a chain of its own, which may run before or behind a bucket's: the
-    executor would choose, on each rank for itself.
+    Operators that a pass has inserted into the backward pass have their own chain, which may run before or after a
+    bucket's: each rank's executor would choose independently.
     """
     behind = None
     for operator in operators:
@@ -97,7 +99,7 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
 
 
 def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> HeldValues:
-    """What LocalSGD and the divergence sentinel look at in ``program``."""
+    """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}
     for operator in program.global_block().ops:
         if operator.name() in _HAS_STATISTICS:

@@ -1,4 +1,5 @@
-"""Whether an optimizer treats each parameter by itself, so that some can be updated while others still travel."""
+"""Whether an optimizer updates each parameter separately, so that some can be updated while other gradients are
+sent."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 from paddle import nn, optimizer
 
-# Exactly these, not what is derived from them: a subclass may look at all gradients at once.
+# Exactly these classes, not subclasses, which may read all gradients at once.
 _EACH_ALONE = (
     optimizer.SGD,
     optimizer.Momentum,
@@ -22,7 +23,7 @@ _CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
 
 
 def updates_each_alone(inner: Any) -> bool:
-    """True where ``apply_gradients`` may be called several times, for a part of the parameters each, with equal bits.
+    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
 
     Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
     """

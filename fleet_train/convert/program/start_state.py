@@ -1,4 +1,4 @@
-"""All ranks start from rank 0's values, wherever a script makes them."""
+"""Makes all ranks start from rank 0's values, wherever a script creates them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
 
 def make_start_equal(job: Job, main: Any, startup: Any, others: Sequence[Any], scope: Any) -> None:
-    """Give every rank rank 0's start values: what ``startup`` stores, and all other parameters of ``main``.
+    """Give every rank the start values of rank 0: those that ``startup`` stores, and all other parameters of ``main``.
 
-    A script may make parameters elsewhere than where its optimizer's state goes (``minimize(startup_program=...)``).
-    They are looked for in ``others``, startup programs that the script may run, and in ``scope``, for a startup
-    program that has run already: those are shared now. All ranks call it; ScheduleMismatch if they differ in this.
+    A script may create parameters in another startup program than its optimizer's state
+    (``minimize(startup_program=...)``). They are searched in ``others``, startup programs that the script may run, and
+    in ``scope``, for a startup program that has already run: those values are broadcast now. All ranks call it;
+    ScheduleMismatch if they differ in this.
     """
     broadcast_start_state(job, startup)
     stored = names_stored_by(startup)
@@ -38,13 +39,13 @@ def broadcast_start_state(job: Job, startup: Any) -> None:
     """Make ``startup`` give every rank the start values of rank 0.
 
     Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
-    Operators that an earlier call has treated are left alone.
+    Operators that an earlier call has handled are left unchanged.
     """
     stores = [operator for operator in _stores(startup) if not _is_done(operator)]
     if stores:
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)
-        chain_in_program_order(startup.global_block().ops)  # with those of an earlier call: one order for all ranks
+        chain_in_program_order(startup.global_block().ops)  # after those of an earlier call: one order for all ranks
 
 
 def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
@@ -67,12 +68,12 @@ def _share_now(job: Job, names: Sequence[str], scope: Any) -> None:
 
 
 def names_stored_by(startup: Any) -> set[str]:
-    """What a startup program gives its start value: parameters, and all else that it keeps."""
+    """The variables that a startup program initializes: parameters, and everything else that it stores."""
     return {_name(operator) for operator in _stores(startup)}
 
 
 def begun_tensor(scope: Any, name: str) -> Any:
-    """The tensor of a variable that has a value in ``scope``; None where there is none."""
+    """The tensor of a variable that has a value in ``scope``; None if it has none."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None

@@ -12,11 +12,11 @@ from fleet_train.errors import ConversionError
 
 
 def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
-    """Raise ConversionError where ``startups``, that of minimize and the default one, give no parameter of ``main`` its
-    start value, and nothing else has.
+    """Raise ConversionError if ``startups``, that of minimize and the default one, initialize no parameter of ``main``,
+    and nothing else has.
 
-    That is ``minimize(loss)`` outside of the ``program_guard`` that the network was built in: learning rate and
-    accumulators would go to a program that the script never runs, and start values would not be made equal.
+    This happens with ``minimize(loss)`` outside the ``program_guard`` in which the network was built: learning rate and
+    accumulators would go into a program that the script never runs, and start values would not be made equal.
     """
     names = {parameter.name for parameter in main.global_block().all_parameters()}
     scope = paddle.static.global_scope()

@@ -1,1 +1,1 @@
-"""What scripts and profiles ask for: `DistributedStrategy`, wrapped optimizers, knobs that are passes."""
+"""The settings of scripts and profiles: `DistributedStrategy`, wrapped optimizers, knobs that are passes."""

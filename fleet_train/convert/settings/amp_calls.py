@@ -22,7 +22,7 @@ class AmpCalls:
         use_fp16_test: bool = False,
         rewrite_master_weight: bool = False,
     ) -> None:
-        """Nothing is to be cast: parameters stay float32, as is said once. ConversionError without mixed precision."""
+        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
         del place, scope, rewrite_master_weight  # Paddle's signature
         if self.amp_level == "O0":
             raise ConversionError(
@@ -35,9 +35,9 @@ class AmpCalls:
         say([text], self._rank)
 
     def get_loss_scaling(self) -> Any:
-        """Refused: the scale is a number, ``fleet.loss_scale()``, and no value of the program."""
-        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current factor of the loss")
+        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
+        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
 
     def get_scaled_loss(self) -> Any:
         """Refused: fetch the loss itself."""
-        raise ConversionError("get_scaled_loss: fetch the loss itself, and fleet.loss_scale() beside it")
+        raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")

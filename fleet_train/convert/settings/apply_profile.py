@@ -1,4 +1,4 @@
-"""What a profile asks of this process beside communication: its environment section and the mapped knobs."""
+"""Applies a profile's settings other than communication: its environment section and the mapped knobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _said: set[str] = set()
 
 
 def say(messages: Iterable[str], rank: int) -> None:
-    """Each message once, a line each, on rank 0's stderr; the other ranks have nothing to add."""
+    """Print each message once, a line each, on rank 0's stderr; the other ranks print nothing."""
     for message in messages:
         if rank == 0 and message not in _said:
             _said.add(message)
@@ -24,10 +24,10 @@ def say(messages: Iterable[str], rank: int) -> None:
 
 
 def apply_environment(profile: Profile) -> list[str]:
-    """Set what can still be set; returns what the user should know.
+    """Set what can still be set; returns notes to the user.
 
-    Paddle's flags take effect at run time; other variables are read when a process starts, which has passed. A
-    variable that the environment sets already is left alone. Raises ProfileError for unknown ``FLAGS_*``.
+    Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
+    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
     """
     check_flags(profile, paddle.base.core.globals().keys())
     wanted = profile.worker_environment()
@@ -43,14 +43,14 @@ def apply_environment(profile: Profile) -> list[str]:
         notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
     if late:
         notices.append(
-            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for what is read "
-            "at start: start with python -m fleet_train launch --strategy"
+            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
+            "read at start: start with python -m fleet_train launch --strategy"
         )
     return notices
 
 
 def _typed(name: str, text: str) -> Any:
-    """``text`` in the type that Paddle keeps this flag in; ``set_flags`` takes nothing else."""
+    """``text`` converted to the type of this flag in Paddle; ``set_flags`` takes no other."""
     kind = type(paddle.get_flags(name)[name])
     try:
         return text.strip().lower() in ("1", "true") if kind is bool else kind(text)

@@ -1,4 +1,4 @@
-"""Settling what a profile leaves open, the same on every rank: the link is measured where that decides."""
+"""Chooses the settings that a profile leaves open, the same on every rank; measures the link if the choice needs it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fleet_train.profile import Profile
 
 
 def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
-    """``profile`` with numbers for what it leaves open, and without a compression that does not pay; rank 0 says which.
+    """``profile`` with numbers for open settings, and without a compression that does not pay; rank 0 reports which.
 
-    All ranks call it with the same.
+    All ranks call it with the same arguments.
     """
     judged = JUDGED if profile.compression_declines else frozenset[str]()
     if job.network is None and needs_link(profile, gradients, job.cluster, judged):
@@ -33,6 +33,6 @@ def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profi
 
 
 def _measured(job: Job) -> Network:
-    """What the ranks talk over is the link between nodes where there are several."""
+    """The ranks communicate over the link between nodes, if there are several."""
     link = glance(job)
     return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)

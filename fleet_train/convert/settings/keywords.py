@@ -8,11 +8,11 @@ from fleet_train.errors import ConversionError
 
 
 class ArgumentError(ConversionError, TypeError):
-    """Arguments that do not fit a call. A TypeError, too, which is what Python raises for them."""
+    """Arguments that do not fit a call. Also a TypeError, which is what Python raises for them."""
 
 
 def one_of(function: str, **given: Any) -> Any:
-    """The value of an argument with several names, the last of them ours; None where none was given.
+    """The value of an argument with several names, the last of them ours; None if none was given.
 
     Raises ArgumentError when it was given under two names.
     """
@@ -26,7 +26,7 @@ def one_of(function: str, **given: Any) -> Any:
 
 
 def needed(function: str, **given: Any) -> Any:
-    """Like ``one_of``, for an argument that has to be there."""
+    """Like ``one_of``, for a required argument."""
     value = one_of(function, **given)
     if value is None:
         raise ArgumentError(f"fleet.{function} needs {' or '.join(f'{name}=' for name in reversed(given))}")

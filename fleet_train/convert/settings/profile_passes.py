@@ -1,4 +1,4 @@
-"""What a profile asks of the program and of the optimizer, in the words of the passes."""
+"""Translates a profile into the settings of the passes and of the optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leaves_one_process_alone(profile: Profile) -> bool:
 
 
 def refuse_on_this_device(profile: Profile, place: Any) -> None:
-    """Raise ProfileError for what the backend of ``place`` cannot carry."""
+    """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
     if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
         raise ProfileError(
             "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
@@ -55,7 +55,7 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
 
 
 def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
-    """The profile as ``engine`` carries it out, and what rank 0 says of the difference."""
+    """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
     if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
         return profile, []
     said = (
@@ -79,9 +79,8 @@ _FOR_ONE_OPTIMIZER = (
 
 
 def refuse_beside_another_optimizer(profile: Profile, world_size: int) -> None:
-    """Raise ConversionError for settings that a program with two optimizers cannot have.
-
-    They rewrite the forward program once, or keep state of which a program has one.
+    """Raise ConversionError for settings that a program with two optimizers cannot have. They rewrite the forward
+    program once, or keep one state per program.
     """
     if world_size == 1 and leaves_one_process_alone(profile):
         return
@@ -90,15 +89,15 @@ def refuse_beside_another_optimizer(profile: Profile, world_size: int) -> None:
         if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
             raise ConversionError(
                 f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer per "
-                f"program; leave {knob} out, or minimize the second loss in a program of its own "
+                f"program; leave {knob} out, or minimize the second loss in its own program "
                 "(paddle.static.program_guard), which may share parameters by name"
             )
 
 
 def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
-    """The optimizer that stands behind DGC, and DGC's settings; without DGC or peers, the optimizer itself and None.
+    """The optimizer that follows DGC, and DGC's settings; without DGC or peers, the optimizer itself and None.
 
-    DGC accumulates momentum on each rank before it selects, so SGD must be behind it. Weight decay then acts outside
+    DGC accumulates momentum on each rank before it selects, so SGD must follow it. Weight decay then acts outside
     the momentum. Raises ProfileError for optimizers other than SGD and Momentum, and for a gradient clip.
     """
     if profile.compression != "dgc":
@@ -121,7 +120,7 @@ def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tup
 
 
 def _decay_of(momentum: Any) -> Any:
-    """The weight decay of a Momentum, which keeps L2 decay for its own operator and not as its regulariser."""
+    """The weight decay of a Momentum, which passes L2 decay to its own operator instead of a regulariser."""
     if momentum._regularization_method == "l2_decay":
         return paddle.regularizer.L2Decay(momentum._regularization_coeff)
     return momentum.regularization

@@ -1,6 +1,6 @@
-"""`DistributedStrategy`: a bag of settings with Fleet's attribute names, checked as they are assigned.
+"""`DistributedStrategy`: settings under Fleet's attribute names, checked on assignment.
 
-It is a way to write a `Profile` in Python; ``to_profile`` is what the other rooms use. No Paddle is imported here.
+It is a way to write a `Profile` in Python; the other layers use ``to_profile``. Paddle is not imported here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOP = {path.partition(".")[0] for path in STOCK_FIELDS} | DESCRIPTIVE
 
 
 class UnknownAttribute(ProfileError, AttributeError):
-    """A name that neither Fleet's strategies nor ours have. An AttributeError, too, so that ``hasattr`` works."""
+    """A name that neither Fleet's strategies nor ours have. Also an AttributeError, so that ``hasattr`` works."""
 
 
 class _Part:
@@ -97,7 +97,7 @@ class DistributedStrategy:
 
     @classmethod
     def from_stock(cls, stock: Any) -> DistributedStrategy:
-        """What a ``paddle.distributed.fleet.DistributedStrategy`` asks for, field by field.
+        """The settings of a ``paddle.distributed.fleet.DistributedStrategy``, field by field.
 
         Raises ProfileError with a line for each field that differs from its default and cannot be carried out.
         """
@@ -123,7 +123,7 @@ class DistributedStrategy:
         return strategy
 
     def to_profile(self) -> Profile:
-        """What is set, as one checked profile. Raises ProfileError for contradictory settings."""
+        """The settings as one checked profile. Raises ProfileError for contradictory settings."""
         if problems := [*self._without_switch(), *self._overruled()]:
             raise ProfileError("\n".join(problems))
         asked = self._asked()
@@ -140,7 +140,7 @@ class DistributedStrategy:
         return profile.with_notes(f"DistributedStrategy.{sentence}" for sentence in self._sentences.values())
 
     def _asked(self) -> dict[str, Any]:
-        """What is set, with what switches such as amp bring along for knobs that nothing else sets."""
+        """The settings, with what switches such as amp imply for knobs that nothing else sets."""
         brought: dict[str, Any] = {}
         for settings in self._fallbacks.values():
             if all(getattr(self._base, knob) == KNOBS[knob].default for knob in settings):
@@ -148,7 +148,7 @@ class DistributedStrategy:
         return brought | self._settings
 
     def _without_switch(self) -> list[str]:
-        """Fields that would switch on what their own switch leaves off: amp_configs.level without amp."""
+        """Fields that would enable a feature whose own switch is off: amp_configs.level without amp."""
         return [
             f"DistributedStrategy.{path}: has no effect while {needed} is false; set {needed} to True, or remove it"
             for path in self._accepted
@@ -156,7 +156,7 @@ class DistributedStrategy:
         ]
 
     def _is_on(self, switch: str) -> bool:
-        """Whether Fleet's switch was set, under either of its names, or the profile below has what it stands for."""
+        """Whether Fleet's switch was set, under either of its names, or the base profile has the feature."""
         if any(self._accepted.get(name) is True for name in (switch, f"use_{switch}")):
             return True
         row = STOCK_FIELDS[switch]
@@ -164,7 +164,7 @@ class DistributedStrategy:
         return switch not in self._accepted and any(getattr(self._base, knob) != KNOBS[knob].default for knob in knobs)
 
     def _overruled(self) -> list[str]:
-        """Switches whose settings a later field took away: dgc beside fp16_allreduce."""
+        """Switches whose settings a later field has overridden: dgc with fp16_allreduce."""
         asked, found = self._asked(), []
         for path, value in self._accepted.items():
             row = STOCK_FIELDS.get(path)
@@ -181,7 +181,7 @@ class DistributedStrategy:
         return found
 
     def _as_written(self, problem: str) -> str:
-        """A problem of a knob under the name that was assigned: ``localsgd_configs.k_steps`` for local_sgd_steps."""
+        """A problem of a knob, under the assigned name: ``localsgd_configs.k_steps`` for local_sgd_steps."""
         knob, _, message = problem.partition(": ")
         brought = next((path for path, settings in self._fallbacks.items() if knob in settings), knob)
         path = self._written.get(knob, brought)
@@ -211,7 +211,7 @@ class DistributedStrategy:
             )
 
     def _take(self, path: str, value: Any) -> None:
-        """Give one value of one field its fate."""
+        """Carry out, map or refuse one value of one field."""
         if path in DESCRIPTIVE:
             self._set(path, path, value)
             return
@@ -240,7 +240,7 @@ class DistributedStrategy:
             self._written[knob] = path
 
     def _forget_older(self, path: str, kept: set[str]) -> None:
-        """Take back what an earlier value of this field set: adaptive_localsgd was True and is False now."""
+        """Undo what an earlier value of this field set: adaptive_localsgd was True and is now False."""
         for knob in [knob for knob, writer in self._written.items() if writer == path and knob not in kept]:
             del self._settings[knob], self._written[knob]
 
@@ -276,9 +276,8 @@ def _without_values(name: str, value: Any) -> Any:
 
 
 def _members(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """What an assigned ``*_configs`` mapping, BuildStrategy or execution strategy sets, with paths.
-
-    Of a foreign object, that is each attribute that differs from a fresh one of its class.
+    """What an assigned ``*_configs`` mapping, BuildStrategy or execution strategy sets, with paths. For other objects:
+    each attribute that differs from a new instance of its class.
     """
     part = _Part(DistributedStrategy(), name)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Optimizers that Paddle wraps around another one: taken apart, and what they ask for becomes knobs of the profile.
+"""Unwraps optimizers that Paddle wraps around another one and turns their settings into knobs of the profile.
 
-On PIR programs most of them fail inside Paddle, on one card too. What a profile has as well is carried out by the
-profile's own pass; the rest is refused with the knob to use.
+On PIR programs most of them fail inside Paddle, even on one card. The profile's own pass carries out what a profile
+also offers; the rest is refused with the knob to use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Around = Callable[[Callable[[Any], Any], Any], Any]
 
 @dataclass
 class Unwrapped:
-    """The optimizer inside, and what was around it."""
+    """The inner optimizer, and the wrappers around it."""
 
     optimizer: Any
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Unwrapped:
     """What a wrapper does after an update, for ``DistributedOptimizer.around_update``."""
 
     def ask(self, wrapper: str, **settings: Any) -> None:
-        """Note what a wrapper asks for. Raises ProfileError where two wrappers ask for different things."""
+        """Record what a wrapper asks for. Raises ProfileError if two wrappers contradict each other."""
         for knob, value in settings.items():
             before, other = self.settings.get(knob, (value, wrapper))
             if before != value:
@@ -42,7 +42,7 @@ class Unwrapped:
             self.settings[knob] = (value, wrapper)
 
     def added_to(self, profile: Profile) -> Profile:
-        """The profile with what the wrappers ask for. Raises ProfileError where the profile says otherwise."""
+        """The profile with the wrappers' settings. Raises ProfileError if the profile sets something else."""
         for knob, (value, wrapper) in self.settings.items():
             own = getattr(profile, knob)
             if knob in profile.explicit and own != value:
@@ -54,14 +54,14 @@ class Unwrapped:
         profile = profile.with_settings("the optimizer's wrapper", **wanted) if wanted else profile
         if self.around is not None and (profile.use_local_sgd or profile.accumulate_steps > 1):
             raise ProfileError(
-                "paddle.incubate.LookAhead: counts updates in the program, while use_local_sgd and accumulate_steps "
+                "paddle.incubate.LookAhead: counts updates in the program, but use_local_sgd and accumulate_steps "
                 "have steps without an update of all ranks; wrap the inner optimizer alone, or choose another profile"
             )
         return profile.with_notes(self.sentences) if self.sentences else profile
 
 
 def unwrap(optimizer: Any) -> Unwrapped:
-    """Take the wrappers off, from the outermost inwards. Raises ConversionError for one that cannot be carried out."""
+    """Remove the wrappers, from the outermost inwards. Raises ConversionError for one that cannot be carried out."""
     result = Unwrapped(optimizer)
     while (take_off := _TAKE_OFF.get(_kind(result.optimizer))) is not None:
         take_off(result)
@@ -81,7 +81,7 @@ _INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_optimizer")
 
 
 def _kind(optimizer: Any) -> str:
-    """The class of an optimizer of Paddle or of ours; empty for one of the user's, which is taken as it is."""
+    """The class of an optimizer of Paddle or ours; empty for a user's own class, which is used unchanged."""
     kind = type(optimizer)
     return kind.__name__ if kind.__module__.partition(".")[0] in ("paddle", "fleet_train") else ""
 
@@ -127,7 +127,7 @@ def _loss_scaling(wrapper: Any) -> dict[str, Any]:
 
 
 def _dtype_name(vartype: Any) -> str:
-    """Paddle keeps the precision as a DataType of PIR, or of the old programs: BFLOAT16, BF16, FLOAT16, FP16."""
+    """Paddle stores the precision as a DataType of PIR, or of the old IR: BFLOAT16, BF16, FLOAT16, FP16."""
     return "bfloat16" if "B" in str(vartype).rpartition(".")[2].upper() else "float16"
 
 
@@ -167,7 +167,7 @@ def _take_off_recompute(result: Unwrapped) -> None:
         raise ProfileError(f"{name}: offload is not supported; remove _enable_offload()")
     if not checkpoints or not all(isinstance(one, str) for one in checkpoints):
         raise ProfileError(
-            f"{name}: values have no names in today's programs, so it cannot cut at them; _set_checkpoints takes "
+            f"{name}: values have no names in PIR programs, so it cannot split at them; _set_checkpoints takes "
             "names of parameters here, or set recompute_segments or recompute_every_blocks in the profile and wrap "
             "the inner optimizer alone"
         )
@@ -177,7 +177,7 @@ def _take_off_recompute(result: Unwrapped) -> None:
 
 
 def _take_off_look_ahead(result: Unwrapped) -> None:
-    """LookAhead's slow weights follow the update, which is equal on all ranks, by LookAhead's own operators."""
+    """LookAhead's own operators update the slow weights after the update, which is equal on all ranks."""
     wrapper = result.optimizer
     if result.around is not None:
         raise ConversionError("distributed_optimizer was given LookAhead around LookAhead; keep one of the two")
@@ -200,7 +200,7 @@ _TAKE_OFF: dict[str, Callable[[Unwrapped], None]] = {
 }
 
 _REFUSED = {
-    "DistributedOptimizer": "distributed_optimizer returned it; wrap an optimizer once",
+    "DistributedOptimizer": "it was returned by distributed_optimizer; wrap an optimizer only once",
     "PipelineOptimizer": "it splits the model, and only data parallelism is supported; wrap the inner optimizer, "
     "and set accumulate_steps in the profile for its micro-batches",
     "ModelAverage": "it only averages what another optimizer updates; wrap that one, and for a moving "

@@ -1,4 +1,4 @@
-"""Whether saved tensors are those of a program: pure, on names, kinds, shapes and dtypes."""
+"""Whether saved tensors fit a program: a pure comparison of names, kinds, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Described = Mapping[str, tuple[str, list[int], str]]
 
 @dataclass(frozen=True)
 class Fit:
-    """``names``: what is loaded. ``notes``: what the user should know of the rest."""
+    """``names``: the tensors to load. ``notes``: notes to the user about the rest."""
 
     names: list[str]
     notes: list[str]
@@ -23,10 +23,9 @@ class Fit:
 def fit(saved: Described, ours: Described, source: str) -> Fit:
     """Compare saved tensors with the program's own.
 
-    Parameters and optimizer state must be there, with the same shapes and dtypes, and nothing may be left over; but a
-    program without an optimizer (for evaluation) leaves the saved optimizer state aside. What a pass of the profile
-    keeps (gradient merge's sums, the loss scale) may be there on one side only. CheckpointError names the first
-    tensor that does not fit.
+    Parameters and optimizer state must exist, with the same shapes and dtypes, and nothing may be left over; but a
+    program without an optimizer (for evaluation) ignores saved optimizer state. State of the profile's passes (gradient
+    merge's sums, the loss scale) may exist on one side only. CheckpointError names the first tensor that does not fit.
     """
     for name in sorted(ours):
         kind, shape, dtype = ours[name]

@@ -16,8 +16,8 @@ _FILES = ("model.json", "model.pdiparams")
 
 
 def export_inference_model(exe: Any, dirname: Path, feeds: Sequence[Any], targets: Sequence[Any], scope: Any) -> None:
-    """Write the program of ``targets``, pruned to what they need, and its parameters; old files stay until both are
-    there. Raises ConversionError for targets that need other ranks.
+    """Write the program of ``targets``, pruned to what they need, and its parameters; old files are kept until both
+    exist. Raises ConversionError for targets that need other ranks.
     """
     program = targets[0].block.program
     _refuse_host_operators(targets)
@@ -37,7 +37,7 @@ def export_inference_model(exe: Any, dirname: Path, feeds: Sequence[Any], target
 
 
 def _value(program: Any, feed: Any) -> Any:
-    """The program's input of a name; values are taken as they are."""
+    """The program's input of a name; values are returned unchanged."""
     if not isinstance(feed, str):
         return feed
     inputs = {
@@ -51,7 +51,7 @@ def _value(program: Any, feed: Any) -> Any:
 
 
 def _refuse_host_operators(targets: Sequence[Any]) -> None:
-    """Inference has one process, and no fleet_train: no operator on the way to the targets may be one of ours."""
+    """Inference has one process and no fleet_train: the targets must not depend on an operator of ours."""
     seen: set[int] = set()
     ahead = [target.get_defining_op() for target in targets]
     while ahead:

@@ -1,4 +1,4 @@
-"""What communication keeps between steps: made equal before it is read, saved beside the tensors, taken back."""
+"""State of communication between steps: made equal before it is read, saved with the tensors, and restored."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fleet_train.errors import CheckpointError
 from fleet_train.plan.plan import MEAN_DTYPES
 
 PREFIX = "fleet_train/"
-"""Names of what is saved beside the program's own tensors; a program that does not need it ignores it."""
+"""Names of state saved in addition to the program's tensors; a program that does not need it ignores it."""
 _STEP, _NUMBERS, _ANCHOR, _VELOCITY = (
     PREFIX + name for name in ("step", "local_sgd/numbers", "local_sgd/anchor", "local_sgd/outer_velocity")
 )
 
 
 def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
-    """Average what differs between ranks though one of it is wanted; all ranks call it.
+    """Average state that differs between ranks but is needed once; all ranks call it.
 
-    That is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with
-    ``with_optimizer`` the optimizer's state: so that one rank's file speaks for all of them.
+    This is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with ``with_optimizer``
+    the optimizer's state, so that one rank's file is valid for all of them.
     """
     exchange.settle()
     averager = exchange.averager
@@ -53,7 +53,7 @@ def _average_statistics(job: Job, state: ProgramState) -> None:
 
 
 def position_of(exchange: GradientExchange) -> Arrays:
-    """Where the exchange and LocalSGD stand, as arrays to save; equal on every rank."""
+    """The positions of the exchange and LocalSGD, as arrays to save; equal on every rank."""
     arrays: Arrays = {_STEP: np.array([exchange.step])}
     averager = exchange.averager
     if averager is not None:
@@ -76,7 +76,7 @@ def _buffers(arrays: Arrays, name: str, place: Any) -> list[Any] | None:
 
 
 def refuse_damaged_position(arrays: Arrays, source: str) -> None:
-    """Raise CheckpointError for saved numbers that are none: looked at before anything is changed."""
+    """Raise CheckpointError for invalid saved numbers: checked before anything is changed."""
     for name, array in arrays.items():
         is_step = name == _STEP or (name.startswith(PREFIX) and name.endswith("/step"))
         if is_step and not (array.size == 1 and array.dtype.kind in "iuf" and 0 <= float(array.reshape(-1)[0]) < 2**53):
@@ -95,7 +95,7 @@ def _are_of_a_schedule(numbers: Array) -> bool:
 
 
 def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
-    """Go on from a saved position. State saved without LocalSGD starts its periods anew, from the loaded parameters."""
+    """Continue from a saved position. With state saved without LocalSGD, periods start at the loaded parameters."""
     exchange.drop_averaging()
     if _STEP in arrays:
         exchange.step = int(arrays[_STEP][0])

@@ -1,8 +1,8 @@
-"""A program's state on disk: tensors as safetensors, what they are as JSON. No pickle, ever.
+"""A program's state on disk: tensors as safetensors, their description as JSON. Never pickle.
 
-persistables.safetensors   one of each tensor: what a single card needs, and what every rank has alike
-ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only where there is such state
-persistables.json          of each tensor its kind, dtype, shape and SHA-256; written last
+persistables.safetensors   one of each tensor: what a single card needs, and what is equal on every rank
+ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only if there is such state
+persistables.json          each tensor's kind, dtype, shape and SHA-256; written last
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _WAY_OUT = "load another saved state"
 
 @dataclass(frozen=True)
 class State:
-    """What is saved. Names that begin with ``fleet_train/`` are no tensors of the program."""
+    """The saved state. Names that begin with ``fleet_train/`` are not tensors of the program."""
 
     arrays: Arrays
     kinds: dict[str, str] = field(default_factory=dict)
     """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
     ranks: list[Arrays] = field(default_factory=list)
-    """What differs between the ranks, by rank; all have the same names. Empty where nothing does."""
+    """What differs between the ranks, by rank; all have the same names. Empty if nothing differs."""
 
 
 def write_folder(folder: Path, state: State) -> None:
-    """Write beside, sync, rename; the description comes last and fits no other tensors. Raises OSError."""
+    """Write temporary files, sync, rename; the description is last and matches only these tensors. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {TENSORS: state.arrays, RANKS: _with_ranks(state.ranks)}
     written = {name: safetensors_file.write(_beside(folder, name), arrays) for name, arrays in files.items() if arrays}
@@ -98,11 +98,12 @@ def read_folder(folder: Path) -> State:
 
 
 class _OtherFormat(Exception):
-    """The number of another format."""
+    """The file has another format number."""
 
 
 def _description(content: bytes) -> tuple[dict[str, dict[str, Content]], dict[str, str], int]:
-    """(tensors by file, kinds, number of ranks). Raises ValueError for what ``write_folder`` does not write."""
+    """(tensors by file, kinds, number of ranks). Raises ValueError for anything that ``write_folder`` does not
+    write."""
     told = parse_json(content)
     if not isinstance(told, dict) or "format" not in told:
         raise ValueError("it has no format")
@@ -122,7 +123,7 @@ def _description(content: bytes) -> tuple[dict[str, dict[str, Content]], dict[st
 
 def _contents(entries: Any) -> dict[str, Content]:
     if not isinstance(entries, dict):
-        raise ValueError("the tensors of a file are no section")
+        raise ValueError("the tensors of a file are not a section")
     contents = {}
     for name, entry in entries.items():
         try:
@@ -136,19 +137,20 @@ def _rank_and_name(name: str) -> tuple[int, str]:
     """``rank 3/w`` -> ``(3, "w")``. Raises ValueError."""
     found = _OF_A_RANK.fullmatch(name)
     if found is None:
-        raise ValueError(f"'{name}' is no tensor of a rank")
+        raise ValueError(f"'{name}' is not a tensor of a rank")
     return int(found[1]), found[2]
 
 
 def _number_of_ranks(told: Any, contents: dict[str, Content]) -> int:
-    """``told``. Raises ValueError unless so many ranks have the same tensors, but for their values."""
+    """Returns ``told``. Raises ValueError unless this number of ranks have the same tensors, except for their
+    values."""
     by_rank: dict[int, dict[str, tuple[str, list[int]]]] = {}
     for name, content in contents.items():
         rank, own = _rank_and_name(name)
         by_rank.setdefault(rank, {})[own] = (content.dtype, content.shape)
     number = len(by_rank)
     if type(told) is not int or told != number or by_rank.keys() != set(range(number)):
-        raise ValueError(f"it has tensors of {len(by_rank)} ranks, not of the number that it gives")
+        raise ValueError(f"it has tensors of {len(by_rank)} ranks, which is not the number that it gives")
     for rank, tensors in by_rank.items():
         if tensors != by_rank[0]:
             raise ValueError(f"rank {rank} has different tensors from rank 0")

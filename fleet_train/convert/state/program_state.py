@@ -1,4 +1,4 @@
-"""A program's persistable values in a scope: what kind each is, copies of them, and putting values back."""
+"""A program's persistable values in a scope: their kinds, copies of them, and writing values back."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fleet_train.errors import CheckpointError
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
 """Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
 
-# Made by unique_name, so they begin with the prefix of a unique_name.guard("...") that the script may have set.
+# Named by unique_name, so they begin with the prefix of a unique_name.guard("...") that the script may have set.
 _SUMS = re.compile(r".+@gradient_merge")
 _COUNT = re.compile(r".*gradient_merge_count_\d+")
 _LOSS_SCALE = re.compile(r".*loss_scaling(_good_steps|_bad_steps)?_\d+")
 _OF_THE_TRAINER = re.compile(r".+@average|weight_average_updates|skipped_updates")
-# Equal on every rank by what they are: a mean over ranks could change their last bit. Sums are each rank's own.
+# Equal on every rank by construction: a mean over ranks could change their last bit. Sums are each rank's own.
 _NOT_AVERAGED = re.compile(rf".*learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
-# The bits of a bfloat16, as Paddle's arrays have them; it makes a bfloat16 tensor of them again.
+# The bits of a bfloat16, as in Paddle's arrays; Paddle makes a bfloat16 tensor from them again.
 _BFLOAT16 = "uint16"
 # Running mean and variance are the second and third operand.
 _WITH_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
@@ -42,7 +42,7 @@ class ProgramState:
         self._program = program
 
     def read(self, names: Iterable[str], into: Mapping[str, Array] | None = None) -> Arrays:
-        """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and taken."""
+        """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and reused."""
         copies = {}
         for name in names:
             value, kept = borrowed(self.variables[name]), (into or {}).get(name)
@@ -66,7 +66,7 @@ class ProgramState:
 
     @property
     def drifting(self) -> list[str]:
-        """What LocalSGD's local steps make different on each rank, and a mean makes equal."""
+        """The values that differ between ranks in LocalSGD's local steps and that a mean makes equal."""
         floats = ("float32", "float64", "float16", _BFLOAT16)
         return [
             name
@@ -83,7 +83,7 @@ class ProgramState:
 
     @property
     def statistics(self) -> list[str]:
-        """Batch-norm statistics that each rank takes of its own batches."""
+        """Batch-norm statistics that each rank computes from its own batches."""
         names = {
             str(source.get_defining_op().attrs().get("parameter_name"))
             for operator in self._program.global_block().ops
@@ -111,7 +111,7 @@ def _is_finite(values: Array) -> bool:
     if values.dtype.kind != "f":
         return True
     with np.errstate(over="ignore", invalid="ignore"):
-        total = np.add.reduce(values, axis=None)  # one pass; a sum can overflow though its parts do not
+        total = np.add.reduce(values, axis=None)  # one pass; a sum can overflow although its terms are finite
     return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
@@ -120,7 +120,7 @@ def _is_frozen(attributes: Mapping[str, Any]) -> bool:
 
 
 def borrowed(variable: Any) -> Array:
-    """A variable's values, to be looked at before the program runs again: on a CPU its own memory, without a copy."""
+    """A variable's values, to be read before the program runs again: on a CPU its own memory, without a copy."""
     if not variable._place().is_cpu_place():
         return np.array(variable)
     dtype = np.dtype(_numpy_dtype(variable))

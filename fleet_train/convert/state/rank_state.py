@@ -1,4 +1,4 @@
-"""State that each rank has of its own: errors of compression, gradient merge's sums in the middle of an update."""
+"""State that differs between ranks: compression errors, gradient merge's sums in the middle of an update."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fleet_train.convert.state.safetensors_file import Arrays
 
 
 def read_methods(exchange: GradientExchange) -> tuple[Arrays, Arrays]:
-    """What compression remembers: (alike on every rank, this rank's own)."""
+    """The state of compression: (equal on every rank, this rank's own)."""
     alike, own = method_state.read(exchange.memories)
     return {PREFIX + name: alike[name] for name in alike}, {PREFIX + name: own[name] for name in own}
 
 
 def gather_own(job: Job, state: ProgramState, own_of_methods: Arrays) -> list[Arrays]:
-    """Every rank's own state on rank 0, by rank; empty on the others, and where there is none."""
+    """Every rank's own state on rank 0, by rank; empty on the others, and if there is none."""
     own = {**own_of_methods, **state.read(state.sums_under_way)}
     return gather_arrays(job, own) if own else []
 
 
 def spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
-    """This rank's own state of what rank 0 has read (``number_saved`` ranks; every rank knows that number).
+    """This rank's own part of the state that rank 0 has read (``number_saved`` ranks; every rank knows that number).
 
-    On as many ranks as it was saved on, each takes back its own. On another number each takes the mean: what all of
-    them together still have to give to the average of gradients stays the same.
+    On the same number of ranks, each restores its own. On another number each takes the mean: the total that is still
+    to be added to the average of gradients stays the same.
     """
     if number_saved == 0:
         return {}

@@ -1,8 +1,8 @@
-"""A safetensors file, written without a second copy in memory and read so that damage is put down to a tensor.
+"""A safetensors file, written without a second copy in memory and read so that damage is attributed to a tensor.
 
 The format: 8 bytes little endian, the header's length; the header, JSON of ``{name: {dtype, shape, data_offsets}}``;
 the tensors' bytes without gaps. Source: https://huggingface.co/docs/safetensors. The package ``safetensors`` reads what
-is written here; its own reader names no tensor when a file is cut off, and its writer needs all bytes in one piece.
+is written here; its own reader names no tensor when a file is truncated, and its writer needs all bytes in one piece.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Content:
-    """What a tensor was when it was written; ``dtype`` is numpy's name, ``sha256`` of its bytes."""
+    """A tensor's description when it was written; ``dtype`` is numpy's name, ``sha256`` of its bytes."""
 
     dtype: str
     shape: list[int]
@@ -49,7 +49,7 @@ class Content:
 
     @classmethod
     def from_json(cls, entry: Any) -> Content:
-        """What ``as_json`` gave. Raises ValueError that says what is wrong, also of sizes that no file has."""
+        """The reverse of ``as_json``. Raises ValueError that says what is wrong, also for sizes that no file has."""
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "sha256"}:
             raise ValueError("it is not an entry of dtype, shape and sha256")
         dtype, shape, sha256 = entry["dtype"], entry["shape"], entry["sha256"]
@@ -95,9 +95,9 @@ def write(path: Path, arrays: Mapping[str, Array]) -> dict[str, Content]:
 
 
 def read(path: Path, written: Mapping[str, Content]) -> Arrays:
-    """The arrays of a file, each compared with what was written. CheckpointError names the first that is not that.
+    """The arrays of a file, each compared with what was written. CheckpointError names the first that differs.
 
-    No memory is taken for what the file does not have.
+    No memory is allocated for data that the file does not have.
     """
     arrays = {}
     with _opened(path) as file:
@@ -147,13 +147,13 @@ def _code(dtype: np.dtype[Any]) -> str:
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
-    """The array's memory in pieces that are hashed and written without the interpreter's lock."""
+    """The array's memory in pieces that are hashed and written without the GIL."""
     flat: Any = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else b""
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
 
 
 def _read_header(path: Path, file: Any, size: int, written: Mapping[str, Content]) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and what the file says of each."""
+    """Where the tensors begin, and the header's entry for each."""
     first = f"before its first tensor '{next(iter(written))}'" if written else "in its header"
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES + length:
@@ -183,7 +183,7 @@ def _place_of(path: Path, name: str, entry: Any, content: Content) -> tuple[int,
 
 
 def _refuse_overlaps(path: Path, places: Mapping[str, tuple[int, int]]) -> None:
-    """Many tensors in the same bytes would take more memory than the file has."""
+    """Raise CheckpointError for overlapping tensors, which would take more memory than the file has."""
     last = 0
     for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
         if begin < last:

@@ -30,10 +30,10 @@ from fleet_train.errors import CheckpointError, FleetTrainError
 
 @dataclass(frozen=True)
 class Captured:
-    """A program's state at one step, in rank 0's memory. Training may go on while it is written."""
+    """A program's state at one step, in rank 0's memory. Training may continue while it is written."""
 
     state: State
-    """Copies; empty on every rank but 0."""
+    """Copies; empty on every rank except 0."""
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError."""
@@ -43,10 +43,10 @@ class Captured:
 def capture(
     job: Job, program: Any, scope: Any, exchange: GradientExchange | None, memory: Captured | None = None
 ) -> Captured:
-    """Copy the state as it is now; all ranks call it.
+    """Copy the current state; all ranks call it.
 
-    What drifts under LocalSGD is averaged first; what each rank has of its own goes to rank 0.
-    ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves their making.
+    State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0.
+    ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
     """
     state = ProgramState(program, scope)
     beside, ranks = {}, []
@@ -96,7 +96,7 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
 
 
 def _describe(saved: State) -> Described:
-    """What is saved of the program's tensors, those of the ranks included."""
+    """The saved tensors of the program, including those of the ranks."""
     own = saved.ranks[0] if saved.ranks else {}
     return {
         name: (saved.kinds.get(name, PASS), list(array.shape), array.dtype.name)
@@ -108,7 +108,7 @@ def _describe(saved: State) -> Described:
 def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
     """Run ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason.
 
-    ``what``: for the message; its first word names the broadcast, since each rank may give a folder of its own.
+    ``what``: for the message; its first word names the broadcast, since each rank may pass a different folder.
     """
     answer: dict[str, Any] = {}
     if job.cluster.rank == 0:

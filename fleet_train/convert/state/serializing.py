@@ -1,8 +1,8 @@
-"""What Paddle writes of a converted program: the program of one card, without our operators.
+"""Makes Paddle save a converted program as the program of one card, without our operators.
 
 A host operator holds a pointer to its function, which Paddle cannot write (``Unknown Attr``), so ``paddle.static.save``
-would die after the training. Scripts call it on Paddle itself, and all of Paddle's ways to write a program end in one
-function of its core; that one is replaced, and changes only what could not be written before.
+would fail after the training. Scripts call Paddle directly, and all of Paddle's functions that write a program end in
+one function of its core; that one is replaced, and it changes only programs that could not be written before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_drifting: Callable[[Any], bool] = bool
 
 
 def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
-    """From now on Paddle writes converted programs as one card has them. ``is_drifting``: is it one of LocalSGD's?"""
+    """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
     global _original, _is_drifting
     _is_drifting = is_drifting
     if _original is None:
@@ -47,7 +47,7 @@ def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def for_one_card(program: Any) -> Any:
-    """A copy of a converted program in which each gradient goes to its update directly.
+    """A copy of a converted program in which each gradient goes directly to its update.
 
     Raises ConversionError for programs that need other ranks inside the forward pass.
     """
@@ -70,7 +70,7 @@ def for_one_card(program: Any) -> Any:
 
 
 def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
-    """Give the readers of a host operator what has gone into it. ``local``: gradients of launched buckets."""
+    """Replace a host operator's results by its inputs. ``local``: gradients of launched buckets."""
     kind, bucket = _kind(operator)
     given, gives = operator.operands_source(), operator.results()
     pairs: list[tuple[Any, Any]] = []
@@ -88,7 +88,7 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
 
 
 def unwritable(program: Any) -> str:
-    """What to say of a converted program that Paddle cannot write; empty for one that it can."""
+    """The message for a converted program that Paddle cannot write; empty for one that it can."""
     for operator in program.global_block().ops:
         if _is_ours(operator) and _kind(operator)[0] not in _BYPASSED:
             return f"paddle.static.save: {_needs_peers(operator.name())}"

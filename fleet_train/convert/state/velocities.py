@@ -1,7 +1,7 @@
-"""Momentum's velocities, which DGC keeps itself: carried over between a run with DGC and one without.
+"""Momentum's velocities, which DGC keeps itself: converted between a run with DGC and one without.
 
-DGC takes the momentum over from the optimizer, on several ranks only. So that one card goes on with a checkpoint of
-many ranks, and the other way round, velocities are handed over; updates that DGC has not sent yet are not.
+DGC takes over the optimizer's momentum only on several ranks. Velocities are converted so that one card can continue a
+checkpoint of many ranks, and vice versa; updates that DGC has not sent yet are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DGC = f"{PREFIX}dgc/"
 
 
 def to_momentum(saved: State, ours: Described) -> State:
-    """State saved with DGC, with the velocities that a program with Momentum needs: the means over the ranks."""
+    """State saved with DGC, plus the velocities that a program with Momentum needs: the means over the ranks."""
     missing = [name for name in ours if name.endswith(_OF_MOMENTUM) and name not in saved.arrays]
     if not missing or f"{_DGC}step" not in saved.arrays:
         return saved
@@ -42,7 +42,7 @@ def to_momentum(saved: State, ours: Described) -> State:
 
 
 def to_dgc(saved: State, ours: Described) -> State:
-    """State saved with Momentum, with its velocities where a program with DGC looks for them."""
+    """State saved with Momentum, with its velocities under the names that a program with DGC reads."""
     left_over = [
         name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours and name in saved.arrays
     ]
@@ -54,8 +54,8 @@ def to_dgc(saved: State, ours: Described) -> State:
 
 
 def _dgc_name(velocity: str, ours: Described) -> str:
-    """Under which name DGC keeps what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard
-    that Paddle has put before it once more.
+    """DGC's name of what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard that Paddle
+    has added a second time.
     """
     stem = velocity.removesuffix(_OF_MOMENTUM)
     owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]

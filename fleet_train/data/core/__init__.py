@@ -1,4 +1,4 @@
-"""Datasets, who reads which sample at which step, random numbers that belong to a sample, and reading ahead.
+"""Datasets, assignment of samples to ranks and steps, random numbers per sample, and prefetching.
 
 No Paddle.
 """

@@ -1,4 +1,4 @@
-"""Datasets by name. A dataset turns sample indices into arrays; who reads which index is the sampler's job."""
+"""Datasets by name. A dataset turns sample indices into arrays; the sampler assigns indices to ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Dataset(Protocol):
-    """What the loader and the model need. An image folder implements `arrays` by decoding, nothing else changes."""
+    """The interface for loaders and models. An image folder only implements `arrays` differently, by decoding."""
 
     @property
     def name(self) -> str: ...
@@ -74,7 +74,7 @@ class ArrayDataset:
 
 
 class Splits(NamedTuple):
-    """Training samples and the samples that training never sees."""
+    """Training samples and held-out samples."""
 
     train: Dataset
     test: Dataset
@@ -116,7 +116,7 @@ def synthetic(
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Noise of any shape and number, for measuring: a few images in memory, which samples take in turn."""
+    """Noise of any shape and number, for measuring: samples use a few images in memory in turn."""
 
     name: str
     num_samples: int
@@ -133,7 +133,7 @@ _POOL_SIZE = 32
 
 
 def shaped_synthetic(name: str) -> Splits:
-    """`synthetic:<channels>x<height>x<width>x<classes>[x<samples>]`; 10240 training samples unless said."""
+    """`synthetic:<channels>x<height>x<width>x<classes>[x<samples>]`; 10240 training samples by default."""
     parts = name.removeprefix(_SHAPED).split("x")
     if len(parts) not in (4, 5) or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise DataError(
@@ -163,9 +163,9 @@ def load_splits(name: str) -> Splits:
 
 
 def _stratified_split(labels: Indices, test_share: float, seed: int) -> tuple[Indices, Indices]:
-    """Sorted train and test indices; each class gives the same share to the test part.
+    """Sorted train and test indices; the same share of each class goes to the test part.
 
-    Own arithmetic instead of scikit-learn's splitter: the split must stay the same when scikit-learn is updated.
+    It does not use scikit-learn's splitter: the split must stay the same when scikit-learn is updated.
     """
     generator = np.random.default_rng(seed)
     test: list[Indices] = []

@@ -12,17 +12,17 @@ Item = TypeVar("Item")
 
 
 class _End:
-    """The last thing in the queue: the source is exhausted, or failed with `error`."""
+    """The last item in the queue: the source is exhausted, or failed with `error`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class Prefetcher(Generic[Item]):
-    """Iterate over `source` with up to `depth` items ready in advance; order and exceptions stay as they were.
+    """Iterate over `source` with up to `depth` items ready in advance; order and exceptions are preserved.
 
     Use it in a `with` statement, or call `close`: a loop that stops early must not leave a thread behind.
-    `closing` is set by `close`: a source that may wait for long looks at it.
+    `close` sets `closing`, which a source that may wait for long should check.
     """
 
     def __init__(self, source: Iterable[Item], depth: int = 2, closing: threading.Event | None = None) -> None:
@@ -49,7 +49,7 @@ class Prefetcher(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the thread and wait for it; what was prepared is dropped. May be called twice."""
+        """Stop the thread and wait for it; prepared items are dropped. May be called twice."""
         self._finished = True
         self._closing.set()
         self._thread.join()
@@ -75,12 +75,12 @@ class Prefetcher(Generic[Item]):
         for item in source:
             if not self._put(item):
                 break
-            del item  # the consumer's reference is the last one: what it holds is free when the consumer is done
+            del item  # the consumer has the last reference: memory is freed when the consumer is done
         if isinstance(source, Generator):
-            source.close()  # here and now, on the thread on which it ran
+            source.close()  # now, on the thread on which it ran
 
     def _put(self, item: Item | _End) -> bool:
-        """False when the consumer has gone: a plain put() would wait for ever on a full queue."""
+        """False if the consumer has gone: a plain put() would wait forever on a full queue."""
         while not self._closing.is_set():
             try:
                 self._queue.put(item, timeout=0.05)

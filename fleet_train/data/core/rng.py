@@ -1,7 +1,7 @@
-"""Random numbers that belong to a sample: functions of (seed, epoch, dataset index) and of nothing else.
+"""Random numbers per sample: functions of (seed, epoch, dataset index) only.
 
-Which rank reads a sample, which worker process decodes it, at which step, before or after a resume: its augmentation
-stays the same. Plain integer hashing, so it also stays the same under another numpy.
+A sample's augmentation does not depend on the rank that reads it, the worker process that decodes it, the step, or a
+resume. Plain integer hashing, so it is also the same with another version of numpy.
 """
 
 from __future__ import annotations

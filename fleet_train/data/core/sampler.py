@@ -1,4 +1,4 @@
-"""Which rank reads which sample at which step. Pure numpy: equal arguments give equal indices on every machine."""
+"""Assigns samples to ranks and steps. Pure numpy: equal arguments give equal indices on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST_BATCHES = ("keep", "merge", "refuse")
 
 
 class BatchSampler(Protocol):
-    """What a loader asks of a sampler."""
+    """The interface of a sampler for loaders."""
 
     seed: int
     epoch: int
@@ -22,13 +22,13 @@ class BatchSampler(Protocol):
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None: ...
 
     def __len__(self) -> int:
-        """Steps left in the epoch."""
+        """Remaining steps of the epoch."""
 
     def batch(self, step: int) -> Indices:
-        """This rank's indices at that step of those left."""
+        """This rank's indices at that remaining step."""
 
     def consumed_after(self, steps: int) -> int:
-        """`consumed_samples` of a resume after that many of the steps left."""
+        """`consumed_samples` for a resume after this many of the remaining steps."""
 
 
 class ShardedBatchSampler:
@@ -36,16 +36,16 @@ class ShardedBatchSampler:
 
     Step k of all ranks together is a contiguous slice of one global order (rank r takes every world_size-th index of
     it). So the joint batch does not depend on the number of ranks, only on the global batch size, and the rest of an
-    epoch can be read by another number of ranks: see `set_epoch`. Without `rank` and `world_size` every process reads
+    epoch can be read by another number of ranks: see `set_epoch`. Without `rank` and `world_size`, every process reads
     everything.
 
     Args:
         batch_size: samples per rank and step.
         shuffle: a new order each epoch, from (seed, epoch). Every rank must be given the same seed.
         drop_last: False pads to equal counts by repeating the first samples of the epoch's order and keeps a smaller
-            last batch; True repeats nothing and drops what does not fill a whole batch on every rank.
-        last_batch: what becomes of a last batch of one sample per rank, whose batch-norm statistics have no variance:
-            `keep` it, `merge` it into the batch before it (batch_size + 1 samples), or `refuse` with a DataError.
+            last batch; True repeats nothing and drops samples that do not fill a whole batch on every rank.
+        last_batch: how to handle a last batch of one sample per rank, whose batch-norm statistics have no variance:
+            `keep` it, `merge` it into the previous batch (batch_size + 1 samples), or `refuse` with a DataError.
     Source: the semantics of torch's DistributedSampler and Paddle's DistributedBatchSampler, made step-addressable.
     """
 
@@ -76,10 +76,10 @@ class ShardedBatchSampler:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Choose the epoch, or what is left of it; without it every pass repeats epoch 0's order.
+        """Choose the epoch, or the rest of it; without this call every pass repeats epoch 0's order.
 
-        consumed_samples: samples of the global order that are done, by whatever number of ranks (`consumed_after`).
-        The rest is shared out over the present ranks: none is read twice, none is left out but by `drop_last`.
+        consumed_samples: finished samples of the global order, by any number of ranks (`consumed_after`). The rest is
+        divided over the present ranks: none is read twice, and only `drop_last` omits samples.
         """
         if not 0 <= consumed_samples <= self.num_samples:
             raise DataError(
@@ -97,27 +97,27 @@ class ShardedBatchSampler:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples that each rank reads in what is left of the epoch, padding included."""
+        """Samples that each rank reads in the rest of the epoch, including padding."""
         left = self.num_samples - self._consumed
         if self.drop_last:
             return left // self.world_size // self.batch_size * self.batch_size
         return -(-left // self.world_size)
 
     def __len__(self) -> int:
-        """Steps left in the epoch, equal on every rank."""
+        """Remaining steps of the epoch, equal on every rank."""
         merged = self.last_batch == "merge" and self._has_single_rest()
         return -(-self.samples_per_rank // self.batch_size) - merged
 
     def batch(self, step: int) -> Indices:
-        """This rank's indices at one of the steps left: step 0 is the first one after `consumed_samples`."""
+        """This rank's indices at a remaining step: step 0 is the first one after `consumed_samples`."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
         places = self._consumed + self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
-        # Past the end it goes on with the first samples of the order, also when there are fewer samples than ranks.
+        # Past the end it continues with the first samples of the order, even if there are fewer samples than ranks.
         return self._global_order()[places % self.num_samples]
 
     def consumed_after(self, steps: int) -> int:
-        """Samples of the global order that are done after that many of the steps left; padding does not count."""
+        """Finished samples of the global order after this many of the remaining steps; padding does not count."""
         done = self._end(steps - 1) if steps else 0
         return min(self.num_samples, self._consumed + done * self.world_size)
 
@@ -125,7 +125,7 @@ class ShardedBatchSampler:
         return (self.batch(step) for step in range(len(self)))
 
     def _end(self, step: int) -> int:
-        """Samples of this rank up to and with that step."""
+        """Samples of this rank up to and including that step."""
         return self.samples_per_rank if step >= len(self) - 1 else (step + 1) * self.batch_size
 
     def _has_single_rest(self) -> bool:
@@ -138,7 +138,7 @@ class ShardedBatchSampler:
 
 
 class EvaluationSampler:
-    """This rank's share of an evaluation: over all ranks each sample exactly once, so shards may be uneven or empty."""
+    """This rank's share of an evaluation: each sample exactly once over all ranks, so shards may be uneven or empty."""
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self._batches = evaluation_batches(num_samples, batch_size, rank, world_size)
@@ -146,7 +146,7 @@ class EvaluationSampler:
         self.epoch = 0
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Every epoch is the same and read from its start."""
+        """Every epoch is the same and starts at the first sample."""
         if consumed_samples:
             raise DataError(f"consumed_samples={consumed_samples}: an evaluation always starts at its first sample")
         self.epoch = epoch
@@ -178,7 +178,7 @@ def evaluation_batches(num_samples: int, batch_size: int, rank: int = 0, world_s
 
 
 def check_sizes(num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
-    """DataError where the numbers leave nothing to read or nobody to read it."""
+    """DataError if the numbers leave no sample or no rank."""
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples}; at least 1 sample is needed")
     if batch_size < 1:

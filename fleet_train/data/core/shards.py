@@ -1,8 +1,8 @@
-"""Every machine with data of its own, of its own size: how many steps all ranks take is decided before the first one.
+"""Machines with separate data of different sizes: the number of steps of all ranks is decided before the first one.
 
 A rank that runs out of batches earlier than the others leaves them waiting in a collective. So each rank proposes the
-steps that its data is good for, the proposals are exchanged (`fleet.gather`), and `agree_steps` answers the same number
-on every rank.
+number of steps that its data allows, the proposals are exchanged (`fleet.gather`), and `agree_steps` returns the same
+number on every rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ UNEVEN_POLICIES = ("truncate", "pad", "error")
 
 
 def agree_steps(counts: Sequence[int], policy: str = "truncate") -> int:
-    """Steps per epoch for all ranks, from the steps that each rank's data is good for, by rank.
+    """Steps per epoch for all ranks, from the steps that each rank's data allows, by rank.
 
-    `truncate` takes the smallest count (the others leave out some samples, other ones each epoch), `pad` the largest
-    (the others repeat some), `error` accepts equal counts only. A rank without any step is a DataError that names it.
+    `truncate` takes the smallest count (the others omit some samples, different ones each epoch), `pad` the largest
+    (the others repeat some), `error` accepts equal counts only. A rank without a step raises a DataError that names it.
     """
     if policy not in UNEVEN_POLICIES:
         raise DataError(f"--uneven {policy!r} is unknown; use one of {', '.join(UNEVEN_POLICIES)}")
@@ -42,7 +42,7 @@ def agree_steps(counts: Sequence[int], policy: str = "truncate") -> int:
 
 
 class OwnDataSampler:
-    """Batches from a shard that only this machine has, shared by the ranks of this machine.
+    """Batches from a shard that only this machine has, divided over its ranks.
 
     Every step of every rank has exactly batch_size samples, so that equal weights in the average of gradients are
     right. Call `agree` with the `proposed_steps` of all ranks before the first epoch.
@@ -50,8 +50,8 @@ class OwnDataSampler:
     Args:
         num_samples: of this shard. Shards of different machines may differ.
         rank, world_size: among the ranks that read this shard.
-        total_ranks: of the whole job. `consumed_samples` counts the samples of all of them, so going on in the middle
-            of an epoch needs the same machines with the same shards, each with the same share of the ranks.
+        total_ranks: of the whole job. `consumed_samples` counts the samples of all of them, so resuming in the middle
+        of an epoch needs the same machines with the same shards and the same number of ranks each.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class OwnDataSampler:
 
     @property
     def proposed_steps(self) -> int:
-        """Steps per epoch that this shard is good for: whole batches, with policy `pad` also one to be filled up."""
+        """Steps per epoch that this shard allows: whole batches, with policy `pad` also a partial one."""
         per_rank = self.num_samples / self.world_size / self.batch_size
         return math.ceil(per_rank) if self._policy == "pad" else math.floor(per_rank)
 
     def agree(self, counts: Sequence[int]) -> int:
-        """Take on the steps per epoch that follow from all ranks' proposals (by rank), and return them."""
+        """Set the steps per epoch from all ranks' proposals (by rank), and return them."""
         self._steps = agree_steps(counts, self._policy)
         return self._steps
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Choose the epoch, or what is left of it after that many samples of all ranks together."""
+        """Choose the epoch, or the rest of it after this many samples of all ranks together."""
         whole = self._steps * self.batch_size * self.total_ranks
         if not 0 <= consumed_samples <= whole:
             raise DataError(f"consumed_samples={consumed_samples} of an epoch in which all ranks read {whole} samples")
@@ -104,7 +104,7 @@ class OwnDataSampler:
         return self._steps - math.ceil(self._consumed / (self.batch_size * self.total_ranks))
 
     def batch(self, step: int) -> Indices:
-        """This rank's indices in the shard at one of the steps left; past the shard's end it starts again."""
+        """This rank's indices in the shard at a remaining step; past the shard's end it starts again."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
         if self._order is None or self._order[0] != self.epoch:
@@ -114,7 +114,7 @@ class OwnDataSampler:
         return self._order[1][(done + self.rank + self.world_size * mine) % self.num_samples]
 
     def consumed_after(self, steps: int) -> int:
-        """Samples of all ranks together that are done after that many of the steps left."""
+        """Finished samples of all ranks together after this many of the remaining steps."""
         return self._consumed + steps * self.batch_size * self.total_ranks
 
 

@@ -1,1 +1,1 @@
-"""Image folders: finding, decoding, cropping and changing images, and what happens to those that cannot be read."""
+"""Image folders: finding, decoding, cropping and augmenting images, and replacing unreadable ones."""

@@ -1,4 +1,4 @@
-"""Augmentations by name: they read a batch of a dataset and change it by the samples' own random numbers."""
+"""Augmentations by name: they read a batch of a dataset and change it with the samples' random numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fleet_train.data.images.geometry import IMAGE_AUGMENTATIONS
 from fleet_train.errors import DataError
 
 Augmentation = Callable[[Dataset, Draws], Arrays]
-"""Reads the samples `draws.indices` of the dataset, changed. Never used for evaluation."""
+"""Reads the samples `draws.indices` of the dataset and augments them. Never used for evaluation."""
 
 
 def keep(dataset: Dataset, draws: Draws) -> Arrays:
-    """The samples as they are."""
+    """The unchanged samples."""
     return dataset.arrays(draws.indices)
 
 
 def shift(dataset: Dataset, draws: Draws) -> Arrays:
-    """Every image moved by up to one pixel in each direction, zeros moving in: [batch, channels, height, width]."""
+    """Every image shifted by up to one pixel in each direction, padded with zeros: [batch, channels, height, width]."""
     if len(dataset.sample_shape) != 3:
         raise DataError(
             f"--augment shift needs images [channels, height, width], this data has {list(dataset.sample_shape)}; "
@@ -40,7 +40,7 @@ def shift(dataset: Dataset, draws: Draws) -> Arrays:
 
 
 class ImageAugmentation:
-    """Images decoded with one of IMAGE_AUGMENTATIONS; remembers which could not be read."""
+    """Images decoded with one of IMAGE_AUGMENTATIONS; records unreadable ones."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,7 +69,7 @@ def augmentation(name: str, dataset: Dataset) -> Augmentation:
 
 
 def image_augmentation_name(name: str) -> str:
-    """What `name` means for an image folder: one of IMAGE_AUGMENTATIONS."""
+    """The augmentation for `name` and an image folder: one of IMAGE_AUGMENTATIONS."""
     if name == "auto":
         return "crop_flip"
     if name not in IMAGE_AUGMENTATIONS:

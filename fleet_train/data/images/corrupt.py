@@ -1,4 +1,4 @@
-"""Images that cannot be read: replaced by the next one that can, counted, and too many of them are an error."""
+"""Unreadable images: each is replaced by the next readable one and counted; too many are an error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _log = logging.getLogger(__name__)
 
 
 class CorruptImages:
-    """The unreadable files that this rank has met so far.
+    """The unreadable files that this rank has found so far.
 
     Args:
         num_samples: of the dataset.
-        max_corrupt: how many may be unreadable; below 1 a share of the dataset, from 1 on a number. 0 = none.
+        max_corrupt: how many may be unreadable; a share of the dataset below 1, otherwise a number. 0 = none.
     """
 
     def __init__(self, num_samples: int, max_corrupt: float, where: str) -> None:
@@ -27,7 +27,7 @@ class CorruptImages:
         self._num_samples = num_samples
         self._where = where
         allowed = max_corrupt if max_corrupt >= 1 else max_corrupt * num_samples
-        self.allowed = int(min(allowed, num_samples - 1))  # with none left there is nothing to read instead
+        self.allowed = int(min(allowed, num_samples - 1))  # at least one must remain as a replacement
         self._reasons: dict[int, tuple[str, str]] = {}
 
     def __len__(self) -> int:
@@ -35,11 +35,12 @@ class CorruptImages:
 
     @property
     def names(self) -> list[str]:
-        """Of the unreadable files, in the order of the dataset."""
+        """The unreadable files, in the order of the dataset."""
         return [self._reasons[index][0] for index in sorted(self._reasons)]
 
     def replacement(self, index: int, name: str, reason: str) -> int:
-        """Count the file and answer which sample stands in for it: the next one of the dataset, on every rank alike."""
+        """Count the file and return the sample that replaces it: the next one of the dataset, the same on every
+        rank."""
         self._reasons[index] = (name, reason)
         if len(self._reasons) <= _NAMES_SHOWN:
             _log.warning("cannot read %s (%s); another image replaces it", name, reason)
@@ -48,7 +49,7 @@ class CorruptImages:
         return self.skip((index + 1) % self._num_samples)
 
     def skip(self, index: int) -> int:
-        """The first sample from that one on that is not known to be unreadable."""
+        """The first sample from this one on that is not known to be unreadable."""
         while index in self._reasons:
             index = (index + 1) % self._num_samples
         return index

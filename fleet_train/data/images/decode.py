@@ -1,4 +1,4 @@
-"""One image file into one array. Imports Pillow and numpy only: worker processes start with this."""
+"""Decodes one image file into one array. Imports only Pillow and numpy: worker processes start with this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRAY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
 
 class UnreadableImage(FleetTrainError):
-    """The file is missing, cut off or no image; the message is the reason without the name."""
+    """The file is missing, truncated or not an image; the message is the reason without the name."""
 
 
 class ImageDecoder:
@@ -39,19 +39,19 @@ class ImageDecoder:
             pixels = self._read(path, draws)
         except MemoryError:
             raise
-        except Exception as error:  # Pillow's readers raise nearly anything on broken input
+        except Exception as error:  # Pillow's readers raise nearly any exception on broken input
             raise UnreadableImage(f"{type(error).__name__}: {error}".replace(repr(path), "it")) from error
         self._finish(pixels, draws, out)
 
     def _read(self, path: str, draws: list[float]) -> NDArray[np.uint8]:
-        """The wanted part in the wanted size, uint8 [size, size, 3]."""
+        """The requested part in the requested size, uint8 [size, size, 3]."""
         size = self._settings.image_size
         with Image.open(path) as image:
             width, height = image.size
             box = center_box(width, height, self._settings)
             if self._augment != "none":
                 box = random_box(width, height, self._settings, draws)
-            # A JPEG can be decoded at 1/2, 1/4 or 1/8 for a fraction of the time where that is still large enough.
+            # A JPEG can be decoded at 1/2, 1/4 or 1/8 in a fraction of the time, if that is still large enough.
             shrink = max(size / (box.right - box.left), size / (box.bottom - box.top))
             image.draft("RGB", (math.ceil(width * shrink), math.ceil(height * shrink)))
             scale_x, scale_y = image.size[0] / width, image.size[1] / height

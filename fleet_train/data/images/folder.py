@@ -50,15 +50,15 @@ class ImageFolder:
         return os.path.join(self.root, self.paths[index])
 
     def corrupt_images(self) -> CorruptImages:
-        """A new count of this dataset's unreadable files."""
+        """A new counter of this dataset's unreadable files."""
         return CorruptImages(self.num_samples, self.max_corrupt, self.name)
 
     def fingerprint(self) -> str:
-        """Equal on two machines that have the same files with the same labels (contents are not compared)."""
+        """Equal on machines that have the same files with the same labels (contents are not compared)."""
         return _digest(f"{path}\0{label}" for path, label in zip(self.paths, self.labels.tolist(), strict=True))
 
     def classes_digest(self) -> str:
-        """Equal on two machines on which equal labels mean equal classes."""
+        """Equal on machines on which equal labels mean equal classes."""
         return _digest(self.class_names)
 
     def arrays(self, indices: Indices) -> Arrays:
@@ -87,8 +87,8 @@ class ImageFolder:
 def image_splits(root: Path, settings: ImageSettings | None = None, max_corrupt: float = DEFAULT_MAX_CORRUPT) -> Splits:
     """The training and evaluation images below `root`.
 
-    Lists win over folders where both are there. Classes are numbered in the order of `classes.txt` (a name per line)
-    or, without it, of the sorted folder names of `train/`.
+    If both exist, lists are used instead of folders. Classes are numbered in the order of `classes.txt` (a name per
+    line) or, without it, of the sorted folder names of `train/`.
     """
     settings = settings or ImageSettings()
     if not root.is_dir():
@@ -189,7 +189,7 @@ def _folders(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _images(folder: str) -> Iterator[str]:
-    """Names below the folder, also in folders inside it, relative to it."""
+    """Names below the folder, recursively, relative to it."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):

@@ -1,4 +1,4 @@
-"""What an image is made into, and which part of it is taken: sizes, boxes and factors, pure arithmetic."""
+"""The size and the part of an image that are used: sizes, boxes and factors, pure arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ImageSettings:
     resize_size: int | None = None
     """For evaluation: length of the shorter side before the middle is cut out. None = image_size * 256 / 224."""
     min_area: float = 0.08
-    """Training crops cover this share of the image at least."""
+    """Training crops cover at least this share of the image."""
     color_jitter: float = 0.4
     """crop_flip_color multiplies brightness, contrast and saturation by 1 - this to 1 + this."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -58,7 +58,7 @@ class ImageSettings:
 
 
 class Box(NamedTuple):
-    """A part of an image in pixels; evaluation boxes need not lie on whole ones."""
+    """A part of an image in pixels; evaluation boxes may be fractional."""
 
     left: float
     top: float
@@ -76,8 +76,8 @@ def center_box(width: int, height: int, settings: ImageSettings) -> Box:
 def random_box(width: int, height: int, settings: ImageSettings, draws: Sequence[float]) -> Box:
     """A part of random area (min_area to 1) and aspect ratio (3/4 to 4/3) at a random place.
 
-    After ten tries that do not fit: the largest middle part with an aspect ratio in the range.
-    Source: the random resized crop of Szegedy et al. 2015, as today's image trainers do it.
+    After ten tries that do not fit: the largest central part with an aspect ratio in the range.
+    Source: the random resized crop of Szegedy et al. 2015, as in current image trainers.
     """
     for attempt in range(_CROP_TRIES):
         area = width * height * (settings.min_area + (1 - settings.min_area) * draws[2 * attempt])
@@ -93,7 +93,7 @@ def random_box(width: int, height: int, settings: ImageSettings, draws: Sequence
 
 
 class Look(NamedTuple):
-    """The random part of an image's look beside the box."""
+    """The random changes of an image other than the box."""
 
     flip: bool
     brightness: float

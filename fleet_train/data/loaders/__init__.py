@@ -1,1 +1,1 @@
-"""From a dataset and a sampler to feeds: in threads, in worker processes over shared memory, or with DALI."""
+"""Turns a dataset and a sampler into feeds: in threads, in worker processes over shared memory, or with DALI."""

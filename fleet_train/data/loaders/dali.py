@@ -1,8 +1,8 @@
 """NVIDIA DALI as the decoder: one graph that runs on the CPU or, decoding with nvJPEG, on the GPU.
 
-Which samples a batch has, which part of an image is taken and whether it is mirrored is decided here, by the same
-sampler and the same random numbers as without DALI; so a job may change its loader between two runs. Pixels differ
-slightly (another resize filter, another colour arithmetic).
+The samples of a batch, the part of each image and its mirroring are decided here, by the same sampler and random
+numbers as without DALI; so a job may change its loader between two runs. Pixels differ slightly (another resize filter
+and colour arithmetic).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class DaliLoader(Loader):
                     yield feed
                     step += 1
             except RuntimeError as error:
-                # DALI fails a whole batch, and with it the pipeline, without saying which image it was.
+                # DALI fails a whole batch, and with it the pipeline, without naming the image.
                 self._find_corrupt(step, error)
 
     def _decoded(self, first_step: int) -> Iterator[Arrays]:
-        """The batches from that step on, by a new pipeline."""
+        """The batches from that step on, from a new pipeline."""
         taken: list[Indices] = []
 
         def read(step: int) -> list[GraphInput]:
@@ -137,13 +137,14 @@ class DaliLoader(Loader):
         return GraphInput(np.frombuffer(data, np.uint8), start, size, look)
 
     def _own(self, decoded: Any) -> Any:
-        """The batch out of DALI's memory, which the next run overwrites."""
+        """Copy the batch from DALI's memory, which the next run overwrites."""
         if device_index(self._place) is None:
             return np.array(decoded.as_array())
         return copy_to_paddle(decoded, self._place)
 
     def _find_corrupt(self, first_step: int, error: RuntimeError) -> None:
-        """Count the unreadable images of the steps that the pipeline may have been at; if there are none, give up."""
+        """Count the unreadable images of the steps that the pipeline may have been processing; if there are none,
+        raise."""
         known = len(self._corrupt)
         out = np.empty(self.images.sample_shape, np.float32)
         for step in range(first_step, min(len(self), first_step + BATCHES_IN_DALI + 1)):

@@ -1,4 +1,4 @@
-"""What DALI runs: encoded images and decisions in, normalised batches out. The same graph on a CPU and on a GPU."""
+"""DALI's graph: encoded images and decisions in, normalised batches out. The same graph on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fleet_train.data.loaders.device import new_feed_tensor
 from fleet_train.errors import DataError
 
 BATCHES_IN_DALI = 2
-"""How far DALI reads ahead by itself."""
+"""How many batches DALI prefetches itself."""
 
 
 class GraphInput(NamedTuple):
-    """What the graph is given of one image."""
+    """The graph's input for one image."""
 
     data: NDArray[np.uint8]
     start: NDArray[np.int32]
-    """Top and left of the part that is taken, in pixels."""
+    """Top and left of the used part, in pixels."""
     size: NDArray[np.int32]
     """Its height and width."""
     look: Look
 
 
 def copy_to_paddle(batch: Any, place: Any) -> Any:
-    """A DALI batch (CPU or GPU) as a tensor that the executor can be fed with."""
+    """A DALI batch (CPU or GPU) as a tensor that can be fed to the executor."""
     from nvidia.dali.plugin.paddle import feed_ndarray, to_paddle_type
 
     dense = batch.as_tensor()
@@ -42,7 +42,7 @@ def copy_to_paddle(batch: Any, place: Any) -> Any:
 def batch_source(
     read: Callable[[int], list[GraphInput]], steps: int, with_colors: bool
 ) -> Callable[[], tuple[list[Any], ...]]:
-    """DALI asks for the next batch without a number; StopIteration is its end."""
+    """DALI requests the next batch without a number; StopIteration ends the epoch."""
     numbers = iter(range(steps))
 
     def next_batch() -> tuple[list[Any], ...]:
@@ -67,7 +67,7 @@ def make_pipeline(
     images: ImageFolder,
     with_colors: bool,
 ) -> Any:
-    """Encoded images, parts and looks in; float32 [batch, 3, size, size] out."""
+    """Encoded images, parts and random changes in; float32 [batch, 3, size, size] out."""
     dali = import_dali()
     fn, types = dali.fn, dali.types
     settings = images.settings

@@ -2,12 +2,10 @@
 
     python -m fleet_train.data.loaders.decode_worker <descriptor of a socket>
 
-It is a program of its own, neither a fork (Paddle's threads do not survive one) nor multiprocessing's spawn (which
-would import the user's script again), and imports no Paddle.
-The messages are those of decode_messages.
-
-It ends when the other end of the socket is closed, so also when its parent is killed; until then it ignores Ctrl-C and
-SIGTERM, which are the parent's to handle: a job that is being stopped still needs its batches to end in order.
+It is a separate program, neither a fork (Paddle's threads do not survive one) nor multiprocessing's spawn (which would
+import the user's script again), and does not import Paddle. `protocol` describes the messages. It ends when the other
+end of the socket is closed, including when its parent is killed; until then it ignores Ctrl-C and SIGTERM, which the
+parent handles: a job that is being stopped still needs its batches to end in order.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from fleet_train.data.loaders.protocol import MAX_MESSAGE_BYTES, parse, send
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer tasks until the parent has gone."""
+    """Answer tasks until the parent is gone."""
     hello = parse(connection.recv(MAX_MESSAGE_BYTES))
     settings = ImageSettings.from_json(hello["settings"])
     decoder = ImageDecoder(settings, hello["augment"], hello["seed"])
@@ -51,7 +49,7 @@ def serve(connection: socket.socket) -> None:
 def decode_task(
     decoder: ImageDecoder, task: dict[str, Any], slot: Pixels, connection: socket.socket
 ) -> list[tuple[int, str]]:
-    """Decode one task's images into the slot; the rows that failed, with reasons. Ends when the parent has gone."""
+    """Decode one task's images into the slot; returns the failed rows with reasons. Ends when the parent is gone."""
     parent = select.poll()
     parent.register(connection, 0)  # a hang-up is always reported
     failed: list[tuple[int, str]] = []
@@ -72,7 +70,7 @@ def main() -> None:
         try:
             serve(connection)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the parent has gone while an answer was on its way
+            return  # the parent ended before it received the answer
 
 
 if __name__ == "__main__":

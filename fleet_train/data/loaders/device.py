@@ -1,4 +1,4 @@
-"""Copy batches to the device while the step before them runs."""
+"""Copies batches to the device while the previous step runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fleet_train.data.loaders.threads import Finish
 def device_copy(place: Any) -> Finish | None:
     """For a loader's `finish`: arrays become tensors on `place` in the prefetch thread; None on CPU (nothing to copy).
 
-    place: what `fleet.place()` answers. The executor takes tensors that lie on its device as they are; with the
-    prefetcher's queue a batch is copied while the step on the one before it runs.
+    place: `fleet.place()`. The executor takes tensors on its device without a copy; with the prefetcher's queue a batch
+    is copied while the previous step runs.
     """
     return None if device_index(place) is None else tensor_copy(place)
 
 
 def device_index(place: Any) -> int | None:
-    """The GPU's number; None for a CPU, or without a place."""
+    """The GPU's number; None for a CPU or without a place."""
     return None if place is None or type(place).__name__ == "CPUPlace" else int(place.get_device_id())
 
 
 def tensor_copy(place: Any) -> Finish:
-    """The copy itself, also for a CPU."""
+    """The copy itself, even for a CPU."""
 
     def copy(arrays: Arrays) -> Any:
         tensors = {name: new_feed_tensor() for name in arrays}
@@ -36,7 +36,7 @@ def tensor_copy(place: Any) -> Finish:
 
 
 def new_feed_tensor() -> Any:
-    """An empty tensor of the kind that an executor accepts as a feed beside arrays; once filled it has a length."""
+    """An empty tensor of the type that an executor accepts as a feed as well as arrays; once filled it has a length."""
     return _feed_tensor_class()()
 
 

@@ -1,4 +1,4 @@
-"""What a trainer and its decoding worker processes say to each other: JSON, one message per packet of a socket.
+"""The messages between a trainer and its decoding worker processes: JSON, one message per packet of a socket.
 
 {"settings": {...}, "augment": "crop_flip", "seed": 0}                    to the worker, first and once
 {"slot": 0, "bytes": 9633792}                                             with a descriptor: a new piece of memory
@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
-    """Send one message, and a file descriptor with it where one is given."""
+    """Send one message, with a file descriptor if one is given."""
     data = [json.dumps(message).encode()]
     if descriptor is None:
         connection.sendmsg(data)

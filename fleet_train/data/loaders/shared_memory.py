@@ -1,6 +1,6 @@
 """Memory that worker processes write and this process reads without a copy.
 
-Anonymous files (memfd) instead of names in /dev/shm: nothing is left behind however a process ends, and a container's
+Anonymous files (memfd) instead of names in /dev/shm: nothing remains after a process ends in any way, and a container's
 64 MB limit on /dev/shm does not apply.
 """
 
@@ -27,11 +27,11 @@ class Slot:
 
 
 class SlotPool:
-    """Slots that come back by themselves when the arrays over them are no longer used by anybody."""
+    """Slots that are returned automatically when the arrays over them are no longer used."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
-        # The garbage collector's callbacks may come on any thread: appending to a deque is atomic.
+        # The garbage collector's callbacks may run on any thread: appending to a deque is atomic.
         self._free: deque[Slot] = deque()
 
     def take(self, num_bytes: int) -> Slot:
@@ -45,17 +45,17 @@ class SlotPool:
         return self._slots[-1]
 
     def lend(self, slot: Slot, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The slot as an array; it is free again when the array and everything that was cut from it have gone."""
+        """The slot as an array; it is free again when the array and all views of it are gone."""
         whole = np.frombuffer(slot.memory, np.float32, int(np.prod(shape)))
         weakref.finalize(whole, self._free.append, slot).atexit = False
         return whole.reshape(shape)
 
     def give_back(self, slot: Slot) -> None:
-        """A slot that was taken and not lent."""
+        """Return a slot that was taken and not lent."""
         self._free.append(slot)
 
     def close(self) -> None:
-        """Let go of all slots. Arrays that were lent stay whole: the memory goes with the last of them."""
+        """Release all slots. Lent arrays stay valid: the memory is freed with the last of them."""
         for slot in self._slots:
             os.close(slot.descriptor)
         self._slots.clear()

@@ -1,4 +1,5 @@
-"""From a dataset and a sampler to prefetched feeds. Another loader (worker processes, DALI) offers the same methods."""
+"""Turns a dataset and a sampler into prefetched feeds. The other loaders (worker processes, DALI) have the same
+methods."""
 
 from __future__ import annotations
 
@@ -17,35 +18,36 @@ Finish = Callable[[Arrays], Arrays]
 
 
 class Loader(ABC):
-    """One rank's batches as feeds: dicts of arrays, samples first. In a step all ranks have batches of one size."""
+    """One rank's batches as feeds: dicts of arrays, samples first. In a step all ranks have batches of the same
+    size."""
 
     def __init__(self, dataset: Dataset, sampler: BatchSampler) -> None:
         self.dataset = dataset
         self.sampler = sampler
 
     def __len__(self) -> int:
-        """Steps left in the epoch that was opened last; before the first one, of a whole epoch."""
+        """Remaining steps of the epoch opened last; before the first one, of a whole epoch."""
         return len(self.sampler)
 
     def indices(self, step: int) -> Indices:
-        """Dataset indices of this rank's batch at one of the steps left."""
+        """Dataset indices of this rank's batch at a remaining step."""
         return self.sampler.batch(step)
 
     def consumed_after(self, steps: int) -> int:
-        """`consumed_samples` after that many of the steps left."""
+        """`consumed_samples` after this many of the remaining steps."""
         return self.sampler.consumed_after(steps)
 
     @abstractmethod
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
-        """The batches of that epoch that are left after `consumed_samples` of the global order; use it with `with`."""
+        """The batches of that epoch after `consumed_samples` of the global order; use it in a `with` statement."""
 
     @property
     def corrupt(self) -> CorruptImages | None:
-        """The unreadable images that were met so far; None for data that is not images in files."""
+        """The unreadable images found so far; None for data other than image files."""
         return None
 
     def close(self) -> None:
-        """Give back processes and memory; a later epoch starts anew."""
+        """Release processes and memory; a later epoch starts them again."""
         return
 
 

@@ -1,4 +1,4 @@
-"""Worker processes that decode images: start them, feed them evenly, say which one died over which file."""
+"""Worker processes that decode images: starts them, feeds them evenly, reports which one died on which file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fleet_train.data.loaders.protocol import MAX_MESSAGE_BYTES, parse, send
 from fleet_train.data.loaders.shared_memory import Slot
 from fleet_train.errors import DataError
 
-# Ctrl-C goes to the trainer only, also in the moment before a worker ignores it. A session of its own would do that as
-# well, but Linux shares out processor time by sessions (autogroup): workers would get more of it than the trainer.
+# Ctrl-C goes only to the trainer, even before a worker ignores it. A separate session would also do that, but Linux
+# divides processor time by session (autogroup): workers would get more of it than the trainer.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 _PROGRAM = "fleet_train.data.loaders.decode_worker"
 TASK_SECONDS = 120.0
-"""How long one task (a handful of images) may take before the disk is taken for gone."""
-# A second task waits at the worker while it is busy with the first. More would only delay the end of an epoch.
+"""How long one task (a few images) may take before the disk counts as unavailable."""
+# A second task is queued at the worker while it is busy with the first. More would only delay the end of an epoch.
 TASKS_PER_WORKER = 2
 _NAMES_SHOWN = 3
 _MOMENT_SECONDS = 0.5
@@ -44,7 +44,7 @@ class Task:
     """(path, dataset index) per row."""
     number: int = 0
     failed: list[tuple[int, str]] = field(default_factory=list)
-    """(position in `images`, reason) of those that cannot be read; filled in when the task is done."""
+    """(position in `images`, reason) of unreadable images; filled in when the task is done."""
 
 
 class _Worker:
@@ -82,11 +82,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """`count` processes that work on tasks in the order in which they were added. For one thread at a time.
+    """`count` processes that work on tasks in the order in which they were added. Not thread-safe.
 
     Args:
-        hello: settings, augment and seed for the workers (see decode_messages).
-        task_seconds: a worker that is silent for longer is reported, with the files that it was given.
+        hello: settings, augment and seed for the workers (see `protocol`).
+        task_seconds: a worker that is silent for longer is reported, with its files.
     """
 
     def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = TASK_SECONDS) -> None:
@@ -97,7 +97,7 @@ class WorkerPool:
         self._next_number = 0
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
-        # Also without close(): at the interpreter's end, or when the pool is dropped.
+        # Even without close(): at the interpreter's exit, or when the pool is dropped.
         self._finalizer = weakref.finalize(self, _end, self._workers, self._selector)
         for number in range(count):
             worker = _Worker(number, hello)
@@ -109,14 +109,14 @@ class WorkerPool:
         return [worker.process.pid for worker in self._workers]
 
     def add(self, task: Task, first: bool = False) -> None:
-        """Have the task done after those added before, or before them."""
+        """Queue the task after those added before, or before them."""
         task.number = self._next_number
         self._next_number += 1
         (self._waiting.appendleft if first else self._waiting.append)(task)
         self._hand_out()
 
     def done(self) -> list[Task]:
-        """Tasks that have been done meanwhile; waits a moment for one if there is none."""
+        """Tasks finished meanwhile; waits briefly for one if there is none."""
         finished: list[Task] = []
         for key, _ in self._selector.select(timeout=min(_MOMENT_SECONDS, self._task_seconds)):
             finished += self._receive(key.data)
@@ -125,7 +125,8 @@ class WorkerPool:
         return finished
 
     def drain(self) -> bool:
-        """Forget what no worker has begun and wait for the rest: no slot is being written then. False if one hangs."""
+        """Drop tasks that no worker has begun and wait for the rest: then no slot is being written. False if a worker
+        hangs."""
         self._waiting.clear()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while any(worker.tasks for worker in self._workers):
@@ -186,14 +187,14 @@ class WorkerPool:
 
 
 def _environment() -> dict[str, str]:
-    """One thread per worker, and this very package, wherever the script was started."""
+    """One thread per worker, and this same package, wherever the script was started."""
     package_parent = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _end(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
-    """A closed socket tells a worker to end; one that is stuck in the disk is killed."""
+    """A closed socket ends a worker; one that is blocked on the disk is killed."""
     selector.close()
     for worker in workers:
         worker.connection.close()

@@ -1,4 +1,4 @@
-"""Batches of images decoded by worker processes: the same numbers as without them, sooner."""
+"""Batches of images decoded by worker processes: the same numbers as without them, faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleet_train.data.loaders.shared_memory import Slot, SlotPool
 from fleet_train.data.loaders.threads import Finish, Loader
 from fleet_train.data.loaders.worker_pool import TASK_SECONDS, TASKS_PER_WORKER, Task, WorkerPool
 
-# Small enough that a batch is shared out evenly, large enough that messages cost nothing.
+# Small enough to divide a batch evenly, large enough to make the cost of messages negligible.
 _IMAGES_PER_TASK = 8
 
 
@@ -31,15 +31,15 @@ class _Batch:
     indices: Indices
     """Dataset indices, with replacements for unreadable images."""
     missing: int
-    """Rows that are not decoded yet."""
+    """Rows not decoded yet."""
 
 
 class WorkerLoader(Loader):
     """One rank's batches of an image folder, decoded by `workers` processes.
 
-    Batches lie in shared memory that is used again as soon as nobody holds the array. The workers start with the first
-    epoch and stay for the next ones; `close` ends them (so does the end of this process, however it ends). With
-    `keep_workers=False` they end with each epoch, for a loader that is rarely used.
+    Batches are in shared memory that is reused as soon as the array is released. The workers start with the first epoch
+    and stay for the next ones; `close` ends them (so does any end of this process). With `keep_workers=False` they end
+    with each epoch, for a loader that is rarely used.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerLoader(Loader):
         return self._corrupt
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
-        """What is left of that epoch after `consumed_samples`, to be used with `with`. Closes the epoch before."""
+        """The rest of that epoch after `consumed_samples`; use it in a `with` statement. Closes the previous epoch."""
         if self._open is not None:
             self._open.close()
         self.sampler.set_epoch(epoch, consumed_samples)
@@ -82,7 +82,7 @@ class WorkerLoader(Loader):
         return self._open
 
     def close(self) -> None:
-        """End the epoch under way and the workers. A later epoch starts new ones."""
+        """End the current epoch and the workers. A later epoch starts new ones."""
         if self._open is not None:
             self._open.close()
         self._end_workers()
@@ -108,7 +108,7 @@ class WorkerLoader(Loader):
                 self._end_workers()
 
     def _decoded(self, pool: WorkerPool, leaving: threading.Event) -> Iterator[Arrays]:
-        """The batches in order; so many are begun that no worker is ever without work."""
+        """The batches in order; enough are begun to keep all workers busy."""
         begun: deque[_Batch] = deque()
         steps, next_step = len(self), 0
         begun_at_once = max(self._prefetch_depth, batches_ahead(self.workers, len(self.indices(0)))) if steps else 0
@@ -141,7 +141,7 @@ class WorkerLoader(Loader):
         return Task(batch.slot, row, self.sampler.epoch, images)
 
     def _take(self, pool: WorkerPool, task: Task) -> None:
-        """Count what is decoded; have something else decoded for what cannot be."""
+        """Count decoded images; queue replacements for unreadable ones."""
         batch = self._batch_of[task.slot.number]
         batch.missing -= len(task.images) - len(task.failed)
         for place, reason in task.failed:
@@ -158,6 +158,6 @@ class WorkerLoader(Loader):
 
 
 def batches_ahead(workers: int, batch_size: int) -> int:
-    """Batches with the workers at once: their tasks keep all workers busy while the first of them is completed."""
+    """Number of concurrent batches: their tasks keep all workers busy while the first of them is completed."""
     tasks_per_batch = -(-batch_size // _IMAGES_PER_TASK)
     return 1 + -(-workers * TASKS_PER_WORKER // tasks_per_batch)

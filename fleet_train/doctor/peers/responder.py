@@ -17,8 +17,8 @@ from fleet_train.cluster.store.protocol.wire import Header, ProtocolError
 from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.doctor.measure.network import holder
 from fleet_train.doctor.peers import datagrams, streams
-from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.channel import Channel
+from fleet_train.doctor.peers.replicated_state import ReplicatedState
 
 _MOST_CONNECTIONS = 128
 _TURN_SECONDS = 3.0
@@ -30,10 +30,10 @@ class Responder:
     """``held``: ports that could not be opened, and their processes. ``callers``: nodes that have reached this one."""
 
     def __init__(
-        self, address: str, ports: Iterable[int], access: Access, hosts: Iterable[str], board: Board,
+        self, address: str, ports: Iterable[int], access: Access, hosts: Iterable[str], state: ReplicatedState,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self.board = board
+        self.state = state
         self.held: dict[int, str] = {}
         self.callers: set[int] = set()
         self._turn = threading.Lock()
@@ -171,11 +171,11 @@ class Responder:
         """Send the values that the caller lacks, and receive those that we lack."""
         if not isinstance(body, list):
             raise ProtocolError("no list of keys")
-        channel.say({"do": "told"}, {"keys": self.board.keys(), "values": self.board.beyond(map(str, body))})
+        channel.say({"do": "told"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
         _, told = channel.hear()
         if not isinstance(told, dict):
             raise ProtocolError("no values")
-        self.board.take(told)
+        self.state.take(told)
         channel.say({"ok": True})
 
     @contextlib.contextmanager

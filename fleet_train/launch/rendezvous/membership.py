@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 0.5
 _SAY_EVERY_SECONDS = 10.0
 _BEATS_PER_TIMEOUT = 4
-_GOODBYE_SECONDS = 1.5  # three polls of a launcher that is still running
+_LEAVE_NOTICE_SECONDS = 1.5  # three polls of a launcher that is still running
 # With a long list, a new launcher asks the first node and this many others at a time for the leader.
 _ASKED_AT_A_TIME = 8
 
@@ -170,14 +170,14 @@ class Membership:
                 return
             left = deadline - time.monotonic()
             if left <= 0:
-                raise JoinTimeout(self._nobody_leads(heard, last_nodes, timeout_seconds))
+                raise JoinTimeout(self._no_leader_message(heard, last_nodes, timeout_seconds))
             if time.monotonic() > word_at:
                 away = ", ".join(map(self.node.describe, sorted(silent(heard, last_nodes) - {self.node.index})))
                 self._say(f"waiting for {away or 'a launcher'} to lead ({left:.0f} s more, --rejoin_timeout)")
                 word_at = time.monotonic() + _SAY_EVERY_SECONDS
             time.sleep(_LOOK_SECONDS)
 
-    def _nobody_leads(self, heard: Heard, last_nodes: tuple[int, ...], timeout_seconds: float) -> str:
+    def _no_leader_message(self, heard: Heard, last_nodes: tuple[int, ...], timeout_seconds: float) -> str:
         away = silent(heard, [index for index in last_nodes if index != self.node.index])
         what = f"no launcher of this job became leader within {timeout_seconds:g} s (--rejoin_timeout)"
         if not away:
@@ -372,7 +372,7 @@ class Membership:
             with suppress(FleetTrainError):
                 self._client.leave()
             if self._others():
-                time.sleep(_GOODBYE_SECONDS)  # so that launchers still running can see that this one left properly
+                time.sleep(_LEAVE_NOTICE_SECONDS)  # so that launchers still running can see that this one left properly
             self._client.close()
         self._server.stop()
 

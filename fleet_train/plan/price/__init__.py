@@ -1,4 +1,4 @@
-"""Seconds and bytes of a plan on a network that is described by numbers, and what is chosen by them.
+"""Seconds and bytes of a plan on a network described by numbers, and the settings chosen by them.
 
 Every result is a prediction.
 """

@@ -1,7 +1,7 @@
-"""What a profile leaves open: buckets and communicators, chosen by their price. Pure arithmetic.
+"""Chooses the open settings of a profile, buckets and communicators, by price. Pure arithmetic.
 
-The computing time of a step is not known before the first one, so a choice has to do well for a short, a middling and a
-long one: the sum of the steps, each in units of the shortest that any choice gives there, decides.
+The computing time of a step is unknown before the first one, so a choice must do well for a short, a medium and a long
+one: it minimizes the sum of the step times, each relative to the shortest that any choice gives there.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from fleet_train.profile.buckets import CHOSEN, COMMUNICATORS, EDGE, SIZE, Bucke
 from fleet_train.profile.knobs import AUTO
 
 PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
-"""Where nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
+"""If nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
 MOST_COMMUNICATORS = 4
 MOST_BUCKETS = 64
 WORTH_CUTTING_BYTES = 256 * 1024
-"""Fewer bytes of gradients go in one bucket on one communicator: there is nothing to hide behind one another."""
+"""Fewer bytes of gradients go into one bucket on one communicator: there is nothing to overlap."""
 _EDGES = (0.25, 1.0, 4.0)
 _CLOSE = 1.01
-"""What is as good as the best: of these the choice has the fewest communicators, and then buckets."""
+"""Choices this close to the best count as equal; of these, the one with the fewest communicators, then buckets,
+wins."""
 _COMPUTING = (0.25, 1.0, 4.0)
-"""Of the time that the gradients take on the link alone: the computing times that a choice has to do well for."""
+"""The computing times that a choice must do well for, relative to the time of the gradients alone on the link."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a choice rests on. ``compute``: None = not known. ``source``: where the network's figures come from."""
+    """The basis of a choice. ``compute``: None = unknown. ``source``: where the network's numbers come from."""
 
     network: Network = PAPER
     costs: Costs = TYPICAL
@@ -46,7 +47,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Choice:
-    """``profile``: with numbers for what was left open. ``sentences``: what rank 0 says of it."""
+    """``profile``: with numbers for the open settings. ``sentences``: rank 0's messages about them."""
 
     profile: Profile
     sentences: tuple[str, ...] = ()
@@ -55,15 +56,15 @@ class Choice:
 def needs_link(
     profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, judged: Collection[str] = ()
 ) -> bool:
-    """Whether a choice depends on how fast the link is and nobody has said it. ``judged``: compressions that decline
-    themselves by it."""
+    """Whether a choice depends on the link's speed and the profile does not give it. ``judged``: compressions that may
+    be declined by it."""
     told = profile.link_gigabits > 0 and profile.link_latency_ms > 0
     depends = bool(open_knobs(profile)) or profile.compression in judged
     return depends and not told and is_worth_cutting(gradients, cluster)
 
 
 def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
-    """Settle what ``profile`` leaves open. The same arguments give the same choice on every rank."""
+    """Choose the open settings of ``profile``. The same arguments give the same choice on every rank."""
     if not open_knobs(profile):
         return Choice(profile)
     if not is_worth_cutting(gradients, cluster):
@@ -86,13 +87,13 @@ def build_plan(
     statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """`build_settled` for any profile: what is open is chosen for `PAPER`, or the link that the profile gives."""
+    """`build_settled` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
     settled = choose(profile, gradients, cluster, Conditions()).profile
     return build_settled(gradients, cluster, settled, averaged, statistics, state_values_per_parameter)
 
 
 def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Network:
-    """``network`` with what ``link_gigabits`` and ``link_latency_ms`` say of the link that the job talks over."""
+    """``network`` with ``link_gigabits`` and ``link_latency_ms`` as the job's link, if given."""
     several = cluster.node_num > 1
     known = network.between if several else network.inside
     link = Link(
@@ -103,7 +104,7 @@ def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Net
 
 
 def is_worth_cutting(gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
-    """Whether what is sent takes long enough for a choice to matter."""
+    """Whether communication takes long enough for a choice to matter."""
     return cluster.world_size > 1 and _bytes(gradients) > WORTH_CUTTING_BYTES
 
 
@@ -114,14 +115,14 @@ def _bytes(gradients: Sequence[TensorSpec]) -> int:
 def _candidates(
     profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, most_communicators: int
 ) -> list[tuple[Buckets, CommPlan]]:
-    """Every way to cut that the given knobs allow, each cut once; from few communicators and buckets to many."""
+    """Every bucketing that the given knobs allow, each once; from few communicators and buckets to many."""
     numbers = [int(number) for number in _numbers(profile.nccl_comm_num, range(1, most_communicators + 1))]
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
     for size, edge in _sizes(profile, _bytes(gradients)):
         buckets = Buckets(numbers[0], size, edge)
         plan = build_settled(gradients, cluster, _settled(profile, buckets))
         cut = tuple(len(bucket.gradients) for bucket in plan.buckets)
-        # One cut has many sizes; the largest that gives it is the one to name.
+        # Many sizes give the same bucketing; the largest one is reported.
         if cut not in cuts or size > cuts[cut][0].megabytes:
             cuts[cut] = buckets, plan
     plans = sorted(cuts.values(), key=lambda one: len(one[1].buckets))
@@ -130,7 +131,7 @@ def _candidates(
 
 
 def _on_communicators(buckets: Buckets, plan: CommPlan, number: int) -> tuple[Buckets, CommPlan]:
-    """The same cut, taken in turn by ``number`` communicators."""
+    """The same buckets, assigned in turn to ``number`` communicators."""
     taken = tuple(replace(bucket, communicator=bucket.index % number) for bucket in plan.buckets)
     return replace(buckets, communicators=number), replace(plan, buckets=taken, communicators=number)
 
@@ -154,13 +155,13 @@ def _numbers(given: Any, otherwise: Sequence[float]) -> list[float]:
 
 
 def assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
-    """Computing times from short to long, by what the gradients of ``plan`` take on the link."""
+    """Computing times from short to long, relative to the time of the gradients of ``plan`` on the link."""
     link = sum(phase.seconds for bucket in plan.buckets for sent in bucket.sent for phase in paths.of(plan, sent))
     return tuple(Compute.of(share * link) for share in _COMPUTING)
 
 
 def _settled(profile: Profile, buckets: Buckets, origin: str = CHOSEN) -> Profile:
-    """``profile`` with these numbers where it has none."""
+    """``profile`` with these numbers for settings without one."""
     numbers = {COMMUNICATORS: buckets.communicators, SIZE: buckets.megabytes, EDGE: buckets.edge_megabytes}
     return profile.with_choices(origin, **{knob: numbers[knob] for knob in open_knobs(profile)})
 
@@ -168,7 +169,7 @@ def _settled(profile: Profile, buckets: Buckets, origin: str = CHOSEN) -> Profil
 def _best(
     plans: Sequence[tuple[Buckets, CommPlan]], cluster: Cluster, paths: Paths, computing: Sequence[Compute]
 ) -> tuple[Buckets, CommPlan]:
-    """The first plan whose steps are about the shortest, over all of ``computing``."""
+    """The first plan whose steps are nearly the shortest, over all of ``computing``."""
     totals = [0.0] * len(plans)
     for compute in computing:
         steps = [predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for _, plan in plans]
@@ -177,7 +178,7 @@ def _best(
 
 
 def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
-    """The link that a job talks over, and where its figures come from."""
+    """The link of a job, and where its numbers come from."""
     link = network.between if cluster.node_num > 1 else network.inside
     figures = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"
     told = [name for name in ("link_gigabits", "link_latency_ms") if getattr(profile, name)]

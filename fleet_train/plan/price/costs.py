@@ -1,4 +1,5 @@
-"""What communicating costs beside the link's latency and bandwidth: seconds, measured on processors. Pure data."""
+"""Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure
+data."""
 
 from __future__ import annotations
 
@@ -8,26 +9,27 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Costs:
-    """Nothing, unless said otherwise: then a price is that of the link alone.
+    """All zero by default: then a price is that of the link alone.
 
     Mappings go by compression (``none`` for float32); their seconds are per byte of the float32 values exchanged.
     """
 
     collective_seconds: float = 0.0
-    """Of each collective of a step: waking the threads that carry it out, filling and emptying its pipeline. Others on
-    other communicators use the link meanwhile."""
+    """Per collective of a step: waking its threads, filling and draining its pipeline. Collectives on other
+    communicators use the link meanwhile."""
     bucket_seconds: float = 0.0
-    """Of each bucket on the computing thread: the host operators that start it and wait for it."""
+    """Per bucket on the computing thread: the host operators that start it and wait for it."""
     handing_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the computing thread, before a bucket is handed to its communicator: copies, DGC's momentum."""
+    """On the computing thread, before a bucket is passed to its communicator: copies, DGC's momentum."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the communicators' threads, beside what the link takes: coding (of few bits by compiled loops) and copies."""
+    """On the communicators' threads, in addition to the link's time: coding (quantised by compiled loops) and
+    copies."""
     waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """How much longer that takes beside computing: nothing where enough processors are idle."""
+    """How much longer that takes while computing: zero if enough processors are idle."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """How much longer the computing beside it takes."""
+    """How much longer the concurrent computing takes."""
     averaging_seconds_per_byte: float = 0.0
-    """Of the parameters that are averaged, on the computing thread: copies, the outer step, taking the mean over."""
+    """For averaged parameters, on the computing thread: copies, the outer step, applying the mean."""
 
     @property
     def share_processors(self) -> bool:
@@ -43,11 +45,11 @@ class Costs:
         return self.codec_seconds_per_byte.get(compression, 0.0)
 
     def waiting(self, compression: str) -> float:
-        """Seconds per byte that a communicator's thread takes longer beside computing."""
+        """Additional seconds per byte on a communicator's thread while computing."""
         return self.waiting_seconds_per_byte.get(compression, 0.0)
 
     def taken(self, compression: str) -> float:
-        """Seconds per byte that computing beside it takes longer."""
+        """Additional seconds per byte of the concurrent computing."""
         return self.taken_seconds_per_byte.get(compression, 0.0)
 
 
@@ -93,7 +95,7 @@ TYPICAL = Costs(
     },
     averaging_seconds_per_byte=2e-9,
 )
-"""Of Paddle's Gloo where every processor also computes: what `recommend` measured in the lab, two ranks on two cores of
-a 2020s server. tools/bench_prediction.py compares what such costs predict."""
+"""Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s
+server. tools/bench_prediction.py compares what such costs predict."""
 ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
-"""Where collectives are enqueued on a device's streams: what they take from its computing is not known."""
+"""For collectives enqueued on a device's streams: how much they slow its computing is unknown."""

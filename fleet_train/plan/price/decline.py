@@ -1,4 +1,4 @@
-"""Compressions that do not pay: coding costs processor time, which a fast link does not give back. Pure arithmetic."""
+"""Compressions that do not pay off: coding costs processor time, which a fast link does not save. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fleet_train.profile import Profile
 from fleet_train.profile.buckets import DECLINED
 
 JUDGED = frozenset({"int8", "int4"})
-"""Compressions whose coding costs enough to be judged; what others are given is carried out."""
+"""Compressions whose coding is expensive enough to be judged; others are always carried out."""
 _INSTEAD = ("bf16", "none")
 _IN_WORDS = {"none": "float32", "bf16": "bfloat16"}
 _CLEARLY = 0.97
-"""Of the price of what was asked for: what costs more than this is not called faster."""
+"""Relative to the price of the requested compression: anything above this does not count as faster."""
 
 
 def decline(
@@ -35,9 +35,9 @@ def decline(
     conditions: Conditions,
     judged: Collection[str] = JUDGED,
 ) -> Choice:
-    """``profile``, with bfloat16 or float32 for a compression of ``judged`` where that makes a shorter step.
+    """``profile``, with bfloat16 or float32 instead of a compression of ``judged`` if that makes a shorter step.
 
-    Each is priced with the buckets that are chosen for it; computing times as in `fleet_train.plan.price.choose`.
+    Each is priced with the buckets chosen for it; computing times as in `fleet_train.plan.price.choose`.
     """
     if profile.compression not in judged or not is_worth_cutting(gradients, cluster):
         return Choice(profile)
@@ -59,7 +59,7 @@ def decline(
 
 
 def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[Compute]) -> float:
-    """What communication adds to the step, over all of ``computing``, with the computing itself."""
+    """The step time, computing plus exposed communication, summed over ``computing``."""
     return sum(predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for compute in computing)
 
 

@@ -1,4 +1,4 @@
-"""From timed allreduces to a link's latency and bandwidth, and to the command that uses them. Pure arithmetic."""
+"""Fits a link's latency and bandwidth to timed allreduces, and gives the command that uses them. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet_train.plan.backend_bytes import flows, rounds
 from fleet_train.plan.price.predict import Link
 
 MEASURED_BYTES = tuple(4**power * 1024 for power in range(1, 8))
-"""Buffers that are timed: 4 KiB to 16 MiB, each four times the one before."""
+"""Timed buffer sizes: 4 KiB to 16 MiB, each four times the previous one."""
 
 _ROUNDS_OF_FITTING = 50
 _BANDWIDTH_STEP, _LATENCY_STEP, _LEAST_LATENCY = 1.25, 2.0, 1e-5
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What a sweep over one kind of link gave. ``group_size``: ranks that took part in each allreduce."""
+    """The result of a sweep over one kind of link. ``group_size``: ranks in each allreduce."""
 
     group_size: int
     samples: tuple[Sample, ...]
@@ -41,8 +41,8 @@ class MeasuredLink:
 def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
     """Latency and bandwidth in ``seconds = rounds * latency + bytes sent / bandwidth``.
 
-    Medians, latency over the smaller half of the sizes and bandwidth over the others, in turn until both stand: one
-    size that was disturbed moves neither. Raises ClusterError for fewer than two sizes.
+    Medians, latency over the smaller half of the sizes and bandwidth over the others, alternating until both converge:
+    one disturbed size changes neither. Raises ClusterError for fewer than two sizes.
     """
     ordered = sorted(samples, key=lambda sample: sample.nbytes)
     if len({sample.nbytes for sample in ordered}) < 2:
@@ -57,7 +57,7 @@ def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
     small, large = rows[:middle], rows[middle:]
     latency = rate = 0.0
     for _ in range(_ROUNDS_OF_FITTING):
-        # Where latency alone would explain all of the time, at least a tenth is the wire's.
+        # If latency alone would explain the whole time, count at least a tenth as transfer.
         rate = statistics.median(sent / max(seconds - steps * latency, seconds / 10) for sent, seconds in large)
         latency = statistics.median(max(0.0, seconds - sent / rate) / steps for sent, seconds in small)
     errors = [abs(steps * latency + sent / rate - seconds) / seconds for sent, seconds in rows]
@@ -67,7 +67,7 @@ def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
 def coarse(link: Link) -> Link:
     """A link on a grid: bandwidths in steps of a quarter, latencies in steps of two.
 
-    What is measured for a moment differs from run to run; what is chosen by it should not.
+    Short measurements differ from run to run; the choice based on them should not.
     """
     return Link(
         _LATENCY_STEP ** round(math.log(max(link.latency_seconds, _LEAST_LATENCY), _LATENCY_STEP)),
@@ -80,7 +80,7 @@ def _sent_bytes(nbytes: int, group_size: int) -> float:
 
 
 def link_flags(link: Link, prefix: str = "") -> list[str]:
-    """The flags of ``plan`` that say this link; ``prefix``: "" between nodes, "inside_" inside them."""
+    """The flags of ``plan`` for this link; ``prefix``: "" between nodes, "inside_" inside them."""
     return [
         f"--{prefix}latency_us={link.latency_seconds * 1e6:.1f}",
         f"--{prefix}bandwidth_mbps={link.bytes_per_second * 8 / 1e6:.1f}",
@@ -94,7 +94,7 @@ def plan_command(
     inside: MeasuredLink | None,
     rest: Sequence[str],
 ) -> str:
-    """The command that predicts with what was measured; ``rest``: strategy and what to plan for."""
+    """The command that predicts with the measured values; ``rest``: strategy and what to plan for."""
     words = ["python", "-m", "fleet_train", "plan", f"--nodes={nodes}", f"--ranks_per_node={ranks_per_node}"]
     words += link_flags(between.link) if between else []
     words += link_flags(inside.link, "inside_") if inside else []
@@ -102,7 +102,7 @@ def plan_command(
 
 
 def describe(where: str, measured: MeasuredLink) -> str:
-    """A table of one sweep, for people."""
+    """A readable table of one sweep."""
     lines = [
         f"{where}: allreduce over {measured.group_size} ranks",
         f"{'KiB':>8} {'measured ms':>12} {'fitted ms':>10}",

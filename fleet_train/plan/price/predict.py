@@ -1,4 +1,4 @@
-"""Seconds per step on a network given by latency and bandwidth: a model, every result of it a prediction."""
+"""Seconds per step on a network given by latency and bandwidth: a model; every result is a prediction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fleet_train.plan.price.costs import NOTHING, Costs
 from fleet_train.plan.price.schedule import Phase, Task, finish_times
 
 BACKWARD_SHARE = 2 / 3
-"""Of the computing time, where nothing else was measured: the backward pass costs about two forward passes."""
+"""Share of the computing time, unless measured: the backward pass costs about two forward passes."""
 _TURNS = 4
 LOCAL_SGD_STEPS = 8
-"""Period of the LocalSGD that a plan without it is compared with."""
+"""Period of the LocalSGD with which a plan without LocalSGD is compared."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Prediction:
 
     compute: float
     communication: float
-    """From a collective's start to its end, added up over the step, each as if alone on the link."""
+    """From a collective's start to its end, summed over the step, each as if alone on the link."""
     exposed: float
-    """What the step takes longer for communication."""
+    """The time that communication adds to the step."""
     step: float
     samples_per_second: float
     """Of all ranks together; 0 when no batch size was given."""
@@ -79,12 +79,12 @@ def predict(
     paths: Paths | None = None,
 ) -> Prediction:
     """Price one update. ``batch_size``: samples per rank and micro-batch. ``compute``: of one micro-batch. ``warm_up``:
-    an update of LocalSGD's synchronous warm-up. ``paths``: those of ``cluster`` and ``network``, where several plans
-    of one cluster are priced.
+    an update of LocalSGD's synchronous warm-up. ``paths``: those of ``cluster`` and ``network``, if several plans of
+    one cluster are priced.
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
-    communicators share the link and, by ``costs``, the processors with what they hide behind. An averaging of LocalSGD
-    hides behind its overlap's steps, the statistics of batch norm behind nothing.
+    communicators share the link and, by ``costs``, the processors with the computation that they overlap. An averaging
+    of LocalSGD overlaps the steps of its overlap setting, the statistics of batch norm overlap nothing.
     """
     paths = paths or Paths(cluster, network, costs)
     if plan.averaging is not None and not warm_up:
@@ -100,7 +100,7 @@ def predict(
 
 
 class Paths:
-    """How exchanges go over a cluster's links, worked out once for each: plans to choose from share most of them."""
+    """How exchanges use a cluster's links, computed once for each: candidate plans share most of them."""
 
     def __init__(self, cluster: Cluster, network: Network, costs: Costs = NOTHING) -> None:
         self.network = network
@@ -109,7 +109,7 @@ class Paths:
         self._known: dict[tuple[int, CollectiveSpec], list[Phase]] = {}
 
     def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
-        """The phases of one exchange of ``plan``, which is one for this cluster."""
+        """The phases of one exchange of ``plan``, which must be a plan for this cluster."""
         key = plan.team_size, sent
         if key not in self._known:
             collectives = phases_of(plan.world_size, plan.team_size, sent)
@@ -138,8 +138,8 @@ class Paths:
 
 
 def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: Paths) -> tuple[float, float]:
-    """Seconds of communication per step of a period, and how many a step takes longer for it: what outlasts the steps
-    beside which it travels, and what it takes from them.
+    """Seconds of communication per step of a period, and the seconds that it adds to a step: those beyond the steps
+    that it overlaps, and the slowdown of those steps.
     """
     costs, name = paths.costs, averaging.compression
     beside = averaging.overlap_steps * plan.accumulate_steps * compute.total
@@ -156,10 +156,10 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
 
 
 def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, float]:
-    """Seconds of the gradients' communication, and how many of them end after the backward pass, with what the
-    computing thread does for them and what they take from it.
+    """Seconds of the gradients' communication, and those exposed after the backward pass, with the computing thread's
+    work for it and its slowdown.
 
-    What is exchanged during the backward pass makes it longer, so that more is exchanged during it: found by turns.
+    Exchanges during the backward pass make it longer, so that more exchanges overlap it: found by iteration.
     """
     costs = paths.costs
     alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
@@ -186,7 +186,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
 
 
 def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """How much of each bucket's exchange is beside the computing that ends then."""
+    """The share of each bucket's exchange that overlaps the computing, which ends then."""
     free: dict[int, float] = defaultdict(float)
     shares = []
     for bucket, start, finish in zip(plan.buckets, ready, ends, strict=True):
@@ -197,7 +197,7 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
 
 
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
-    """``share``: of the exchange that is beside computing. Communicators share what processors are left to them."""
+    """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
     name, costs = bucket.compression, paths.costs
     codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
     return [
@@ -217,12 +217,12 @@ def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
 
 
 def _handing(bucket: Bucket, costs: Costs) -> float:
-    """Seconds of the computing thread for a bucket."""
+    """Seconds on the computing thread for a bucket."""
     return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
-    """One after the other, with nothing beside them."""
+    """One after the other, overlapping nothing."""
     return sum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
 
 
@@ -240,7 +240,7 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
 
 
 def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
-    """The plan beside what else could be done with its buckets: flat, hierarchical by node, LocalSGD."""
+    """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
     flat = replace(plan, team_size=0, averaging=None)
     found = {"as planned": plan, "flat": flat}
     if 1 < ranks_per_node < plan.world_size:

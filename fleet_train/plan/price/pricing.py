@@ -1,4 +1,4 @@
-"""Traffic and predictions of a plan together, for people and as JSON."""
+"""Traffic and predictions of a plan, as readable text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEGABYTE = 2**20
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a price rests on. ``assumed``: which of it nobody gave, for the reader."""
+    """The basis of a price. ``assumed``: the values that were not given, for the reader."""
 
     network: Network
     compute: Compute
@@ -40,7 +40,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Everything that is predicted of one plan; the ``warm_up`` fields are None without LocalSGD's warm-up."""
+    """All predictions for one plan; the ``warm_up`` fields are None without LocalSGD's warm-up."""
 
     plan: CommPlan
     conditions: Conditions
@@ -68,7 +68,7 @@ class Pricing:
 
 
 def price(plan: CommPlan, cluster: Cluster, conditions: Conditions, nodes_on_paper: Sequence[int] = ()) -> Pricing:
-    """Price ``plan`` on ``cluster``, and on paper on other numbers of nodes with as many ranks each."""
+    """Price ``plan`` on ``cluster``, and for other numbers of nodes with the same number of ranks each."""
     network, compute, batch = conditions.network, conditions.compute, conditions.batch_size
     warms_up = plan.averaging is not None and plan.averaging.warm_steps > 0
     ranks_per_node = len(cluster.ranks_on_node(0))
@@ -102,7 +102,7 @@ def _paper(plan: CommPlan, nodes: int, ranks_per_node: int, conditions: Conditio
 
 
 def describe(pricing: Pricing) -> str:
-    """Traffic, prediction and the table of clusters on paper, as text."""
+    """Traffic, prediction and the table of hypothetical clusters, as text."""
     averaging = pricing.plan.averaging
     period = pricing.steps_between_synchronisations
     mean = f", mean of a period of {period}" if averaging else ""

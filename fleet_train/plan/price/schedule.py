@@ -1,4 +1,4 @@
-"""When queued work ends: queues side by side, resources shared evenly by whoever uses them. Pure arithmetic."""
+"""When queued work ends: parallel queues, with resources shared evenly among their users. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOTHING = 1e-15
 
 @dataclass(frozen=True)
 class Phase:
-    """``seconds`` of work when alone on ``resource``; an empty name is waiting, which nobody shares."""
+    """``seconds`` of work when alone on ``resource``; an empty name is waiting, which uses no resource."""
 
     resource: str
     seconds: float
@@ -19,7 +19,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Task:
-    """Phases one after the other, in a queue, from ``ready`` (seconds) on at the earliest."""
+    """Sequential phases in a queue, starting at ``ready`` (seconds) or later."""
 
     queue: int
     phases: tuple[Phase, ...]
@@ -27,7 +27,7 @@ class Task:
 
 
 def finish_times(tasks: Sequence[Task]) -> list[float]:
-    """Seconds at which each task ends. A queue works off its tasks in the order of the list."""
+    """Seconds at which each task ends. A queue runs its tasks in list order."""
     waiting: dict[int, list[int]] = defaultdict(list)
     for index, task in enumerate(tasks):
         waiting[task.queue].append(index)
@@ -60,7 +60,7 @@ def _leave(
     ends: list[float],
     now: float,
 ) -> None:
-    """Take what has ended, or has nothing to do once it is ready, from the front of a queue."""
+    """Remove tasks that have ended, or that are ready and empty, from the front of a queue."""
     while waiting[queue] and not left[waiting[queue][0]] and tasks[waiting[queue][0]].ready <= now + _NOTHING:
         ends[waiting[queue].pop(0)] = now
     if not waiting[queue]:
@@ -68,7 +68,7 @@ def _leave(
 
 
 def _speeds(phases: Sequence[Phase]) -> list[float]:
-    """How fast each phase goes: users of a resource get equal shares."""
+    """The speed of each phase: users of a resource get equal shares."""
     users: dict[str, int] = defaultdict(int)
     for phase in phases:
         users[phase.resource] += 1

@@ -1,4 +1,4 @@
-"""Bytes per rank and per link of one step, from a plan and a cluster: pure arithmetic on predicted figures."""
+"""Bytes per rank and per link of one step, from a plan and a cluster: pure arithmetic; all numbers are predictions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fleet_train.plan.plan import CommPlan
 
 @dataclass(frozen=True)
 class Traffic:
-    """Predicted bytes of one step: payload, and apart from it what Gloo adds. TCP and Ethernet add theirs to both."""
+    """Predicted bytes of one step: payload, and separately Gloo's headers. Those of TCP and Ethernet come on top."""
 
     sent: tuple[float, ...]
-    """Payload that each rank sends, to wherever."""
+    """Payload that each rank sends, to any rank."""
     leaving: tuple[float, ...]
     """Payload that each node sends to other nodes."""
     entering: tuple[float, ...]
@@ -44,7 +44,7 @@ class Traffic:
 
 
 def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
-    """The mean update of training; with ``warm_up`` one of LocalSGD's warm-up, in which gradients are sent.
+    """The mean update of training; with ``warm_up``, an update of LocalSGD's warm-up, in which gradients are sent.
 
     LocalSGD: the bytes of an averaging over the updates of a period (for doubling and adaptive schedules: of
     ``local_sgd_steps``, the period that doubling ends with and adapting starts with).

@@ -1,4 +1,4 @@
-"""LocalSGD: what the ranks' values become at the end of a period."""
+"""LocalSGD: the ranks' values at the end of a period."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SimulatedAveraging:
         self.after_synchronous_step(start)
 
     def after_synchronous_step(self, values: Mapping[str, Array]) -> None:
-        """All ranks hold ``values``: a period that starts now is measured from there."""
+        """Called when all ranks hold ``values``: a period that starts now is measured from them."""
         for fragment in self._fragments:
             fragment.anchor = _flats(values, fragment.names)
 
@@ -49,9 +49,9 @@ class SimulatedAveraging:
         rate: float,
         losses: Sequence[float],
     ) -> None:
-        """Make a fragment's parameters equal, with the last one the statistics, treat the optimizers' state.
+        """Make a fragment's parameters equal, with the last one also the statistics and the optimizers' state.
 
-        With an overlap only what each rank will add is worked out here.
+        With an overlap, only compute what each rank will add.
         """
         fragment = self._fragments[part]
         statistics = self._statistics if part == len(self._fragments) - 1 else []
@@ -68,7 +68,7 @@ class SimulatedAveraging:
             self.schedule.adapt(rate, float(self._wire.mean([np.array([one], np.float32) for one in losses])[0]))
 
     def after_local_step(self, ranks: Sequence[Values]) -> None:
-        """Add what an averaging has changed, once its overlap has passed."""
+        """Add the change of an averaging after its overlap."""
         self._steps_beside += 1
         if self._corrections and self._steps_beside >= self.overlap_steps:
             for values, correction in zip(ranks, self._corrections, strict=True):
@@ -110,7 +110,7 @@ class SimulatedAveraging:
 
 
 class _Fragment:
-    """Parameters that are averaged at a time: ``anchor``, what all ranks go on from, one [elements] per dtype."""
+    """Parameters that are averaged together: ``anchor``, the last agreed values, one [elements] per dtype."""
 
     def __init__(self, profile: Profile, plan: CommPlan, wire: SimulatedWire, part: int, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -120,7 +120,7 @@ class _Fragment:
         self._sums: dict[int, QuantisedSum] = {}
 
     def agree(self, held: Sequence[list[Array]], rate: float) -> None:
-        """Move the anchor to what all ranks go on from; ``held``: the ranks' buffers."""
+        """Move the anchor to the new agreed values; ``held``: the ranks' buffers."""
         for index, anchor in enumerate(self.anchor):
             values, own = [buffers[index] for buffers in held], anchor.dtype.name
             if self._profile.outer_optimizer == "none" and self._profile.local_sgd_dtype == "float32":
@@ -161,7 +161,7 @@ class _Fragment:
 
 
 def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
-    """One flat array for each dtype in which means are taken."""
+    """One flat array for each dtype in which means are computed."""
     return [
         np.concatenate([np.ravel(values[name]).astype(dtype) for name in own])
         for dtype, own in _by_dtype(values, names).items()
@@ -169,7 +169,7 @@ def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
 
 
 def _cut(buffers: Sequence[Array], values: Mapping[str, Array], names: Sequence[str]) -> Values:
-    """What ``_flats`` of these names became, by name."""
+    """The values of ``_flats`` for these names, by name."""
     found: Values = {}
     for buffer, own in zip(buffers, _by_dtype(values, names).values(), strict=True):
         found |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)

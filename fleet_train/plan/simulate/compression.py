@@ -1,7 +1,7 @@
-"""Gradient compression executed in numpy for N ranks in one process: what the real methods are tested against.
+"""Gradient compression in numpy for N ranks in one process: the reference for tests of the real methods.
 
-Written from the papers, tensor by tensor and in float64 where the real ones batch float32: a shared slip is unlikely.
-Gradients come as ``gradients[rank][position]``, float arrays of the bucket's shapes.
+Written from the papers, tensor by tensor and in float64 where the real ones batch float32: a shared mistake is
+unlikely. Gradients are ``gradients[rank][position]``, float arrays of the bucket's shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Gradients = Sequence[Sequence[Array]]
 class PowerSgdSimulation:
     """PowerSGD of one bucket. Source: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2.
 
-    Left factors whose columns depend on each other keep a zero column here, where a QR decomposition puts any other
+    Left factors with linearly dependent columns keep a zero column here, where a QR decomposition puts any other
     direction: the sum is the same, the next start is not.
     """
 
@@ -46,7 +46,7 @@ class PowerSgdSimulation:
         self._rights: dict[str, Array] = {}
 
     def step(self, gradients: Gradients) -> list[Array]:
-        """What every rank gets, in the bucket's order and shapes, float64."""
+        """The result on every rank, in the bucket's order and shapes, float64."""
         self._step += 1
         results = mean(gradients)
         if self._step <= self._settings.start_step:
@@ -104,7 +104,7 @@ class DgcSimulation:
         self.pending: list[list[Array]] = [[np.zeros(shape) for shape in shapes] for _ in range(world_size)]
 
     def step(self, gradients: Gradients) -> list[Array]:
-        """The update that every rank gets, momentum included, in the bucket's order and shapes, float64."""
+        """The update on every rank, including momentum, in the bucket's order and shapes, float64."""
         sparsity = sparsity_at(self._step, self._settings)
         self._step += 1
         return [
@@ -175,7 +175,7 @@ Rounding = Callable[[Array], Array]
 
 
 def rounding_of(dtype: str) -> Rounding | None:
-    """How a sum that travels as ``dtype`` is rounded on the way; None for wider types, where it does not matter."""
+    """How a sum sent as ``dtype`` is rounded; None for wider types, where it does not matter."""
     return {"bfloat16": to_bfloat16, "float16": to_float16}.get(dtype)
 
 
@@ -190,9 +190,9 @@ def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
 def ring_sum_16_bit(values: Sequence[Array], rounded: Rounding) -> Array:
     """A ring allreduce of flat 16-bit buffers (given per rank, as float32; result float32), with Gloo's chunks.
 
-    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. So N - 1
-    roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
-    (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in an order of its own.
+    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. This makes N
+    - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
+    (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in a different order.
     """
     count, world_size = values[0].size, len(values)
     inputs = [rounded(value) for value in values]

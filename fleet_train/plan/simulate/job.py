@@ -1,4 +1,4 @@
-"""All ranks of a job in one process: gradients come from the caller, everything between the ranks happens here."""
+"""All ranks of a job in one process: the caller provides gradients, this module the communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleet_train.profile import Profile
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank's forward and backward pass gave.
+    """The result of one rank's forward and backward pass.
 
     ``gradients``: by parameter's name, of its shape; ``loss`` is read by an adaptive LocalSGD; ``statistics``: the new
     running means and variances of this rank.
@@ -36,28 +36,27 @@ Backward = Callable[[int, Mapping[str, Array]], Local]
 
 @dataclass(frozen=True)
 class Step:
-    """What a call of `SimulatedJob.step` did."""
+    """The result of `SimulatedJob.step`."""
 
     updated: bool
-    """False for a micro-batch of a gradient merge that no update followed."""
+    """False for a micro-batch of a gradient merge without an update."""
     synchronised: bool
-    """Whether all ranks hold equal parameters after it because of it: gradients or parameters were averaged."""
+    """Whether it made the parameters of all ranks equal: gradients or parameters were averaged."""
     averaged: bool
     """Whether LocalSGD averaged the parameters."""
     sent: tuple[float, ...]
-    """Payload bytes that each rank sent, to wherever."""
+    """Payload bytes that each rank sent, to any rank."""
     gradients: Mapping[str, Array]
-    """What every rank got for its gradients; empty in a local step and between updates."""
+    """The averaged gradients; empty in a local step and between updates."""
 
 
 class SimulatedJob:
     """A plan and its profile carried out step by step.
 
     ``start``: every value of a rank by name (parameters, statistics), float32; all ranks start from it.
-    ``optimizer``: makes one rank's optimizer; with DGC a Momentum gives its momentum away, as in training.
-    ``ranks``: the values of each rank now. ``rate``: the learning rate of the next step.
-    Not simulated, because they happen inside a rank's own pass and come with its gradients: mixed precision,
-    recompute, synchronised batch norm.
+    ``optimizer``: makes one rank's optimizer; with DGC, Momentum's momentum moves to DGC, as in training. ``ranks``:
+    the current values of each rank. ``rate``: the learning rate of the next step. Not simulated, because they are part
+    of a rank's own pass and its gradients: mixed precision, recompute, synchronised batch norm.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ def _merge(micro_batches: Sequence[Local]) -> Values:
 
 
 def _give_momentum_away(made: list[NumpyOptimizer], profile: Profile) -> tuple[list[NumpyOptimizer], float, bool]:
-    """The optimizers behind the exchange, and what DGC accumulates before it: momentum, and whether it looks ahead."""
+    """The optimizers after the exchange, and DGC's settings before it: momentum, and whether it is Nesterov's."""
     first = made[0]
     if profile.compression != "dgc" or isinstance(first, Sgd):
         return made, 0.0, False

@@ -1,4 +1,4 @@
-"""What a bucket's gradients become, by its method of compression, with the bytes that it takes."""
+"""The results of a bucket's gradients by compression method, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class SimulatedMethod(Protocol):
     """One bucket over all steps."""
 
     def average(self, gradients: Gradients) -> list[Array]:
-        """``gradients[rank][position]`` of the bucket's shapes -> what every rank gets, in its order and shapes."""
+        """``gradients[rank][position]`` of the bucket's shapes -> the result on every rank, in its order and shapes."""
         ...
 
 
 class DenseMethod:
-    """Everything in one buffer, as it is or in 16 bits."""
+    """Everything in one buffer, unchanged or in 16 bits."""
 
     def __init__(self, bucket: Bucket, wire: SimulatedWire, dtype: str, between: str) -> None:
         self._bucket, self._wire, self._dtype, self._between = bucket, wire, dtype, between
@@ -67,7 +67,7 @@ class PowerSgd:
 
 
 class Dgc:
-    """An all-gather of the largest elements, and an allreduce of what goes whole."""
+    """An all-gather of the largest elements, and an allreduce of gradients sent whole."""
 
     def __init__(self, bucket: Bucket, world_size: int, wire: SimulatedWire, settings: DgcSettings) -> None:
         self._bucket, self._wire, self._settings = bucket, wire, settings
@@ -83,7 +83,7 @@ class Dgc:
 
 
 class FewBits:
-    """Whole numbers with scales per block; between the local groups' leaders, where there are local groups."""
+    """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
 
     def __init__(self, bucket: Bucket, plan: CommPlan, wire: SimulatedWire, settings: QuantisedSettings) -> None:
         self._bucket, self._wire = bucket, wire
@@ -99,7 +99,7 @@ class FewBits:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a method is made of; ``momentum`` and ``use_nesterov`` are what DGC takes over from the optimizer."""
+    """The parts of a method; DGC takes over ``momentum`` and ``use_nesterov`` from the optimizer."""
 
     bucket: Bucket
     plan: CommPlan
@@ -142,12 +142,12 @@ METHODS: dict[str, Callable[[_Parts], SimulatedMethod]] = {
 def make_method(
     bucket: Bucket, plan: CommPlan, profile: Profile, wire: SimulatedWire, momentum: float, use_nesterov: bool
 ) -> SimulatedMethod:
-    """The method of one bucket. Raises ConversionError for a compression that nobody simulates."""
+    """The method of one bucket. Raises ConversionError for a compression without a simulation."""
     make = entry_of("compression", bucket.compression, METHODS, "method in the simulation")
     return make(_Parts(bucket, plan, profile, wire, momentum, use_nesterov))
 
 
 def cut(buffer: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
-    """A flat array as arrays of these shapes, one behind the other."""
+    """Split a flat array into consecutive arrays of these shapes."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(np.split(buffer, ends[:-1]), shapes, strict=True)]

@@ -14,7 +14,7 @@ from fleet_train.plan.compression_settings import Array
 
 
 class NumpyOptimizer(Protocol):
-    """One rank's optimizer. ``state``: what LocalSGD may average or reset, by kind, then by parameter."""
+    """One rank's optimizer. ``state``: the state that LocalSGD may average or reset, by kind, then by parameter."""
 
     state: dict[str, dict[str, Array]]
 
@@ -56,7 +56,7 @@ class Momentum:
 class Adam:
     """Kingma and Ba 2015, with the bias corrected in the rate and ``epsilon`` scaled with it, as Paddle does.
 
-    ``decoupled_decay``: AdamW's, which shrinks the value before the step (Loshchilov and Hutter 2019).
+    ``decoupled_decay``: AdamW's, which scales the value down before the step (Loshchilov and Hutter 2019).
     """
 
     beta1: float = 0.9

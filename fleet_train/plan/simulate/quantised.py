@@ -1,6 +1,6 @@
-"""Sums in few bits executed in numpy for all ranks in one process: what the real ones are tested against.
+"""Quantised sums in numpy for all ranks in one process: the reference for tests of the real ones.
 
-In float32, as the real ones: whether a value lies above or below the middle of two levels can hang on the last bit.
+In float32, like the real ones: whether a value is above or below the middle of two levels can depend on the last bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class QuantisedSum:
         self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
         self._settings, self._name, self._step = settings, name, 0
         self.owed = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]
-        """By member: what its rounding has left out."""
+        """The rounding errors by member."""
 
     def sum(self, buffers: Sequence[Array]) -> Array:
-        """``buffers[rank]`` [elements] -> their sum as every rank gets it, float32."""
+        """``buffers[rank]`` [elements] -> their sum on every rank, float32."""
         self._step += 1
         elements = self._layout.elements
         for owed, members in zip(self.owed, self._local_groups, strict=True):
@@ -60,7 +60,7 @@ class QuantisedSum:
         return result
 
     def _rounded(self, values: Array, member: int, phase: int) -> Array:
-        """What a reader makes of ``values`` after they were sent."""
+        """The decoded ``values`` on a receiver."""
         count = np.float32(self._settings.levels)
         blocks = values.reshape(-1, self._settings.block)
         largest = np.abs(blocks).max(axis=1, keepdims=True)
@@ -80,12 +80,12 @@ class QuantisedSum:
 
 
 def _keep(owed: Array, sent: Array) -> None:
-    """In ``owed`` what was not sent of it; of blocks that are no numbers nothing."""
+    """Store the rounding error in ``owed``; zero for blocks with an infinity or NaN."""
     owed[:] = np.where(np.isfinite(sent), owed - sent, np.float32(0))
 
 
 def _added(parts: Sequence[Array]) -> Array:
-    """Float32, one after the other."""
+    """The float32 sum, one after the other."""
     total: Array = parts[0].copy()
     for part in parts[1:]:
         total += part

@@ -1,4 +1,4 @@
-"""A plan tried on random gradients: are replicas equal where they should be, how exact are averages, what is sent."""
+"""Tries a plan on random gradients: are replicas equal where they should be, how exact are averages, what is sent."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NO_LESS_THAN = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """What was found. Updates count from 1; deviations are relative: |found - exact| / |exact|, Euclidean."""
+    """The result. Updates count from 1; deviations are relative: |found - exact| / |exact|, Euclidean."""
 
     ranks: int
     updates: int
     shortened: dict[str, int]
-    """Warm-ups that were cut short for the trial, and to what."""
+    """Warm-ups that were shortened for the trial, and their lengths."""
     synchronised: tuple[int, ...]
     """Updates after which the plan makes the replicas equal."""
     equal: tuple[int, ...]
@@ -42,15 +42,15 @@ class Trial:
     drift: float
     """Largest deviation of a rank's movement from that of rank 0 at any time."""
     gradient_deviation: float | None
-    """Of what the ranks got for their gradients from the exact mean: the median over updates that send gradients."""
+    """Deviation of the averaged gradients from the exact mean: the median over updates that send gradients."""
     movement_deviation: float
-    """Of the whole movement of the parameters (mean over the ranks) from that with exact means in every update."""
+    """Deviation of the parameters' total movement (mean over the ranks) from that with exact means in every update."""
     sent_bytes_per_step: tuple[float, ...]
     """Payload that each rank sent, the mean over all updates."""
     most_sent_bytes: float
-    """Payload of the busiest rank in the dearest update."""
+    """Payload of the busiest rank in the update that sends most."""
     on_purpose: str = ""
-    """Why the movement is another one, where the profile wants that."""
+    """Why the movement differs, if the profile intends that."""
 
     @property
     def holds(self) -> bool:
@@ -64,9 +64,9 @@ class Trial:
 def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -> Trial:
     """Run ``updates`` updates of plain SGD on gradients that do not depend on the parameters.
 
-    Each rank's gradient is a direction that all share plus noise of its own, of the same size. 0 = as many as show two
-    synchronisations (one where periods are long), with warm-ups cut short. Raises ConversionError for a plan with more
-    values than fit into one process.
+    Each rank's gradient is a direction shared by all plus its own noise of the same size. 0 = enough to show two
+    synchronisations (one if periods are long), with shortened warm-ups. Raises ConversionError for a plan with more
+    values than one process can hold.
     """
     elements = sum(bucket.elements for bucket in plan.buckets)
     if elements * plan.world_size > MOST_VALUES:
@@ -85,12 +85,12 @@ def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -
 
 
 def short_warm_ups(profile: Profile) -> dict[str, int]:
-    """The knobs whose warm-up is longer than a trial needs, with what is enough."""
+    """The knobs whose warm-up is longer than a trial needs, with sufficient values."""
     return {knob: steps for knob, steps in _SHORT.items() if profile.heeds(knob) and getattr(profile, knob) > steps}
 
 
 def short_periods(profile: Profile, longest: int) -> dict[str, int]:
-    """The knobs of LocalSGD's periods that are longer than ``longest``, with what then goes together."""
+    """The knobs of LocalSGD's periods longer than ``longest``, with consistent shorter values."""
     names = ("local_sgd_steps", "local_sgd_max_steps", "local_sgd_fragments")
     changed = {knob: longest for knob in names if profile.heeds(knob) and getattr(profile, knob) > longest}
     if profile.use_local_sgd:
@@ -109,7 +109,7 @@ def _updates_to_see(plan: CommPlan, profile: Profile) -> int:
 
 @dataclass
 class _Run:
-    """The simulated job, and beside it the movement that exact means would make."""
+    """The simulated job, and the movement that exact means would give."""
 
     plan: CommPlan
     profile: Profile
@@ -131,7 +131,7 @@ class _Run:
         self._runs = 0
 
     def update(self) -> None:
-        """Micro-batches up to and with an update."""
+        """Micro-batches up to and including an update."""
         mean = {name: np.zeros(value.shape) for name, value in self._shared.items()}
         share = 1 / (self.plan.world_size * self.plan.accumulate_steps)
 
@@ -194,7 +194,7 @@ def _deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
 
 def _purpose(profile: Profile) -> str:
     if profile.outer_optimizer != "none":
-        return f"{profile.outer_optimizer} adds momentum of its own, on purpose"
+        return f"{profile.outer_optimizer} adds its own momentum, on purpose"
     reasons = {
         "powersgd": "random matrices have no low rank: the worst case for powersgd; what it leaves out is sent later",
         "dgc": "what dgc has not sent yet is sent later; random gradients have no large elements: the worst case",
@@ -203,7 +203,7 @@ def _purpose(profile: Profile) -> str:
 
 
 def describe(trial: Trial) -> str:
-    """The result for people."""
+    """The result as readable text."""
     lines = [
         f"simulated in numpy: {trial.ranks} ranks, {trial.updates} updates of SGD on random gradients (half of each "
         "rank's own); nothing was trained or sent"

@@ -1,4 +1,4 @@
-"""Sums over all ranks as the plan's collectives make them, and the bytes that each rank sends for them."""
+"""Sums over all ranks as computed by the plan's collectives, and the bytes that each rank sends for them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class SimulatedWire:
         self.sent += sent_by_rank(phases, self._plan.world_size)
 
     def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
-        """The sum over the ranks of flat buffers [elements], one per rank, which travel as ``dtype``.
+        """The sum over the ranks of flat buffers [elements], one per rank, sent as ``dtype``.
 
-        ``between``: the dtype between the leaders of a hierarchical allreduce, where it is another one. Sums in
-        float32 and float64 are rounded once (a backend rounds each partial sum, in an order of its own); those of 16
+        ``between``: the dtype between the leaders of a hierarchical allreduce, if it differs. Sums in
+        float32 and float64 are rounded once (a backend rounds each partial sum, in its own order); those of 16
         bits as Gloo's ring rounds them. 16-bit sums are returned as float32.
         """
         between = between or dtype

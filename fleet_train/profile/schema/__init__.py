@@ -1,6 +1,6 @@
 """The knobs of a profile, each declared once: type, range, unit, default, fate, meaning and reason.
 
-`settings` puts the sections together; others import the names below from here.
+`settings` combines the sections; other packages import the names below from here.
 """
 
 from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings

@@ -1,4 +1,4 @@
-"""What a profile is called, how its program runs, and how gradients are sent: the first knobs of the table."""
+"""The name of a profile, how its program runs, and how gradients are sent: the first knobs of the table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class CommunicationKnobs(BaseModel):
     name: str = knob(
         "default",
         fate="carried out",
-        meaning="What messages and records call this profile; a file that sets none is named after its file.",
+        meaning="The profile's name in messages and records. Default: the file's name.",
         reason="Printed with the plan and kept in the run's records; it changes nothing in training.",
     )
     description: str = knob(
         "",
         fate="carried out",
-        meaning="The reason for this profile in one line: the network and cluster that it is for.",
+        meaning="The purpose of this profile in one line: its network and cluster.",
         reason="Shown by `fleet_train profiles`; it changes nothing in training.",
     )
     measured: list[str] = knob(
         factory=list,
         fate="carried out",
-        meaning="What was measured with this profile, a line each: on what, the figures, and the record they are from.",
+        meaning="Measurements of this profile, a line each: on what, the numbers, and their record.",
         reason="Shown by `fleet_train profiles NAME` and written by tools/write_measured.py.",
     )
     nccl_comm_num: int | Auto = knob(
@@ -40,7 +40,7 @@ class CommunicationKnobs(BaseModel):
         le=16,
         meaning="How many communicators send buckets in parallel. auto: chosen together with the size of buckets. "
         "Fleet's advice: 1 on one node, 2 on several.",
-        reason="That many process groups of Gloo, each with its own thread, take the buckets in turn. On NCCL more "
+        reason="This many Gloo process groups, each with its own thread, send the buckets in turn. On NCCL more "
         "than 1 is mapped to 1, with a message: kernels of two communicators could deadlock.",
     )
     num_threads: int = knob(
@@ -52,7 +52,7 @@ class CommunicationKnobs(BaseModel):
         meaning="Executor threads of a rank. 1 runs operators one by one, more lets independent ones run together.",
         reason="1 becomes the executor's serial mode in program order, FLAGS_new_executor_serial_run=1 and "
         "FLAGS_new_executor_sequential_run=1, so that buckets start as they become ready; more becomes its thread "
-        "pool, which chooses its own size. Communicators have threads of their own: nccl_comm_num + 1 is not needed.",
+        "pool, which chooses its own size. Communicators have their own threads: nccl_comm_num + 1 is not needed.",
     )
     num_iteration_per_drop_scope: int = knob(
         30,
@@ -61,7 +61,7 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=1_000_000,
         meaning="After how many steps Fleet's executor dropped its local scopes.",
-        reason="Today's executor frees an intermediate variable after its last reader: no scope is left to drop.",
+        reason="The current executor frees an intermediate variable after its last reader: no scope is left to drop.",
     )
     fetch_frequency: int = knob(
         1,
@@ -70,7 +70,7 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=1_000_000,
         meaning="Steps between two fetches of the loss. 1 = every step. Fetching waits for the step, which costs time. "
-        "The loop decides: your own loop with the loss in every `fetch_list` gets it in every step.",
+        "The loop decides: with the loss in every `fetch_list`, your own loop fetches it in every step.",
         reason="Applied by the reference trainer, and by your own loop if it asks `fleet.should_fetch(step)`.",
     )
     fuse_all_reduce_ops: bool = knob(
@@ -111,8 +111,8 @@ class CommunicationKnobs(BaseModel):
         meaning="Largest size of the last bucket (its transfer overlaps no computation) and of the first one "
         "(so that communication starts early in the backward pass); never more than fuse_grad_size_in_MB. auto: chosen "
         "together with that.",
-        reason="The plan closes the first bucket before it would grow past this, and cuts what becomes ready last into "
-        "a bucket of this size. Fleet 2.x bounds the group that is sent last under this name.",
+        reason="The plan closes the first bucket before it would grow past this, and puts the last gradients into a "
+        "bucket of this size. Fleet 2.x bounds the group that is sent last under this name.",
     )
     link_gigabits: float = knob(
         0.0,
@@ -120,10 +120,11 @@ class CommunicationKnobs(BaseModel):
         unit="10^9 bits per second",
         ge=0,
         le=10_000,
-        meaning="What a node can send to others per second and direction; on one node, what one rank can send to "
-        "another one. It decides the auto values. 0 = measure.",
+        meaning="Bandwidth from a node to other nodes, per direction; on one node, from one rank to another. It "
+        "decides the auto values. 0 = measure.",
         reason="All ranks time a few allreduces before the first step, for a fraction of a second, and take the "
-        "slowest rank's numbers. A plan on paper, which cannot measure, takes 1 between nodes and 10 inside one.",
+        "slowest rank's numbers. Planning without a cluster, which cannot measure, takes 1 between nodes and 10 "
+        "inside one.",
     )
     link_latency_ms: float = knob(
         0.0,
@@ -131,9 +132,9 @@ class CommunicationKnobs(BaseModel):
         unit="milliseconds",
         ge=0,
         le=10_000,
-        meaning="How long one message of a collective takes on that link, whatever its size. 0 = measure.",
-        reason="As link_gigabits; with both given nothing is measured. A plan on paper takes 0.1 between nodes and "
-        "0.03 inside one.",
+        meaning="Latency of one message of a collective on that link, for any size. 0 = measure.",
+        reason="As link_gigabits; if both are given, nothing is measured. Planning without a cluster takes 0.1 between "
+        "nodes and 0.03 inside one.",
     )
     use_hierarchical_allreduce: bool = knob(
         False,
@@ -150,7 +151,7 @@ class CommunicationKnobs(BaseModel):
         le=1024,
         needs="use_hierarchical_allreduce",
         meaning="How many neighbouring ranks form one inner group of the hierarchical allreduce. 0 = those of a node.",
-        reason="The ranks are cut into local groups of this many; the first rank of a local group is its leader.",
+        reason="The ranks are divided into local groups of this size; the first rank of a local group is its leader.",
     )
     sync_nccl_allreduce: bool = knob(
         False,
@@ -165,15 +166,15 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=1_000_000,
         meaning="Synchronous steps between two barriers in the job's store: 1 = a barrier at every synchronous step. "
-        "More saves time where steps are very short. The barrier carries stop requests and the ranks' times, so a stop "
+        "More saves time if steps are very short. The barrier carries stop requests and the ranks' times, so a stop "
         "is known up to that many steps later, less one. Between two barriers a missing rank is still named, but Gloo "
         "sets the timeout: a rank that pauses for more than 30 s between two barriers fails the job. On NCCL the "
         "timeout is `collective_timeout_seconds`.",
-        reason="With more than 1, these steps have a barrier: the first two of a program, every so many, the first "
-        "one after a call that all ranks make together (saves, evaluations that gather, fleet.barrier_worker, "
-        "the comparisons of `divergence_check_steps`) or after another program's steps, and every step while "
-        "the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the forward passes of "
-        "synchronised batch norm.",
+        reason="With more than 1, these steps have a barrier: the first two of a program, every n-th one (n is this "
+        "value), the first one after a call that all ranks make together (saves, evaluations that gather, "
+        "fleet.barrier_worker, the comparisons of `divergence_check_steps`) or after another program's steps, and "
+        "every step while the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the "
+        "forward passes of synchronised batch norm.",
     )
 
     @field_validator("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB", mode="wrap")

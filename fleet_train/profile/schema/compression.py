@@ -19,10 +19,10 @@ class CompressionKnobs(LocalSgdKnobs):
         meaning="What is sent of a gradient: all of it, half the bits (bf16, fp16), a quarter (int8), an eighth "
         "(int4), low-rank factors (powersgd), or the largest elements (dgc).",
         reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's "
-        "alone: Gloo's float16 sums are inf, so it is refused on CPU. int8 and int4: whole numbers with a scale per "
-        "block, summed in float32 (with a hierarchical allreduce between the leaders only). They, powersgd and dgc "
-        "keep what they leave out and add it later; checkpoints hold that memory. Sources: Seide et al. 2014 (error "
-        "feedback), Dettmers et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
+        "alone: Gloo's float16 sums are inf, so it is refused on CPU. int8 and int4: integers with a scale per block, "
+        "summed in float32 (with a hierarchical allreduce between the leaders only). They, powersgd and dgc keep what "
+        "is not sent and add it later; checkpoints contain it. Sources: Seide et al. 2014 (error feedback), Dettmers "
+        "et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
     )
     compression_declines: bool = knob(
         True,
@@ -30,7 +30,7 @@ class CompressionKnobs(LocalSgdKnobs):
         only_with=OnlyWith("compression", ("int8", "int4")),
         meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
         "link. false = always send the requested compression.",
-        reason="Encoding takes processor time, which a fast link does not repay. The link is that of link_gigabits "
+        reason="Encoding takes processor time, which a fast link does not save. The link is that of link_gigabits "
         "and link_latency_ms, measured if they are not given; rank 0 prints what was declined.",
     )
     quantised_block_size: int = knob(
@@ -55,9 +55,9 @@ class CompressionKnobs(LocalSgdKnobs):
         "nearest",
         fate="carried out",
         only_with=_QUANTISED,
-        meaning="How int8 and int4 round: to the nearest level, or up with the probability of the part cut off.",
-        reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers follow "
-        "from parameter, rank and step, so that a resumed run draws the same ones. nearest has the smaller error.",
+        meaning="How int8 and int4 round: to the nearest level, or up with the probability of the fractional part.",
+        reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers depend "
+        "only on parameter, rank and step, so that a resumed run draws the same ones. nearest has the smaller error.",
     )
     powersgd_rank: int = knob(
         1,
@@ -94,7 +94,8 @@ class CompressionKnobs(LocalSgdKnobs):
         fate="carried out",
         only_with=OnlyWith("compression", ("powersgd",)),
         meaning="Start each step's power iteration from the last step's factor. false = from new random numbers.",
-        reason="One iteration per step then follows the gradients; without it each step starts anew.",
+        reason="One iteration per step then follows the gradients; without it each step starts again from "
+        "random factors.",
     )
     powersgd_error_feedback: bool = knob(
         True,
@@ -110,7 +111,7 @@ class CompressionKnobs(LocalSgdKnobs):
         le=0.9999,
         only_with=OnlyWith("compression", ("dgc",)),
         meaning="Share of a gradient that DGC does not send, after the ramp-up.",
-        reason="Each rank sends its largest elements with their places.",
+        reason="Each rank sends its largest elements with their indices.",
     )
     dgc_rampup_begin_step: int = knob(
         0,
@@ -130,7 +131,7 @@ class CompressionKnobs(LocalSgdKnobs):
         le=1_000_000_000,
         only_with=OnlyWith("compression", ("dgc",)),
         meaning="Steps over which the sparsity rises: 0.75, 0.9375, 0.984375, 0.996, then dgc_sparsity. 1 = at once.",
-        reason="The stages of the paper, spread evenly; those above dgc_sparsity are left out.",
+        reason="The stages of the paper, spread evenly; those above dgc_sparsity are skipped.",
     )
     dgc_local_grad_clip_norm: float = knob(
         0.0,
@@ -139,14 +140,14 @@ class CompressionKnobs(LocalSgdKnobs):
         le=1_000_000,
         only_with=OnlyWith("compression", ("dgc",)),
         meaning="Clip each gradient on its rank at this L2 norm over the root of the number of ranks. 0 = no clipping.",
-        reason="Before it is accumulated; the optimizer's own gradient clip is refused beside DGC.",
+        reason="Before it is accumulated; the optimizer's own gradient clip is refused with DGC.",
     )
     dgc_momentum_factor_masking: bool = knob(
         True,
         fate="carried out",
         only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Forget the momentum of what was sent, so that stale momentum does not carry it further.",
-        reason="The velocities at the places that were selected become zero.",
+        meaning="Clear the momentum of sent elements, so that stale momentum does not accumulate.",
+        reason="The velocities at the selected indices become zero.",
     )
     dgc_min_elements: int = knob(
         16384,

@@ -9,7 +9,7 @@ from fleet_train.profile.schema.communication import CommunicationKnobs
 
 
 class LocalSgdKnobs(CommunicationKnobs):
-    """When parameters are averaged, what is sent for it, and what is made of it."""
+    """When parameters are averaged, what is sent, and how the average is used."""
 
     use_local_sgd: bool = knob(
         False,
@@ -74,7 +74,7 @@ class LocalSgdKnobs(CommunicationKnobs):
         meaning="What is sent when parameters are averaged: float32 values, or differences from the last averaging in "
         "bfloat16 (half the bytes), int8 (a quarter) or int4 (an eighth).",
         reason="Every rank adds the same averaged difference to the same kept copy, so that all ranks hold equal bits. "
-        "int8 and int4 round as `quantised_rounding` says and keep what they leave out for the next averaging.",
+        "int8 and int4 round according to `quantised_rounding` and keep the rounding errors for the next averaging.",
     )
     local_sgd_overlap_steps: int = knob(
         0,
@@ -96,10 +96,10 @@ class LocalSgdKnobs(CommunicationKnobs):
         ge=1,
         le=1024,
         needs="use_local_sgd",
-        meaning="Parts of the parameters that are averaged in turn, each once in local_sgd_steps. 1 = all at a time. "
+        meaning="Parts of the parameters that are averaged in turn, each once in local_sgd_steps. 1 = all at once. "
         "More need a constant schedule, and local_sgd_momentum: keep.",
         reason="Whole layers, spread evenly over a period, so that the link is used evenly and no averaging takes "
-        "long. Each has its own outer momentum. Running statistics travel with the last one. Source: Douillard "
+        "long. Each has its own outer momentum. Running statistics are sent with the last one. Source: Douillard "
         "et al. 2025 (Streaming DiLoCo).",
     )
     local_sgd_fragment_pattern: Literal["strided", "sequential"] = knob(
@@ -107,7 +107,7 @@ class LocalSgdKnobs(CommunicationKnobs):
         fate="carried out",
         needs="use_local_sgd",
         meaning="Which layers form a fragment: every n-th one (strided), or neighbours (sequential).",
-        reason="The paper found strided slightly better: each fragment holds early and late layers.",
+        reason="The paper found strided slightly better: each fragment has early and late layers.",
     )
     outer_optimizer: Literal["none", "slowmo", "diloco"] = knob(
         "none",

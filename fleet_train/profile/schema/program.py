@@ -27,7 +27,7 @@ class ProgramKnobs(CompressionKnobs):
         meaning="Mixed precision: O0 = float32, O1 = matrix products and convolutions in amp_dtype, O2 = also what "
         "follows them.",
         refused={
-            "O3": "Apex's pure half precision keeps parameters in 16 bits, too, so that an update smaller than "
+            "O3": "Apex's pure half precision also keeps parameters in 16 bits, so that an update smaller than "
             "1/256 of a bfloat16 parameter is lost; use O2, which keeps float32 parameters"
         },
         reason="A pass over the forward program. Parameters, gradients and communication stay float32. Apex's O3 (pure "
@@ -73,7 +73,7 @@ class ProgramKnobs(CompressionKnobs):
         le=1_000_000_000,
         needs="amp_dynamic_loss_scaling",
         only_with=OnlyWith("amp_dtype", ("float16",)),
-        meaning="Raise the loss scale after so many updates without overflow in a row.",
+        meaning="Raise the loss scale after this many updates without overflow in a row.",
         reason="Fleet's default. The count is saved.",
     )
     amp_decr_every_n_nan_or_inf: int = knob(
@@ -84,7 +84,7 @@ class ProgramKnobs(CompressionKnobs):
         le=1_000_000,
         needs="amp_dynamic_loss_scaling",
         only_with=OnlyWith("amp_dtype", ("float16",)),
-        meaning="Lower the loss scale after so many overflows in a row.",
+        meaning="Lower the loss scale after this many overflows in a row.",
         reason="Fleet's default. The count is saved.",
     )
     amp_incr_ratio: float = knob(
@@ -95,7 +95,7 @@ class ProgramKnobs(CompressionKnobs):
         needs="amp_dynamic_loss_scaling",
         only_with=OnlyWith("amp_dtype", ("float16",)),
         meaning="Factor by which the loss scale is raised.",
-        reason="Fleet's default; powers of two change no digit of a gradient.",
+        reason="Fleet's default; powers of two do not change the digits of a gradient.",
     )
     amp_decr_ratio: float = knob(
         0.8,
@@ -120,9 +120,9 @@ class ProgramKnobs(CompressionKnobs):
         unit="segments",
         ge=0,
         le=10_000,
-        meaning="Recompute: cut the forward pass into so many pieces and keep only what crosses a cut; the rest is "
-        "computed again in the backward pass. 0 = off.",
-        reason="Operators are cloned in front of their gradients; results are the same bit by bit. Random "
+        meaning="Recompute: split the forward pass into this many pieces and keep only values that cross a boundary; "
+        "the rest is computed again in the backward pass. 0 = off.",
+        reason="Operators are cloned before their gradients; results are the same bit by bit. Random "
         "operators run "
         "once. Saves memory, costs up to a second forward pass.",
     )
@@ -132,14 +132,14 @@ class ProgramKnobs(CompressionKnobs):
         unit="blocks",
         ge=0,
         le=10_000,
-        meaning="Recompute: cut in front of every so many blocks instead. A block begins where a weight of two or more "
+        meaning="Recompute: split before every n-th block instead. A block begins where a weight of two or more "
         "dimensions is read. 0 = off.",
-        reason="Cuts follow the layers, so that little crosses a cut. Same results as with recompute_segments.",
+        reason="Boundaries follow the layers, so that few values cross them. Same results as with recompute_segments.",
     )
     recompute_checkpoints: list[str] = knob(
         factory=list,
         fate="carried out",
-        meaning="Recompute: cut in front of the first operator that reads the parameter of each name instead.",
-        reason="Values have no names in today's programs, parameters do. A parameter that the loss does not depend on "
+        meaning="Recompute: split before the first operator that reads the parameter of each name instead.",
+        reason="Values have no names in PIR programs, parameters do. A parameter that the loss does not depend on "
         "is an error.",
     )

@@ -14,7 +14,7 @@ from fleet_train.profile.schema.program import ProgramKnobs
 
 
 class Settings(ProgramKnobs):
-    """Field declarations only; `fleet_train.profile.Profile` is the object that the other rooms use."""
+    """Field declarations only; the other layers use `fleet_train.profile.Profile`."""
 
     divergence_check_steps: int = knob(
         100,
@@ -24,8 +24,8 @@ class Settings(ProgramKnobs):
         le=1_000_000_000,
         meaning="Steps between two comparisons of a digest of all parameters over the ranks, from the first step on. "
         "0 = never.",
-        reason="A drift stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
-        "averagings: they are compared before the first local step, and at the first averaging after so many steps.",
+        reason="A difference stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
+        "averagings: they are compared before the first local step, and at the first averaging after this many steps.",
     )
     collective_timeout_seconds: int = knob(
         300,
@@ -40,8 +40,8 @@ class Settings(ProgramKnobs):
         factory=dict,
         fate="carried out",
         meaning="Variables for the workers, such as NCCL_IB_DISABLE or FLAGS_fraction_of_gpu_memory_to_use.",
-        reason="The launcher sets them for every worker before Paddle starts; in a script that was started in another "
-        "way, flags are set where the optimizer is wrapped, and rank 0 says which were too late. A FLAGS_* name that "
+        reason="The launcher sets them for every worker before Paddle starts; in a script started in another way, "
+        "flags are set when the optimizer is wrapped, and rank 0 reports those that were too late. A FLAGS_* name that "
         "the installed Paddle does not know is refused; names that choose ranks, devices or endpoints belong to the "
         "launcher.",
     )

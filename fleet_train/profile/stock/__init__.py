@@ -1,1 +1,1 @@
-"""Settings of Fleet's own strategy objects, read as the knobs that they stand for."""
+"""Settings of Fleet's own strategy objects, read as the corresponding knobs."""

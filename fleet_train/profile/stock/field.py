@@ -1,4 +1,4 @@
-"""What a row of ``stock_fields`` says of one field of Fleet's strategy objects."""
+"""A row of ``stock_fields`` about one field of Fleet's strategy objects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fleet_train.profile.schema.settings import KNOBS
 
 @dataclass(frozen=True)
 class StockField:
-    """What becomes of a field's values.
+    """How a field's values are handled.
 
-    ``silent`` ones ask for what happens anyway, ``mapped`` ones too but are worth the sentence ``mapping``, a
-    ``switch`` stands for settings of several knobs; any other value goes to ``knob``, or is refused with ``refusal``.
-    ``reading`` turns Fleet's value into the knob's, and ``note`` says so. ``needs`` names the field that must be on.
+    ``silent`` values ask for what happens anyway; ``mapped`` ones do as well, but rank 0 prints the sentence
+    ``mapping``; a ``switch`` stands for settings of several knobs; any other value goes to ``knob``, or is refused with
+    ``refusal``. ``reading`` turns Fleet's value into the knob's, and ``note`` says so. ``needs`` names the field that
+    must be on.
     """
 
     path: str
@@ -39,9 +40,9 @@ class StockField:
 
 @dataclass(frozen=True)
 class Switch:
-    """The value of a field that stands for settings of other knobs; ``note`` is what the user should know of it.
+    """The value of a field that stands for settings of other knobs; ``note`` is a note to the user.
 
-    ``yields``: the settings are only what holds until another field or knob says otherwise, whichever comes first.
+    ``yields``: the settings apply only unless another field or knob sets them, in any order.
     """
 
     value: Any

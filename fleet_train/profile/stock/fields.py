@@ -1,8 +1,8 @@
 """The fate of every field of Fleet's own strategy objects, 1.8 and 2.x, that is not a knob of the same name.
 
 Paths are those of the protobuf inside ``paddle.distributed.fleet.DistributedStrategy`` (``localsgd_configs.k_steps``);
-a path without a row of its own has the fate of the row above it: ``amp_configs`` speaks for all of its fields. Names
-of Fleet 1.8, whose strategy inherited from BuildStrategy, stand beside them.
+a path without its own row has the fate of its parent's row: ``amp_configs`` applies to all of its fields. Names of
+Fleet 1.8, whose strategy inherited from BuildStrategy, are included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DGC = Switch(True, (("compression", "dgc"),))
 _RECOMPUTED = Switch(
     True,
     (("recompute_checkpoints", []),),
-    "; recompute_configs.checkpoints names parameters to cut at, and without any nothing is recomputed, as in Fleet",
+    "; recompute_configs.checkpoints names parameters to split at; without any, nothing is recomputed, as in Fleet",
     yields=True,
 )
 
@@ -88,7 +88,7 @@ _SWITCHES = {
     "collective_mode": Switch("local_sgd", (("use_local_sgd", True),)),
 }
 
-# What only made the old executor faster or leaner: on or off, the numbers are the same.
+# Fields that only made the old executor faster or smaller: on or off, the numbers are the same.
 _OLD_PASSES = """
     build_cinn_pass enable_addto enable_auto_fusion fuse_adamw fuse_all_optimizer_ops fuse_bn_act_ops
     fuse_bn_add_act_ops fuse_dot_product_attention fuse_elewise_add_act_ops fuse_gemm_epilogue fuse_relu_depthwise_conv
@@ -97,7 +97,7 @@ _OLD_PASSES = """
 _OLD_EXECUTOR = {
     "sequential_run": "operators run as their data allows; num_threads: 1 runs them one by one",
     "enable_sequential_execution": "operators run as their data allows; num_threads: 1 runs them one by one",
-    "remove_unnecessary_lock": "today's executor has no such lock",
+    "remove_unnecessary_lock": "the current executor has no such lock",
     "enable_backward_optimizer_op_deps": "updates wait for their own bucket of gradients",
     "enable_inplace": "PIR's own in-place pass decides, and is on by default",
     "memory_optimize": "the executor frees a variable after its last reader",
@@ -209,9 +209,9 @@ _MAPPED = {
         for name, words in _OLD_EXECUTOR.items()
     },
     "build_strategy.reduce_strategy": ("gradients are reduced by allreduce, with the same results", (1,)),
-    "exec_strategy.allow_op_delay": ("today's executor has no such delay; results stay the same", (True,)),
-    "exec_strategy.use_thread_barrier": ("today's executor has no such barrier; results stay the same", (True,)),
-    "exec_strategy.use_experimental_executor": ("today's executor is the only one", (True,)),
+    "exec_strategy.allow_op_delay": ("the current executor has no such delay; results stay the same", (True,)),
+    "exec_strategy.use_thread_barrier": ("the current executor has no such barrier; results stay the same", (True,)),
+    "exec_strategy.use_experimental_executor": ("the current executor is the only one", (True,)),
 }
 
 _SILENT: dict[str, tuple[Any, ...]] = {
@@ -247,11 +247,11 @@ _NEEDS = {
     "gradient_merge_configs.k_steps": "gradient_merge",
     "recompute_configs.checkpoints": "recompute",
 }
-"""Fields that would switch on what Fleet leaves off without its switch; the other knobs have ``only_with``."""
+"""Fields that would enable a feature that Fleet leaves off without its switch; the other knobs have ``only_with``."""
 
 
 def _last(value: Any) -> Any:
-    """The last of Fleet's sparsities, or a number, without what a protobuf's 32 bits added to it."""
+    """The last of Fleet's sparsities, or a number, without the rounding error of a protobuf's 32 bits."""
     last = value[-1] if isinstance(value, (list, tuple)) and value else value
     return float(f"{last:.7g}") if isinstance(last, float) else last
 
@@ -260,7 +260,7 @@ _READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dgc_configs.sparsity": (_last, "; the last one counts; the stages before it are those of the paper"),
     "amp_configs.decr_ratio": (_last, ""),
     "amp_configs.incr_ratio": (_last, ""),
-    "recompute_configs.checkpoints": (list, "; names of parameters, because values have none in today's programs"),
+    "recompute_configs.checkpoints": (list, "; names of parameters, because values have none in PIR programs"),
 }
 
 

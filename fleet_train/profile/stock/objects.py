@@ -1,7 +1,7 @@
-"""What a stock ``paddle.distributed.fleet.DistributedStrategy`` asks for: every field that differs from a fresh one.
+"""The settings of a stock ``paddle.distributed.fleet.DistributedStrategy``: every field that differs from a new one.
 
-Walks the protobuf inside it by its own descriptor, so that no field of any Paddle version is overlooked. Paddle itself
-is not imported: the object that is given brings its classes with it.
+Reads its protobuf by the message's descriptor, so that no field of any Paddle version is missed. Paddle itself is not
+imported: the given object has the classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MISSING = object()
 def asked_of_stock(stock: Any) -> dict[str, Any]:
     """``{"localsgd_configs.k_steps": 4, ...}``: fields that differ, and knobs that were set to Fleet's own default.
 
-    Raises ProfileError if this is no stock strategy.
+    Raises ProfileError if this is not a stock strategy.
     """
     message = getattr(stock, "strategy", None)
     if not hasattr(message, "DESCRIPTOR"):
@@ -51,7 +51,7 @@ def differing(message: Any, fresh: Any, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _written_defaults(message: Any, fresh: Any) -> Iterator[tuple[str, Any]]:
-    """Knobs set to Fleet's own default: who writes fuse_grad_size_in_MB = 32 means 32, which is not our default."""
+    """Knobs set to Fleet's own default: fuse_grad_size_in_MB = 32 means 32, which is not our default."""
     for name, knob in KNOBS.items():
         if name not in message.DESCRIPTOR.fields_by_name or knob.fate == "refused":
             continue
@@ -60,8 +60,8 @@ def _written_defaults(message: Any, fresh: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _sections_in_use(message: Any) -> Iterator[tuple[str, Any]]:
-    """Knobs in the section of a switch that is on (``localsgd``: ``localsgd_configs``), Fleet's own defaults included:
-    who switches LocalSGD on and leaves k_steps at 1 means 1, which is not our default.
+    """Knobs in the section of a switch that is on (``localsgd``: ``localsgd_configs``), including Fleet's own defaults:
+    with LocalSGD on, an untouched k_steps means 1, which is not our default.
     """
     for path, field in STOCK_FIELDS.items():
         section, _, leaf = path.partition(".")
@@ -79,12 +79,12 @@ def _is_repeated(field: Any) -> bool:
 
 
 def _plain_attributes(stock: Any) -> Mapping[str, Any]:
-    """Fields without a property of their own end up as plain attributes of the stock object, unseen by its protobuf."""
+    """Fields without a property become plain attributes of the stock object, outside its protobuf."""
     return {name: value for name, value in vars(stock).items() if name != "strategy" and not name.startswith("_D")}
 
 
 def _fresh(stock_type: Any) -> Any:
-    """A new strategy to compare with; Paddle announces each one with a log line, which would be one too many."""
+    """A new strategy to compare with; suppresses the log line that Paddle prints for each one."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -1,4 +1,4 @@
-"""What one value of one field of Fleet's strategy objects turns into."""
+"""How one value of one field of Fleet's strategy objects is handled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleet_train.profile.stock.fields import STOCK_FIELDS
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a value of a field turns into: settings, a sentence for rank 0, a problem, or nothing at all.
+    """The result for a field's value: settings, a sentence for rank 0, a problem, or nothing.
 
     A ``fallback`` is a setting for a knob that nothing else sets.
     """
@@ -24,7 +24,7 @@ class Outcome:
 
 
 def settle(path: str, value: Any) -> Outcome:
-    """The fate of one value of one field. A knob's own rules are left to the knob."""
+    """The result for one value of one field. A knob's own rules are checked by the knob."""
     value = _number_of(value)
     row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
     if row is None:
@@ -39,7 +39,7 @@ def settle(path: str, value: Any) -> Outcome:
         return Outcome(row.switch.settings, sentence=sentence)
     if _is_one_of(value, row.mapped):
         return Outcome(sentence=f"{path}: {shown(value)} is mapped: {row.mapping}")
-    # What is off for a section is no default of the fields in it: gradient_merge_configs.avg is True when untouched.
+    # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.
     if row.path == path and _is_one_of(value, row.silent):
         return Outcome()
     return Outcome(problem=f"given {shown(value)}: {row.refusal}")

@@ -1,4 +1,4 @@
-"""Checkpoints of one training run over all ranks: published whole or not at all, checked before they are believed.
+"""Checkpoints of one training run over all ranks: published atomically, verified before they are used.
 
 Scripts import the names below from here; `saver`, `position` and `storage` are for the trainers.
 """

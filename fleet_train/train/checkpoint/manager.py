@@ -1,6 +1,6 @@
-"""Save and load one training run over all ranks. Rank 0's disk is the truth; the folders themselves are `snapshots`.
+"""Saves and loads one training run over all ranks. Rank 0's disk is authoritative; `storage` handles the folders.
 
-With copies, rank 0's disk has become the truth when the newest checkpoint of all nodes was brought to it (`copies`).
+With copies, rank 0's disk is authoritative once the newest checkpoint of all nodes has been sent to it (`copies`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
 
-# How often rank 0 says that it still waits for its disk; other ranks would take a longer silence for its loss.
+# How often rank 0 reports that it still waits for its disk; after a longer silence other ranks would consider it lost.
 _ROUND_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a resumed run needs beside the tensors. Random streams follow from config["seed"] and batches."""
+    """Everything a resumed run needs in addition to the tensors. Random streams depend only on config["seed"] and
+    batches."""
 
     epoch: int
     """Finished epochs."""
@@ -42,14 +43,14 @@ class TrainState:
     profile: dict[str, str]
     versions: dict[str, str]
     consumed_samples: int = 0
-    """Samples of the epoch under way that all ranks together have trained on; 0 between epochs."""
+    """Samples of the current epoch that all ranks together have trained on; 0 between epochs."""
     epoch_losses: list[list[float]] = field(default_factory=list)
-    """By rank: sum and number of the losses that were fetched in the epoch under way."""
+    """By rank: sum and number of the losses fetched in the current epoch."""
     batches: int | None = None
-    """Batches (micro-batches) of each rank since the beginning of the run. None: ``step`` counts them, as that of
-    earlier versions did with gradient merge, too."""
+    """Batches (micro-batches) of each rank since the beginning of the run. None: ``step`` counts them, as in earlier
+    versions, even with gradient merge."""
     pending_batches: int = 0
-    """Those of them whose gradients are summed and wait for their update."""
+    """The batches whose gradients are summed and wait for their update."""
     accumulate_steps: int = 1
     """Batches of an update."""
 
@@ -59,12 +60,12 @@ _NUMBERS = (
     *("consumed_samples", "pending_batches", "accumulate_steps"),
 )
 _LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps")
-"""What checkpoints of earlier versions may lack."""
+"""Entries that checkpoints of earlier versions may lack."""
 _SECTIONS = ("scheduler", "config", "profile", "versions")
 
 
 def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """A state.json that was read, unless it is none of a run: CheckpointError names the entry that is wrong."""
+    """The state from a state.json; CheckpointError names the first invalid entry."""
     known = [one.name for one in fields(TrainState)]
     missing = [name for name in known if name not in state and name not in _LATER]
     wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
@@ -92,7 +93,7 @@ def _are_losses(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of rank 0, whole but for its tensors: `Checkpoints.load` checks these."""
+    """A checkpoint of rank 0, verified except for its tensors, which `Checkpoints.load` checks."""
 
     folder: Path
     state: TrainState
@@ -104,13 +105,13 @@ class Checkpoints:
     """The checkpoints of one run, in `<output>/checkpoints`. Every method is called on all ranks.
 
     Args:
-        keep: newest checkpoints that are kept.
+        keep: number of newest checkpoints to keep.
         keep_best: also keep the one with the highest score, however old it is.
-        background: write while training goes on; one at a time.
-        timeout_seconds: how long a write may be waited for: by the next one, at the end, and at a graceful shutdown.
-        copies: nodes that keep each checkpoint, each in its own `output`: rank 0's and those behind it in the order of
-            the nodes. 1 = rank 0's alone. Training does not wait for the transfers.
-        say: gets the message when one could not be written, on rank 0. None = standard error.
+        background: write during training; one at a time.
+        timeout_seconds: the longest wait for a write: before the next one, at the end, and at a graceful shutdown.
+        copies: number of nodes that keep each checkpoint, each in its own `output`: rank 0's and the next ones in node
+        order. 1 = only rank 0's. Training does not wait for the transfers. say: gets the message when one could not be
+        written, on rank 0. None = standard error.
     """
 
     def __init__(
@@ -148,30 +149,30 @@ class Checkpoints:
         return ["rank 0"] if ask_first_worker(lambda: bool(storage.complete(self.folder))) else []
 
     def begin_anew(self) -> None:
-        """What is saved from now on is another run. With copies the checkpoints of all nodes are removed."""
+        """Begin another run. With copies, the checkpoints of all nodes are removed."""
         self._run = None
         if self._copies is not None:
             self._copies.begin_anew()
             self._run = self._copies.run
 
     def newest(self) -> Found | None:
-        """The newest published checkpoint; CheckpointError on every rank if what is not a tensor was altered.
+        """The newest published checkpoint; CheckpointError on every rank if anything except the tensors was altered.
 
-        With copies: the newest whole one of all nodes, which is brought to rank 0 first.
+        With copies: the newest whole one of all nodes, which is first sent to rank 0.
         """
         return self._find(lambda: next(reversed(storage.complete(self.folder)), None))
 
     def best(self) -> Found | None:
-        """The published checkpoint with the highest score, of equal ones the newest; checked like `newest`."""
+        """The published checkpoint with the highest score (of equal ones, the newest); checked like `newest`."""
         return self._find(lambda: storage.best(self.folder))
 
     def save(self, exe: Any, state: TrainState, score: float | None = None) -> Path | None:
-        """Publish a checkpoint; its folder, or None when rank 0 could not write it: said once, training goes on.
+        """Publish a checkpoint; its folder, or None if rank 0 could not write it: reported once, training goes on.
 
-        In the background the folder is where it will be, and what goes wrong is said by the next `save` or `finish`.
+        In the background, the folder is its future path, and problems are reported by the next `save` or `finish`.
         `score`: higher is better; None or NaN = not a candidate for the best one.
 
-        CheckpointError on every rank when a write, this one or the one before it, does not end in time.
+        CheckpointError on every rank if this write or the previous one does not end in time.
         """
         del exe  # the state is read from the scope
         if self._is_under_way:
@@ -202,10 +203,10 @@ class Checkpoints:
         return self._written()
 
     def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a write in the background. The folder of the last `save` that this process made, None if it failed.
+        """Wait for a write in the background. Returns the folder of this process's last `save`, None if it failed.
 
-        Call it before the process ends. CheckpointError on every rank when the write does not end in time.
-        `copy_seconds`: the most that it waits for copies on other nodes.
+        Call it before the process ends. CheckpointError on every rank if the write does not end in time.
+        `copy_seconds`: the longest wait for copies on other nodes.
         """
         written = self._written()
         if self._copies is not None:
@@ -213,11 +214,11 @@ class Checkpoints:
         return written
 
     def scalars(self) -> dict[str, float]:
-        """What the metrics have of copies, on rank 0; nothing where nothing is sent."""
+        """The metrics of copies, on rank 0; empty if nothing is sent."""
         return {} if self._copies is None else self._copies.scalars()
 
     def close(self) -> None:
-        """Take no more copies of other nodes; talks to nobody. Without it that ends with the process."""
+        """Receive no more copies from other nodes; does not communicate. Otherwise receiving ends with the process."""
         if self._copies is not None:
             self._copies.close()
 
@@ -230,13 +231,13 @@ class Checkpoints:
 
     def _written(self) -> Path | None:
         answer = None
-        while answer is None:  # rank 0 says again and again that it is alive: a disk may be slow
+        while answer is None:  # rank 0 repeatedly reports that it is alive: a disk may be slow
             answer = ask_first_worker(self._look)
         self._is_under_way = False
         return None if answer["path"] is None else Path(answer["path"])
 
     def _look(self) -> dict[str, Any] | None:
-        """On rank 0: how the write has ended; None while it has not."""
+        """On rank 0: how the write ended; None if it has not."""
         attempt = self._attempt
         if attempt is None:
             return {"path": None}
@@ -280,15 +281,15 @@ class Checkpoints:
 
 
 class _Attempt:
-    """One write on rank 0. A disk that cannot take it is said once; every other error is raised where it is awaited."""
+    """One write on rank 0. Disk errors are reported once; every other error is raised where the write is awaited."""
 
     def __init__(
         self, step: int, write: Callable[[], Path], tidy: Callable[[], None], discard: Callable[[], None]
     ) -> None:
         self.step = step
         self._write, self._tidy, self._discard = write, tidy, discard
-        # A daemon: a disk that hangs must not keep the process. One that ends for another reason finishes its
-        # checkpoint all the same, see `start`.
+        # A daemon: a hanging disk must not block the exit. A process that ends for another reason still finishes its #
+        # checkpoint, see `start`.
         self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -309,7 +310,7 @@ class _Attempt:
             self._discard()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait so long, and no longer than the timeout since the first time."""
+        """Wait this long, but no longer than the timeout since the first wait."""
         now = time.monotonic()
         self._due = min(self._due, now + self._timeout_seconds)
         self._thread.join(max(0.0, min(seconds, self._due - now)))
@@ -322,7 +323,7 @@ class _Attempt:
         self.ends_within(self._timeout_seconds)
 
     def result(self, say: Callable[[str], None]) -> Path | None:
-        """Of a write that has ended."""
+        """The result of a write that has ended."""
         atexit.unregister(self._finish_at_exit)
         error, self._error = self._error, None
         if isinstance(error, OSError):

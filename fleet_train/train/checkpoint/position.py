@@ -1,4 +1,4 @@
-"""Where a run stands, and what is remembered of an epoch that is under way."""
+"""The position of a run, and the state of the current epoch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Position:
     step: int = 0
     """Finished steps (optimizer updates)."""
     consumed_samples: int = 0
-    """Samples of the epoch under way that all ranks together have done."""
+    """Samples of the current epoch that all ranks together have done."""
     batches: int = 0
     """Batches that each rank has done: with gradient merge micro-batches, several to a step."""
     pending: int = 0
-    """Those of them whose gradients wait for the update that the next ones complete."""
+    """The batches whose gradients wait for an update."""
 
 
 @dataclass
 class EpochLoss:
-    """The losses of one epoch that this rank has fetched: sum and count."""
+    """This rank's fetched losses of one epoch: sum and count."""
 
     total: float = 0.0
     count: int = 0
@@ -41,23 +41,22 @@ class EpochLoss:
             self.count += 1
 
     def mean(self) -> float:
-        """Over all ranks, NaN without any loss. All ranks call it."""
+        """The mean over all ranks, NaN without a loss. All ranks call it."""
         total, count = fleet.all_reduce(np.array([self.total, self.count], dtype=np.float64), op="sum")
         return float(total / count) if count else math.nan
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a saved state means for this call, which may have another number of ranks."""
+    """Converts a saved state to this call, which may have another number of ranks."""
 
     position: Position
     losses: EpochLoss = field(default_factory=EpochLoss)
 
 
 def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
-    """With other batches per epoch (other ranks, another batch size) the run goes on at the same share of it.
-
-    The losses of an epoch under way go back to the rank that had them, or all to rank 0 when the ranks are others.
+    """With a different number of batches per epoch (other ranks, another batch size), the run continues at the same
+    share of the epoch. The current epoch's losses go to their rank, or all to rank 0 if the number of ranks differs.
     """
     done, pending = _batches(state)
     inside = max(0, done - state.epoch * state.steps_per_epoch)
@@ -75,19 +74,19 @@ def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
 
 
 def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:
-    """The updates in so many batches, of which `pending` wait for theirs."""
+    """The updates in this many batches, of which `pending` wait for an update."""
     return max(0, batches - pending) // accumulate_steps
 
 
 def _batches(state: TrainState) -> tuple[int, int]:
-    """The batches of each rank that are done, and those of them that wait for their update."""
+    """The finished batches of each rank, and those of them that wait for an update."""
     size = fleet.profile().accumulate_steps
     if state.batches is None:
         if size > 1 and state.profile.get("digest") != fleet.profile().digest():
             raise CheckpointError(
                 f"this checkpoint is of a version that counted micro-batches as steps, and of profile "
                 f"'{state.profile.get('name', '')}' with other values than now: how many of its step {state.step} make "
-                f"an update is not known; resume it with the profile that it was saved with, or start anew"
+                f"an update is not known; resume it with the profile that it was saved with, or start again"
             )
         return state.step, state.step % size
     if state.pending_batches and state.accumulate_steps != size:

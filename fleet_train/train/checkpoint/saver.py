@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what it holds beside the tensors."""
+"""When a checkpoint is due, and its contents other than the tensors."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Saver:
         return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
 
     def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a checkpoint that is being written, and at most so long for its copies; the last one's folder."""
+        """Wait for a checkpoint being written, and at most this long for its copies; returns the last one's folder."""
         return None if self.checkpoints is None else self.checkpoints.finish(copy_seconds)
 
     def scalars(self) -> dict[str, float]:
-        """What the metrics have of checkpoints; most jobs have nothing."""
+        """The metrics of checkpoints; empty in most jobs."""
         return {} if self.checkpoints is None else self.checkpoints.scalars()
 
     def load(self, found: Found) -> None:
@@ -80,7 +80,7 @@ class Saver:
 
 
 def _score(evaluation: Evaluation | None) -> float | None:
-    """Accuracy, or where there is none the negative loss: higher is better."""
+    """Accuracy, or without one the negative loss: higher is better."""
     if evaluation is None:
         return None
     return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy

@@ -1,16 +1,16 @@
-"""Checkpoint folders on disk: published whole or not at all, checked before they are believed.
+"""Checkpoint folders on disk: published atomically, verified before they are used.
 
     checkpoints/step-00000440/persistables.safetensors   tensors (and persistables.json, which has the SHA-256 of each;
                               ranks.safetensors          what differs between ranks), written by the facade
                               state.json                 everything that is not a tensor
-                              complete.json              the marker, written last: what there is, and the score
+                              complete.json              the marker, written last: the list of files, and the score
 
 A folder is written under another name, synced, marked, and renamed; to be removed, it is renamed first. A reader
-ignores folders without a marker and names that begin with a dot, but for one case: a run that comes to the same step
-again moves its earlier checkpoint out of the way, and until the new one is in place, that one counts.
+ignores folders without a marker and names that begin with a dot, with one exception: a run that reaches the same step
+again moves its earlier checkpoint aside, and that one counts until the new one is in place.
 
-`checkpoints` may be a link to a folder of another disk. The link stays; what is removed is what has the name of a
-checkpoint in there, and where such a name is itself a link, the link and not what it leads to.
+`checkpoints` may be a link to a folder of another disk. The link stays; only entries with the name of a checkpoint are
+removed, and if such an entry is itself a link, the link and not its target.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from fleet_train.files import open_regular, parse_json, read_regular, write_new
 
 STATE, MARKER = "state.json", "complete.json"
 RECORD = "run.json"
-"""Beside the checkpoints: the run that this node has last heard of, also where it keeps no checkpoint of it."""
+"""Next to the checkpoints: the last run known to this node, even if it keeps no checkpoint of it."""
 FORMAT = 2
 _FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _MOST_BYTES = 64 << 20
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
 _OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step-\d{8,}", re.ASCII)
-_TENSORS = ".safetensors"  # checked tensor by tensor when they are loaded, so that the first offending one is named
+_TENSORS = ".safetensors"  # checked tensor by tensor on loading, so that the first invalid one is named
 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """Which run a checkpoint belongs to, from its first start over all its resumes; the one begun later is greater."""
+    """The run of a checkpoint, including all its resumes; a run begun later is greater."""
 
     began: float = 0.0
-    """Unix seconds, on the clock of the rank 0 that began it. 0 = written before runs were told apart."""
+    """Unix seconds, on the clock of the rank 0 that began it. 0 = written by a version without runs."""
     id: str = ""
 
     @classmethod
     def new(cls, after: Run | None = None) -> Run:
-        """A run that begins now, and later than ``after`` whatever the clock says. It has its launched job's name."""
+        """A run that begins now, and in any case later than ``after``. It has its launched job's name."""
         began = max(time.time(), 0.0 if after is None else after.began + 1.0)
         return cls(began, launched_job(os.environ) or secrets.token_hex(8))
 
@@ -78,17 +78,17 @@ def copy_of(checkpoints: Path, name: str) -> Path:
 
 
 def _out_of_the_way(final: Path) -> Path:
-    """Where an earlier checkpoint of the same step is put while the new one takes its place."""
+    """Where an earlier checkpoint of the same step is kept while the new one replaces it."""
     return final.with_name(f"{_REPLACED}{final.name}")
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """A new empty draft; the remains of a killed attempt are removed."""
+    """A new empty draft; removes the remains of a killed attempt."""
     return begin_draft(draft_of(checkpoints, step))
 
 
 def begin_draft(draft: Path) -> Path:
-    """That empty folder in the folder of the checkpoints."""
+    """Create that empty folder in the folder of the checkpoints."""
     _remove(draft)
     draft.mkdir(parents=True)
     _sync(draft.parent.parent)
@@ -96,7 +96,7 @@ def begin_draft(draft: Path) -> Path:
 
 
 def discard(checkpoints: Path, step: int) -> None:
-    """Remove the draft of that step as far as the disk lets us; the next attempt removes the rest."""
+    """Remove the draft of that step as far as the disk allows; the next attempt removes the rest."""
     shutil.rmtree(draft_of(checkpoints, step), ignore_errors=True)
 
 
@@ -105,7 +105,7 @@ def publish(
 ) -> Path:
     """Complete the draft of that step with `state` and the marker, and put it in place. Returns its final path.
 
-    What is in the draft already has been synced by who wrote it.
+    Files already in the draft have been synced by their writer.
     """
     draft, final = draft_of(checkpoints, step), folder_of(checkpoints, step)
     write_new(draft / STATE, json.dumps(dict(state), indent=1).encode())
@@ -120,7 +120,7 @@ def publish(
 
 
 def put_in_place(draft: Path, final: Path) -> Path:
-    """Rename a draft that is complete, its files synced; an earlier checkpoint of that name goes when it is there."""
+    """Rename a complete draft with synced files; an earlier checkpoint of that name is then removed."""
     _sync(draft)
     if os.path.lexists(final):  # os.replace refuses a folder that is not empty
         _remove(_out_of_the_way(final))
@@ -133,14 +133,14 @@ def put_in_place(draft: Path, final: Path) -> Path:
 def complete(checkpoints: Path) -> list[Path]:
     """The published checkpoints, the one that has trained least first.
 
-    That is not the order of names: a run that goes on with more ranks has fewer steps in an epoch, and counts lower.
-    Raises CheckpointError where no folder can be.
+    This is not the order of names: a run that continues with more ranks has fewer steps per epoch, so lower numbers.
+    Raises CheckpointError if the path cannot be a folder.
     """
     refuse_no_folder(checkpoints)
     if not checkpoints.is_dir():
         return []
     by_name: dict[str, Path] = {}
-    for path in sorted(checkpoints.iterdir()):  # one that was moved out of the way comes before the one in its place
+    for path in sorted(checkpoints.iterdir()):  # one that was moved aside comes before the one in its place
         name = _PUBLISHED.fullmatch(path.name)
         if name is not None and (path / MARKER).is_file():
             by_name[name[1]] = path
@@ -152,24 +152,24 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def _step(name: str) -> int:
-    """The step in the name of a published checkpoint, also while it is out of the way."""
+    """The step in the name of a published checkpoint, even while it is moved aside."""
     return int(name.rpartition("-")[2])
 
 
 Place = tuple[int, int, int]
-"""How far a checkpoint has trained: epochs, samples of the next one, steps. The first two know no number of ranks."""
+"""How far a checkpoint has trained: epochs, samples of the next one, steps. The first two do not depend on the number
+of ranks."""
 
 
 def behind(name: str, known: Iterable[tuple[str, Place]]) -> Place:
-    """Where a damaged checkpoint is put that cannot say how far it has trained: behind all that have lower names.
-
-    A copy on another node, of the same name, says it for both.
+    """The position of a damaged checkpoint whose progress cannot be read: after all lower names. A copy of the same
+    name on another node gives it for both.
     """
     return max((place for other, place in known if _step(other) <= _step(name)), default=(0, 0, 0))
 
 
 def place_of(folder: Path) -> Place | None:
-    """How far a published checkpoint has trained; None where that cannot be read."""
+    """How far a published checkpoint has trained; None if that cannot be read."""
     try:
         state = _read_json(folder / STATE)
         return int(state.get("epoch", 0)), int(state.get("consumed_samples", 0)), int(state["step"])
@@ -178,21 +178,20 @@ def place_of(folder: Path) -> Place | None:
 
 
 def refuse_no_folder(path: Path) -> None:
-    """Raises CheckpointError when something that is no folder has this name, such as a link to a disk that is away."""
+    """Raises CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
     if path.is_dir() or not os.path.lexists(path):
         return
     if path.is_symlink():
         raise CheckpointError(
-            f"{path} is a link to {os.readlink(path)}, which is no folder: nothing can be read or saved there; mount "
-            "its disk, make that folder, or remove the link"
+            f"{path} is a link to {os.readlink(path)}, which is not a folder: nothing can be read or saved there; "
+            "mount its disk, make that folder, or remove the link"
         )
     raise CheckpointError(f"{path} is not a folder; move it away, or give another folder for the run")
 
 
 def clear(checkpoints: Path) -> None:
-    """Remove every checkpoint, what killed runs left, and the record of the run; whatever else is there stays.
-
-    Raises OSError when one cannot be removed. None of them counts any more as soon as the first is being removed.
+    """Remove every checkpoint, the remains of killed runs, and the record of the run; everything else stays. Raises
+    OSError if one cannot be removed. None of them counts from the start of the removal.
     """
     if not checkpoints.is_dir():
         return
@@ -204,23 +203,23 @@ def clear(checkpoints: Path) -> None:
 
 
 def name_of(folder: Path) -> str:
-    """The name of a published checkpoint, also while it is out of the way of a new one of that step."""
+    """The name of a published checkpoint, even while it is moved aside for a new one of that step."""
     return folder.name.removeprefix(_REPLACED)
 
 
 def score_of(folder: Path) -> float | None:
-    """The score that a published checkpoint was given."""
+    """The score of a published checkpoint."""
     score: float | None = _read_marker(folder)["score"]
     return score
 
 
 def run_of(folder: Path) -> Run:
-    """The run that a published checkpoint belongs to."""
+    """The run of a published checkpoint."""
     return run_from(_read_marker(folder).get("run"))
 
 
 def run_from(told: Any) -> Run:
-    """A run as its ``as_json`` has it; ``Run()`` for anything else."""
+    """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
         return Run(float(told["began"]), str(told["id"]))
     except (TypeError, KeyError, ValueError):
@@ -228,7 +227,8 @@ def run_from(told: Any) -> Run:
 
 
 def marker_digest(folder: Path) -> str:
-    """SHA-256 of the marker, which has the hash of every file, or of the file that has each tensor's: of all of it."""
+    """SHA-256 of the marker, which has the hash of every file, or of the file with each tensor's hash: it covers
+    everything."""
     try:
         return _sha256(folder / MARKER)
     except OSError as error:
@@ -236,20 +236,20 @@ def marker_digest(folder: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The published checkpoint with the highest score, of equal ones the newest; None when none has a score."""
+    """The published checkpoint with the highest score (of equal ones, the newest); None if none has a score."""
     scored = {path: score for path in reversed(complete(checkpoints)) if (score := score_of(path)) is not None}
     return max(scored, key=lambda path: scored[path]) if scored else None
 
 
 def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
-    """Remove all but the newest `keep` checkpoints (and the best), and what killed runs left."""
+    """Remove all except the newest `keep` checkpoints (and the best), and the remains of killed runs."""
     published = complete(checkpoints)
     kept = {*published[-keep:], *([best(checkpoints)] if keep_best else [])}
     keep_only(checkpoints, {path.name for path in kept if path is not None})
 
 
 def keep_only(checkpoints: Path, names: Collection[str]) -> None:
-    """Remove every other checkpoint, and what killed runs left. Nothing where there is no such folder."""
+    """Remove every other checkpoint, and the remains of killed runs. Does nothing without such a folder."""
     if checkpoints.is_dir():
         for path in _ours(checkpoints):
             if path.name not in names:
@@ -257,7 +257,7 @@ def keep_only(checkpoints: Path, names: Collection[str]) -> None:
 
 
 def set_aside(checkpoints: Path, run: Run) -> list[Path]:
-    """Move the checkpoints of other runs into folders, ``checkpoints/of-run-<id>``, which are returned."""
+    """Move the checkpoints of other runs into folders ``checkpoints/of-run-<id>``; returns these."""
     aside: dict[Path, None] = {}
     for path in complete(checkpoints):
         with contextlib.suppress(CheckpointError):  # a damaged marker names no run
@@ -268,7 +268,7 @@ def set_aside(checkpoints: Path, run: Run) -> list[Path]:
 
 
 def move_aside(path: Path, why: str) -> Path:
-    """Move a checkpoint into the folder ``checkpoints/<why>``, where it counts no longer. Returns that folder."""
+    """Move a checkpoint into the folder ``checkpoints/<why>``, where it no longer counts. Returns that folder."""
     aside = path.parent / why  # within, because `checkpoints` may be a link to another disk
     aside.mkdir(exist_ok=True)
     place = aside / name_of(path)
@@ -279,17 +279,17 @@ def move_aside(path: Path, why: str) -> Path:
 
 
 def _plain(run_id: str) -> str:
-    """As part of a folder's name."""
+    """The text as part of a folder's name."""
     return "".join(sign for sign in run_id if sign.isalnum())[:32] or "unknown"
 
 
 def _ours(checkpoints: Path) -> list[Path]:
-    """What has one of our names; users keep copies and notes beside it."""
+    """Entries with one of our names; users may keep copies and notes next to them."""
     return sorted(path for path in checkpoints.iterdir() if _OURS.fullmatch(path.name))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that may be there. A removal that is interrupted must not leave what looks complete."""
+    """Remove a folder if it exists. An interrupted removal must not leave a folder that looks complete."""
     if _is_own_folder(folder):
         shutil.rmtree(_put_away(folder))
     else:
@@ -297,7 +297,7 @@ def _remove(folder: Path) -> None:
 
 
 def _put_away(folder: Path) -> Path:
-    """Where it is removed, under a name that does not count."""
+    """The path under which it is removed, with a name that does not count."""
     if folder.name.startswith(_REMOVING):
         return folder
     doomed = folder.with_name(_REMOVING + folder.name.lstrip("."))
@@ -307,14 +307,14 @@ def _put_away(folder: Path) -> Path:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether it is a folder and no link to one: what a link leads to is not ours to remove."""
+    """Whether it is a folder and not a link to one: a link's target must not be removed."""
     return path.is_dir() and not path.is_symlink()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint whose files are as published; CheckpointError names the first that is not.
+    """state.json of a checkpoint with unchanged files; CheckpointError names the first that has changed.
 
-    Of the files with tensors only their presence is checked: whoever loads them checks them tensor by tensor.
+    Only the presence of tensor files is checked: loading checks them tensor by tensor.
     """
     for name, written in _read_marker(folder)["files"].items():
         path = folder / name
@@ -334,16 +334,16 @@ def _read_marker(folder: Path) -> dict[str, Any]:
         told = f"{marker.get('format')!r:.40}"
         raise CheckpointError(f"{folder}: format {told}; this version reads format {FORMAT}")
     files, score = marker.get("files"), marker.get("score")
-    # A name that leads out of the folder, and a file that is not listed, are nothing that was published.
+    # Names that lead out of the folder and unlisted files were never published.
     if (
         not isinstance(files, dict)
         or not all(isinstance(sha256, (str, type(None))) for sha256 in files.values())
         or not all(_FILE_NAME.fullmatch(name) for name in files)
         or not isinstance(files.get(STATE), str)
     ):
-        raise CheckpointError(f"{folder / MARKER} is damaged: its files are no names with SHA-256; {_WAY_OUT}")
+        raise CheckpointError(f"{folder / MARKER} is damaged: its files are not names with SHA-256; {_WAY_OUT}")
     if score is not None and (type(score) not in (int, float) or not abs(score) < math.inf):
-        raise CheckpointError(f"{folder / MARKER} is damaged: its score is no number; {_WAY_OUT}")
+        raise CheckpointError(f"{folder / MARKER} is damaged: its score is not a number; {_WAY_OUT}")
     return {**marker, "score": score}
 
 
@@ -353,7 +353,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {_WAY_OUT}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it is no section of names and values; {_WAY_OUT}")
+        raise CheckpointError(f"{path} is damaged: it is not a mapping of names to values; {_WAY_OUT}")
     return value
 
 

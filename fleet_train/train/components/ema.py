@@ -1,4 +1,4 @@
-"""A moving average of the weights, kept in the program: a checkpoint holds it, and a resumed run goes on with it."""
+"""A moving average of the weights, kept in the program: checkpoints contain it, and a resumed run continues it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Pairs = list[tuple[Any, Any]]
 class WeightAverage:
     """average = decay * average + (1 - decay) * weights after every update, for all parameters that are trained.
 
-    It starts from nothing and is read divided by 1 - decay**updates, so that early averages are averages too. Updates
+    It starts at zero and is read divided by 1 - decay**updates, so that early averages are unbiased. Updates
     that are skipped, and micro-batches without one, do not count. With LocalSGD each rank averages its own weights; the
-    mean of these averages, which is what is read, is the average of the mean weights.
-    Source: Polyak and Juditsky 1992; the correction is that of Kingma and Ba 2015.
+    mean of these averages, which is read, is the average of the mean weights. Source: Polyak and Juditsky 1992; the
+    correction is that of Kingma and Ba 2015.
     """
 
     def __init__(self, decay: float) -> None:
@@ -66,7 +66,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the program's parameters are the averaged weights; afterwards they are what they were."""
+        """Within the block the program's parameters are the averaged weights; afterwards they are restored."""
         averaged = self.weights()
         trained = {name: _read(name) for name in averaged}
         _write(averaged)

@@ -1,4 +1,4 @@
-"""Evaluation shared out over the ranks: exact sums, each sample counted once, whatever the shard sizes."""
+"""Evaluation divided over the ranks: exact sums, each sample counted once, for any shard sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Evaluation:
     """By name, such as `loss` and `accuracy`."""
     num_samples: int
     confusion: NDArray[np.int64] | None = None
-    """Counts [classes, classes]: row = true class, column = predicted class. None where they were not asked for."""
+    """Counts [classes, classes]: row = true class, column = predicted class. None if not requested."""
     mistakes: list[Mistake] = field(default_factory=list)
-    """Of rank 0's share, on rank 0 only: images that were taken for another class, the most confident first."""
+    """From rank 0's share, on rank 0 only: misclassified images, the most confident first."""
 
     @property
     def loss(self) -> float:
@@ -38,7 +38,7 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """What a `Trainer` calls after an epoch, on all ranks, once their parameters are equal."""
+    """The interface that a `Trainer` calls after an epoch, on all ranks, once their parameters are equal."""
 
     def __call__(self, exe: Any) -> Evaluation: ...
 

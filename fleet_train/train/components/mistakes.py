@@ -1,4 +1,4 @@
-"""The images that an evaluation got wrong with the most confidence: broken labels and hard classes show themselves."""
+"""The images that an evaluation misclassified with the most confidence: they show wrong labels and hard classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 24
 @dataclass(frozen=True)
 class Mistake:
     image: NDArray[np.float32]
-    """[channels, height, width] as the network saw it."""
+    """[channels, height, width], the network's input."""
     true_class: int
     predicted_class: int
     confidence: float
@@ -26,7 +26,7 @@ def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: N
     """At most 24 of `mistakes` and those of one more batch, the most confident first.
 
     `feed`: `features` [batch, channels, height, width], `labels` [batch]; `probabilities`: [batch, classes]. Features
-    that are no images (another number of dimensions, or neither 1 nor 3 channels) give none.
+    that are not images (another number of dimensions, or neither 1 nor 3 channels) give none.
     """
     images, labels = np.asarray(feed["features"]), np.asarray(feed["labels"]).reshape(-1)
     if images.ndim != 4 or images.shape[1] not in (1, 3):

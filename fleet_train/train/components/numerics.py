@@ -1,4 +1,4 @@
-"""NaN and infinity: updates that are skipped, statistics that stay usable, and nothing of it in a checkpoint."""
+"""NaN and infinity: skips updates, keeps statistics usable, and keeps them out of checkpoints."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NAMED_SAMPLES = 64
 class SkipNotFinite:
     """Skips an update whose averaged gradients hold NaN or infinity, and counts it.
 
-    One rank's NaN is in the average, which all ranks hold alike: all skip the same update, without a message. In
-    LocalSGD's local steps there is no average, and a rank skips its own update only. With gradient merge the update of
+    One rank's NaN is in the average, which is equal on all ranks, so all skip the same update without a message. In
+    LocalSGD's local steps there is no average, and a rank skips only its own update. With gradient merge the update of
     all its micro-batches is skipped.
     """
 
@@ -53,11 +53,11 @@ class SkipNotFinite:
 
 
 def refuse_to_skip_with(profile: Profile) -> None:
-    """Raise ProfileError for a profile that remembers more of a gradient than the update that is skipped."""
+    """Raise ProfileError for a profile that keeps state of a gradient beyond the skipped update."""
     if compression_of(profile.compression).keeps_nan:
         raise ProfileError(
-            f"--on_nan skip with compression: {profile.compression}: what it left out of a gradient is kept and sent "
-            "later, so that one NaN stays in it for ever; use --on_nan stop, or compression: none or bf16"
+            f"--on_nan skip with compression: {profile.compression}: the unsent part of a gradient is kept and sent "
+            "later, so that one NaN would stay in it forever; use --on_nan stop, or compression: none or bf16"
         )
     if profile.use_local_sgd and profile.local_sgd_schedule == "adaptive":
         raise ProfileError(
@@ -67,10 +67,10 @@ def refuse_to_skip_with(profile: Profile) -> None:
 
 
 def keep_statistics_finite(program: Any) -> None:
-    """Append to a finished program: values that are not trained (batch norm's running statistics) and would end a run
-    of the program with NaN or infinity keep what they had before it.
+    """Append to a finished program: untrained values (batch norm's running statistics) that would end a run of the
+    program with NaN or infinity keep their previous values.
 
-    The forward pass moves them before anybody has looked at a gradient.
+    The forward pass updates them before any gradient is checked.
     """
     block = program.global_block()
     names = statistics_of(program)
@@ -84,14 +84,15 @@ def keep_statistics_finite(program: Any) -> None:
 
 
 class LossWatch:
-    """Looks at the losses of this rank that are fetched, and decides what one that is not finite means."""
+    """Checks this rank's fetched losses and reacts to one that is not finite."""
 
     def __init__(self, skipping: SkipNotFinite | None) -> None:
         self._skipping = skipping
         self._looked_at = 0
 
     def look(self, loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> None:
-        """Raises NotFinite naming rank, step and samples; when updates are skipped it is said on this rank instead."""
+        """Raises NotFinite naming rank, step and samples; if updates are skipped, this rank prints a message
+        instead."""
         before, self._looked_at = self._looked_at, step
         if math.isfinite(loss):
             return
@@ -99,9 +100,9 @@ class LossWatch:
         if self._skipping is not None:
             print(f"fleet_train: {told}; this update is skipped on every rank", file=sys.stderr, flush=True)
             return
-        unseen = f" (looked at before: the loss of step {before}, see fetch_frequency)"
+        unseen = f" (last checked before: the loss of step {before}, see fetch_frequency)"
         raise NotFinite(
-            f"{told}{unseen if before + 1 < step else ''}; nothing of it is saved, the last checkpoint is untouched. "
+            f"{told}{unseen if before + 1 < step else ''}; this step is not saved, the last checkpoint is unchanged. "
             "Look at these samples, try a lower learning rate or a warm-up, or skip such updates (--on_nan skip)"
         )
 
@@ -114,7 +115,7 @@ class LossWatch:
 
 
 def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> str:
-    """Which rank had which loss at which step, over which samples, and which of them were not finite to begin with."""
+    """Which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
     text = f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; its batch: samples {_listed(indices)}"
     for name, values in batch.items():
         broken = indices[~_finite_per_sample(np.asarray(values))]
@@ -129,7 +130,7 @@ def refuse_state(program: Any, step: int) -> None:
     if name is not None:
         raise NotFinite(
             f"'{name}' holds NaN or infinity after step {step}, though no fetched loss did; this is not saved, and "
-            "the last checkpoint is untouched. Try a lower learning rate, --clip_norm, or --on_nan skip"
+            "the last checkpoint is unchanged. Try a lower learning rate, --clip_norm, or --on_nan skip"
         )
 
 

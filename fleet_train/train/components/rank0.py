@@ -1,4 +1,4 @@
-"""Let rank 0 read its disk and share the answer, so that all ranks continue, or stop, for the same reason."""
+"""Lets rank 0 read its disk and share the answer, so that all ranks continue or stop for the same reason."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from fleet_train import errors, fleet
 
 _SYNC_SECONDS = 1.0
-"""Between two synchronization points of all ranks while one of them works."""
+"""Seconds between two synchronization points of all ranks while one of them works."""
 
 
 def ask_first_worker(question: Callable[[], Any]) -> Any:
-    """Rank 0's answer (a JSON value) on every rank; if the question raises there, it raises on every rank.
+    """Rank 0's answer (a JSON value) on every rank; if the call raises there, it raises on every rank.
 
-    Without this, an error on rank 0 alone would leave the others waiting in the next collective.
+    Otherwise the other ranks would wait in the next collective after an error on rank 0.
     """
     answer: dict[str, Any] = {}
     if fleet.is_first_worker():
@@ -38,7 +38,7 @@ def share(value: Any) -> Any:
 
 
 def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:
-    """Run ``work`` on the ranks that pass some; its JSON value, or the problem, by rank. All ranks call it.
+    """Run ``work`` on the ranks that pass it; its JSON value, or the problem, by rank. All ranks call it.
 
     It may take long: it runs in a thread, while all ranks synchronize every second, so that no rank times out.
     CheckpointError on every rank, naming the ranks that have not finished, after ``most_seconds``.

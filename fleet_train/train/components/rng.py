@@ -1,7 +1,7 @@
-"""Random streams that depend on nothing but (seed, rank, step).
+"""Random streams that depend only on (seed, rank, step).
 
-Dropout at step N of rank R draws the same mask whether the run came there in one go or was resumed, on this or on
-another number of machines: a checkpoint needs no generator state, only the seed and the step.
+Dropout at step N of rank R draws the same mask in an uninterrupted and in a resumed run, on any number of machines: a
+checkpoint needs no generator state, only the seed and the step.
 """
 
 from __future__ import annotations

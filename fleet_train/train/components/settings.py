@@ -1,4 +1,4 @@
-"""What a `Trainer` is asked to do, whatever it trains. Imports no Paddle."""
+"""The settings of a `Trainer`. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How long, how often, and from which seed."""
+    """Durations, intervals, and the seed."""
 
     epochs: int
     """Passes over the training data in the whole run."""
@@ -26,9 +26,9 @@ class TrainerSettings:
     log_every: int = 10
     """Steps between two metric records."""
     straggler_factor: float = 1.5
-    """A rank is named when its steps take that many times the median of the others. 0 = never."""
+    """A rank is reported when its steps take this many times the median of the others. 0 = never."""
     stop_after_epochs: int | None = None
-    """Epochs in this call; a later call with resume goes on. None = all that are left."""
+    """Epochs in this call; a later call with resume continues. None = all remaining ones."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every", "log_every"):
@@ -40,6 +40,6 @@ class TrainerSettings:
 
 
 def at_least(name: str, value: float, minimum: float) -> None:
-    """Raise FleetTrainError unless value >= minimum (NaN is not)."""
+    """Raise FleetTrainError unless value >= minimum (false for NaN)."""
     if not value >= minimum:
         raise FleetTrainError(f"--{name} {value}: must be at least {minimum}")

@@ -1,9 +1,9 @@
-"""A signal that asks this rank to stop becomes a request that all ranks answer at the same step.
+"""Turns a signal to this rank into a stop request that all ranks follow at the same step.
 
-SIGTERM is what Kubernetes, Slurm and ``launch`` send before they kill; Slurm sends SIGUSR1 earlier where asked to
-(``sbatch --signal=USR1@120``). The first signal asks; a later one ends the process at once, as it would without us.
-Where Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: what
-comes within 2 seconds of the first is the same request.
+Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
+--signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If Slurm
+signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals within 2
+seconds of the first count as the same request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
 
     Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
-    handlers, the block listens to nothing: its owner decides what signals mean.
+    handlers, the block does nothing: the caller handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Values that are not trained but move with the training: batch norm's running mean and variance."""
+"""Values that are not trained but updated during training: batch norm's running mean and variance."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fleet_train import fleet
 def statistics_of(program: Any) -> list[str]:
     """Names of the float parameters of `program` that are not trained, sorted."""
     values = program.global_block().all_parameters()
-    # The learning rate is such a parameter, too, but without a dimension.
+    # The learning rate is also such a parameter, but has no dimensions.
     return sorted(
         each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
     )
 
 
 def describe_statistics(program: Any) -> str | None:
-    """What becomes of batch norm's statistics in this job, or None where there is nothing to say."""
+    """A note on batch norm's statistics in this job, or None."""
     if fleet.worker_num() == 1 or not statistics_of(program):
         return None
     if fleet.profile().sync_batch_norm:

@@ -1,4 +1,4 @@
-"""Name the rank that the others wait for, from the times that ranks tell one another at the barriers."""
+"""Names the rank that the others wait for, from the times that ranks report at barriers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from statistics import median
 
 
 class StragglerWatch:
-    """Looks at one interval after the other and speaks when something changes, not while it stays.
+    """Checks each interval and reports only changes.
 
     A rank is a straggler when it is the slowest, and slower than `factor` times the median step of the others, in
-    `intervals` intervals in a row that last `seconds` at least: less is a checkpoint, or a busy moment.
+    `intervals` consecutive intervals of at least `seconds` in total: anything shorter may be a checkpoint or temporary
+    load.
     """
 
     def __init__(
@@ -22,7 +23,7 @@ class StragglerWatch:
         seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`endpoints`: host:port by rank. `factor` 0 = never speak."""
+        """`endpoints`: host:port by rank. `factor` 0 = never report."""
         self._endpoints = endpoints
         self._factor = factor
         self._intervals = intervals
@@ -33,9 +34,10 @@ class StragglerWatch:
         self._named: int | None = None
 
     def look(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
-        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns what to say.
+        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns the message, if
+        any.
 
-        Ranks that have told nothing (0 ms: no barrier in the interval, as between two averagings) say nothing about it.
+        Ranks without a report (0 ms: no barrier in the interval, as between two averagings) are ignored.
         """
         if not self._factor or len(rank_step_ms) < 2 or min(rank_step_ms) <= 0:
             return None

@@ -1,4 +1,4 @@
-"""Measure steps: how fast, how long, and which share of the time went into waiting for data."""
+"""Measures steps: speed, duration, and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Speed(NamedTuple):
     samples_per_second: float
     """Over all ranks."""
     step_ms: float
-    """Of an update: with gradient merge of all its micro-batches."""
+    """The time of an update: with gradient merge, of all its micro-batches."""
     data_wait_share: float
-    """0 = data was always ready, 1 = nothing but waiting."""
+    """0 = data was always ready, 1 = only waiting."""
 
 
 class StepMeter(Generic[Item]):
@@ -35,14 +35,14 @@ class StepMeter(Generic[Item]):
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval now; what was counted is forgotten."""
+        """Begin a new interval now and reset the counts."""
         self._began = self._clock()
         self.batches = 0
         self._samples = 0
         self._waited = 0.0
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """The same batches, with the time spent on getting each counted as waiting."""
+        """The same batches; the time to get each one counts as waiting."""
         source = iter(batches)
         while True:
             asked = self._clock()
@@ -54,7 +54,7 @@ class StepMeter(Generic[Item]):
             yield batch
 
     def count(self, samples: int) -> None:
-        """One batch of this rank with that many samples is done."""
+        """Count one finished batch of this rank with this many samples."""
         self.batches += 1
         self._samples += samples
 

@@ -1,4 +1,4 @@
-"""A run's numbers, texts and pictures: what is reported, where it goes, and what a person sees while training.
+"""A run's numbers, texts and images: what is reported, where it goes, and the progress display.
 
 Scripts import the names below from here; `reporter` is the trainer's.
 """

@@ -1,4 +1,4 @@
-"""What a person sees while training: a bar on a terminal, one line per interval in a log, nothing on other ranks."""
+"""The progress display: a bar on a terminal, one line per interval in a log, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Progress(Protocol):
         """An epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""
 
     def step(self, loss: float | None, samples: int) -> None:
-        """One step over `samples` of all ranks is done; its loss where it was fetched."""
+        """One step over `samples` of all ranks is done; its loss if it was fetched."""
 
     def end(self, summary: str) -> None:
         """The epoch is done; `summary` is its one line."""
@@ -24,7 +24,7 @@ class Progress(Protocol):
 
 
 class Pace:
-    """Samples per second and the time that is left, from the steps of the epoch under way."""
+    """Samples per second and the remaining time, from the steps of the current epoch."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -124,7 +124,7 @@ class BarProgress:
         if self._bar is None:
             print(message, flush=True)
         else:
-            self._bar.write(message)  # above the bar, which stays in one piece
+            self._bar.write(message)  # above the bar, which stays intact
 
 
 def make_progress(reporting: bool) -> Progress:

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation, drawn with Pillow."""
+"""Images of an evaluation, drawn with Pillow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HIT, _MISS = (36, 105, 189), (201, 68, 44)
 def confusion_picture(confusion: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Counts [classes, classes] (row: true class, column: predicted) as a picture, uint8 [height, width, 3].
 
-    The stronger a cell, the larger its share of its row: blue on the diagonal, red beside it. Up to 20 classes have
+    A stronger colour means a larger share of the row: blue on the diagonal, red elsewhere. Up to 20 classes have
     their counts in the cells.
     """
     from PIL import Image, ImageDraw, ImageFont
@@ -44,7 +44,7 @@ def confusion_picture(confusion: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def _blend(colour: tuple[int, int, int], share: float, is_hit: bool) -> tuple[int, int, int]:
-    # One miss in a hundred must be seen beside ninety-nine hits.
+    # One miss must be visible next to ninety-nine hits.
     weight = share if is_hit else share**0.5
     red, green, blue = (round(244 + (channel - 244) * weight) for channel in colour)
     return red, green, blue

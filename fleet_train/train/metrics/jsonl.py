@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: everything that a run reports, one JSON object per line, for scripts and for later."""
+"""`metrics.jsonl`: everything that a run reports, one JSON object per line, for scripts and later analysis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonLinesSink:
     """One line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
 
     Texts, settings and images have a `kind`; lines without one are scalars, NaN and infinity as null. An image's line
-    names a PNG file of the folder: the newest of its tag, the ones before it are overwritten.
+    names a PNG file of the folder: the newest of its tag, which overwrites earlier ones.
     """
 
     FILE_NAME = "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Where a run's numbers, texts and pictures go: JSON lines always, VisualDL when it works, nowhere on other ranks."""
+"""Opens the sinks of a run: always JSON lines, VisualDL if it works, none on other ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fleet_train.train.metrics.visualdl import VisualDLSink
 def open_sinks(output: Path, reporting: bool, resume_step: int = 0) -> MetricSink:
     """`metrics.jsonl`, `images/` and `visualdl/` below `output` on the reporting rank, nothing on the others.
 
-    One file of each kind, also after restarts. What an earlier run wrote after `resume_step` is dropped: this run goes
-    through those steps again.
+    One file of each kind, also after restarts. Records of an earlier run after `resume_step` are dropped: this run
+    repeats those steps.
     """
     if not reporting:
         return NullSink()

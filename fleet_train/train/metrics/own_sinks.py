@@ -1,4 +1,4 @@
-"""Sinks of the user's own: two methods are enough, and what goes wrong in them is said once and stops nothing."""
+"""User-defined sinks: two methods are enough; their errors are reported once and stop nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalar
 
 
 class OwnSink(Protocol):
-    """What a sink of your own must have. It may have `text`, `hparams` and `image` of `MetricSink` as well."""
+    """The methods that your own sink must have. It may also have `text`, `hparams` and `image` of `MetricSink`."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Points of curves. A value may be NaN or infinite."""
 
     def close(self) -> None:
-        """Once, when `Trainer.fit` has ended, however it has."""
+        """Called once, when `Trainer.fit` has ended, with or without an error."""
 
 
 class GuardedSink:
-    """A sink of the user's as a `MetricSink`. After its first exception it is not called any more, but for `close`."""
+    """A user's sink as a `MetricSink`. After its first exception only `close` is called."""
 
     def __init__(self, sink: Any) -> None:
-        """Raises FleetTrainError for an object that is no sink."""
+        """Raises FleetTrainError for an object that is not a sink."""
         for name in ("write", "close"):
             if isinstance(sink, type) or not callable(getattr(sink, name, None)):
                 raise FleetTrainError(
-                    f"sinks: {sink!r} is no sink: it takes an object with write(step, scalars) and close(), see "
+                    f"sinks: {sink!r} is not a sink: it takes an object with write(step, scalars) and close(), see "
                     "docs/watching.md"
                 )
         self._sink = sink
@@ -65,19 +65,19 @@ class GuardedSink:
             self._works = False
             if is_told:
                 what = f"{type(self._sink).__name__}.{name}: {type(error).__name__}: {error}"
-                print(f"fleet_train: {what}; it is not called any more, training goes on", file=sys.stderr, flush=True)
+                print(f"fleet_train: {what}; it is no longer called, training goes on", file=sys.stderr, flush=True)
 
 
 class OwnedSinks(TeeSink):
-    """The list that a trainer was given, on the rank that reports: the trainer closes it."""
+    """The list given to a trainer, on the reporting rank: the trainer closes it."""
 
 
 def sinks_of(given: MetricSink | OwnSink | Sequence[OwnSink] | None, reporting: bool) -> MetricSink:
-    """One sink for what `Trainer` was given. A list, or an object with two methods, is guarded, called on the reporting
-    rank alone, and the trainer's to close; a whole `MetricSink` is called as it is, on every rank, and stays the
-    caller's.
+    """One sink for the argument of `Trainer`. A list, or an object with two methods, is guarded, called only on the
+    reporting rank, and closed by the trainer; a full `MetricSink` is called unchanged, on every rank, and closed by the
+    caller.
 
-    Raises FleetTrainError, on every rank, for what is no sink.
+    Raises FleetTrainError, on every rank, for anything that is not a sink.
     """
     if given is None:
         return NullSink()

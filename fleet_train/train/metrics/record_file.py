@@ -1,4 +1,4 @@
-"""A file that is only appended to, whole records at a time, and that survives a full disk."""
+"""An append-only file of whole records that survives a full disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fleet_train.files import publish_where_linked
 
 
 class AppendOnlyFile:
-    """Records that are there whole or not at all, readable by others as soon as `append` returns."""
+    """Appends records atomically, readable by others as soon as `append` returns."""
 
     def __init__(self, path: Path, kept: Iterable[bytes] = ()) -> None:
-        """Begin with the records `kept` of an earlier file of that name. Raises OSError when it cannot be written."""
+        """Begin with the records `kept` of an earlier file of that name. Raises OSError if it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path = publish_where_linked(path, b"".join(kept))  # a job that is killed right now keeps the earlier file
+        path = publish_where_linked(path, b"".join(kept))  # a job that is killed now keeps the earlier file
         self._path = path
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)
@@ -24,7 +24,8 @@ class AppendOnlyFile:
         self._in_trouble = False
 
     def append(self, record: bytes) -> None:
-        """Write it; when that fails (disk full) it is left out, which is said once until writing works again."""
+        """Write it; if that fails (disk full), the record is dropped, which is reported once until writing works
+        again."""
         try:
             written = self._file.write(record)
             if written != len(record):

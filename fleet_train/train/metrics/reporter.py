@@ -1,4 +1,4 @@
-"""What a job reports while it runs: measurements become tags, settings become texts. docs/watching.md has the tags."""
+"""Reports a running job: measurements become tags, settings become texts. docs/watching.md has the tags."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fleet_train.train.metrics.sinks import MetricSink
 if TYPE_CHECKING:
     from fleet_train.train.checkpoint.position import Position
 
-# More curves than that nobody reads; the slowest and the median rank are always there.
+# More curves are unreadable; the slowest and the median rank are always included.
 MOST_RANKS_WITH_CURVES = 16
 _COMPARED = ("test/accuracy", "test/loss")
-# Where a run is and how it was started says nothing about what it learns.
+# The place of a run and how it was started do not affect what it learns.
 _NO_SETTING = {"output_dir", "resume", "overwrite", "stop_after_epochs", "prometheus_port", "prometheus_host"}
 
 
 class Communication(Protocol):
-    """What `fleet.communication()` gives."""
+    """The result of `fleet.communication()`."""
 
     @property
     def steps(self) -> int: ...
@@ -48,7 +48,7 @@ class Communication(Protocol):
 
 
 class Reporter:
-    """One per trainer, on every rank: ranks that do not report have sinks and a progress that do nothing."""
+    """One per trainer, on every rank: non-reporting ranks have sinks and a progress display that do nothing."""
 
     def __init__(self, sinks: MetricSink, progress: Progress, straggler_factor: float) -> None:
         self._sinks = sinks
@@ -57,7 +57,7 @@ class Reporter:
         self._sent_bytes = 0.0
 
     def describe(self, step: int, description: Mapping[str, Any], evaluates: bool) -> None:
-        """What runs, once at the start: settings to compare runs by, the profile and the plan to read."""
+        """Report the run once at the start: settings to compare runs by, the profile and the plan to read."""
         profile, plan = fleet.profile(), fleet.plan()
         chosen = {} if plan is None else chosen_settings(plan.chosen)
         where = {"ranks": fleet.worker_num(), "nodes": fleet.node_num()}
@@ -72,11 +72,11 @@ class Reporter:
         self._sinks.text(step, "plan/table", "one process: nothing is sent" if plan is None else explain(plan))
 
     def begin_stretch(self) -> None:
-        """Training goes on after something else: what that has cost is no step's time."""
+        """Called when training continues after something else, whose time does not count as step time."""
         self._communication()
 
     def _communication(self) -> Communication:
-        """Since the last reading; what was sent is counted whoever reads."""
+        """Since the last reading; sent bytes are counted for every reader."""
         read = fleet.communication()
         self._sent_bytes += max(read.steps, 1) * read.bytes_sent
         return read
@@ -84,7 +84,7 @@ class Reporter:
     def interval(
         self, at: Position, loss: float, learning_rate: float | None, speed: Speed, more: Mapping[str, float]
     ) -> None:
-        """Some steps are done; ``more`` is recorded beside. All ranks call it after the same step."""
+        """Report finished steps; ``more`` is recorded with them. All ranks call it after the same step."""
         communication = self._communication()
         scalars = {"train/loss": loss, "train/epoch": float(at.epoch), **speed_scalars(speed, communication), **more}
         if fleet.worker_num() > 1:
@@ -103,12 +103,12 @@ class Reporter:
             self._progress.say(said)
 
     def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
-        """The last checkpoint of this call is written; nothing where there is nothing to say of it."""
+        """Report the last checkpoint of this call, if there are metrics of it."""
         if scalars:
             self._sinks.write(at.step, scalars)
 
     def evaluated(self, at: Position, evaluation: Evaluation, epoch_loss: float) -> None:
-        """An evaluation is done; its confusion matrix and its mistakes, if it has them, become pictures."""
+        """Report an evaluation; its confusion matrix and its mistakes, if any, become images."""
         scalars = {f"test/{name}": value for name, value in evaluation.values.items()}
         self._sinks.write(at.step, {**scalars, "train/epoch": float(at.epoch), "train/epoch_loss": epoch_loss})
         if evaluation.confusion is not None:
@@ -118,7 +118,7 @@ class Reporter:
 
 
 def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float]:
-    """Where the time of a step went, on this rank and over the ranks. Compute is what neither of the others is."""
+    """Where the time of a step went, on this rank and over the ranks. Compute is the rest."""
     data_ms = speed.step_ms * speed.data_wait_share
     exposed_ms = min(communication.exposed_ms, speed.step_ms - data_ms)
     compute_ms = speed.step_ms - data_ms - exposed_ms
@@ -144,7 +144,7 @@ def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float
 
 
 def rank_scalars(rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> dict[str, float]:
-    """Curves of the ranks; nothing for an interval without a barrier, in which ranks have told nothing."""
+    """Curves of the ranks; empty for an interval without a barrier, in which ranks have reported nothing."""
     if min(rank_step_ms) <= 0:
         return {}
     scalars = {"ranks/median_step_ms": median(rank_step_ms), "ranks/slowest_step_ms": max(rank_step_ms)}
@@ -164,11 +164,11 @@ def profile_settings(profile: Profile) -> dict[str, Any]:
 
 
 def chosen_settings(lines: str) -> dict[str, Any]:
-    """What was chosen where the profile gives no number, by knob; ``lines``: `CommPlan.chosen`."""
+    """The chosen numbers of the profile's open settings, by knob; ``lines``: `CommPlan.chosen`."""
     chosen: dict[str, Any] = yaml.safe_load(f"{{{lines}}}")
     return chosen
 
 
 def profile_text(profile: Profile, chosen: Mapping[str, Any]) -> str:
-    """The profile as a YAML file that makes the run again but for the values of variables, which may be secrets."""
+    """The profile as a YAML file that reproduces the run, except for the values of variables, which may be secrets."""
     return yaml.safe_dump(profile.shown_settings() | dict(chosen), sort_keys=False, allow_unicode=True).rstrip()

@@ -1,4 +1,4 @@
-"""What a sink of metrics is, one that forgets everything, and several as one."""
+"""The interface of metric sinks, one that discards everything, and several as one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MetricSink(Protocol):
-    """Tags look like `train/loss`: what stands before the `/` groups them on VisualDL's pages."""
+    """Tags look like `train/loss`: the part before the `/` groups them on VisualDL's pages."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Points of curves. A value may be NaN or infinite."""
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Something to read, as it was at that step."""
+        """A text, as of that step."""
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
-        """What was asked of this run, once, and the tags of the scalars by which runs are compared."""
+        """The settings of this run, once, and the tags of the scalars by which runs are compared."""
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """A picture, uint8 [height, width, 3]."""
+        """An image, uint8 [height, width, 3]."""
 
     def close(self) -> None: ...
 
@@ -50,7 +50,7 @@ class NullSink:
 
 
 class TeeSink:
-    """Everything to each of several sinks. Refuses tags that a page could not show."""
+    """Forwards everything to several sinks. Refuses tags that a page could not show."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = sinks
@@ -76,7 +76,7 @@ class TeeSink:
             sink.image(step, tag, pixels)
 
     def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
-        """What each rank has told of its steps since the last record, for sinks that want to know; 0 = nothing."""
+        """Each rank's reported step times since the last record, for sinks that use them; 0 = no report."""
         for sink in self._sinks:
             told = getattr(sink, "ranks", None)
             if told is not None:
@@ -91,4 +91,4 @@ def check_tags(tags: Mapping[str, Any] | Sequence[str]) -> None:
     """Raises ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
     for tag in tags:
         if not tag or "%" in tag:
-            raise ValueError(f"{tag!r} is no tag: it must not be empty and must not contain a percent sign")
+            raise ValueError(f"{tag!r} is not a tag: it must not be empty and must not contain a percent sign")

@@ -1,4 +1,4 @@
-"""The same records for VisualDL's pages. Whatever goes wrong in there is said once and never stops the training."""
+"""The same records for VisualDL's pages. Its errors are reported once and never stop the training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from fleet_train.train.metrics.record_file import AppendOnlyFile
 from fleet_train.train.metrics.sinks import Pixels, Scalars, Settings
 
-# As wide as a digit, and no place to break a line. As many as half the text column of a wide screen.
+# As wide as a digit, and non-breaking. The length is half the text column of a wide screen.
 _FIXED_SPACE, _LINE_LENGTH = "\u2007", 120
 
 
 class VisualDLSink:
     """Writes the file format of VisualDL 2.5 with VisualDL's own record types.
 
-    Not with its LogWriter: that one writes in a thread, so that a full disk leaves half a record in the file and
-    everything behind it unreadable, and it cannot go back to the step of a resume. A record here is the length
-    (uint64, little-endian) and a serialized `visualdl.proto.record_pb2.Record`.
+    VisualDL's LogWriter is not used: it writes in a thread, so that a full disk leaves half a record in the file and
+    everything after it unreadable, and it cannot return to the step of a resume. A record here is the length (uint64,
+    little-endian) and a serialized `visualdl.proto.record_pb2.Record`.
     """
 
     # One fixed name: each restart would otherwise add a file, and VisualDL shows only one file per folder.
@@ -47,12 +47,12 @@ class VisualDLSink:
         self._add("text", tag, _with_lines(text), step)
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
-        # It takes a bool for an int, which today's protobuf refuses.
+        # It treats a bool as an int, which current protobuf refuses.
         shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
         self._add("hparam", "fleet_train", shown, list(metrics))
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        self._add("image", tag, pixels.copy(), step)  # it changes what it is given
+        self._add("image", tag, pixels.copy(), step)  # it modifies its argument
 
     def close(self) -> None:
         if self._file is not None:
@@ -84,10 +84,10 @@ class VisualDLSink:
 
 
 def _with_lines(text: str) -> str:
-    """The text so that the page shows its lines: it folds line ends and spaces, as any paragraph of HTML.
+    """The text in a form whose lines the page shows: it folds line ends and spaces, as in any HTML paragraph.
 
-    Spaces that do not break keep a line in one piece, and many of them at its end keep the next one out of it. A line
-    that is longer than that may be broken: the page would hide its end.
+    Non-breaking spaces keep a line together, and many of them at its end push the next line below it. A longer line may
+    break: otherwise the page would hide its end.
     """
     return " ".join(
         line if len(line) > _LINE_LENGTH else line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE)
@@ -100,7 +100,7 @@ def _now() -> int:
 
 
 def _records_until(path: Path, step: int) -> Iterator[bytes]:
-    """The records up to `step` without the file's head and the settings, which a resumed run writes anew."""
+    """The records up to `step` without the file's header and the settings, which a resumed run writes again."""
     if not path.exists():
         return
     from visualdl.proto.record_pb2 import Record

@@ -1,4 +1,4 @@
-"""VisualDL's server as a child process: on this machine only if not asked otherwise, and quiet on the internet."""
+"""VisualDL's server as a child process: on this machine only by default, and without internet access."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             raise FleetTrainError(
                 f"--logdir {folder}: there is no such folder; give a run's --output_dir or one above it"
             )
-    # A run's visualdl/ is what VisualDL itself would be given.
+    # A run's visualdl/ is the folder for VisualDL itself.
     above = [folder.parent if folder.name == "visualdl" else folder for folder in folders]
     runs = sorted({path.parent for folder in above for path in folder.rglob("metrics.jsonl")})
     if not runs:
@@ -50,7 +50,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], None]) -> int:
-    """`port`, or the next free one when it is in use and was not asked for. Raises FleetTrainError if it was."""
+    """`port`, or the next free one if it is in use and was not requested. Raises FleetTrainError if it was."""
     if network.port_is_free(host, port):
         return port
     owner = network.port_owner(port, host)
@@ -64,13 +64,14 @@ def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], N
 
 
 def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
-    """Names and addresses under which readers may ask for the page; ``allowed_hosts``: what only the user knows."""
+    """Names and addresses under which readers may request the page; ``allowed_hosts``: those that only the user
+    knows."""
     own = [*network.local_addresses(), socket.gethostname()] if host in _EVERY_ADDRESS else []
     return sorted({"127.0.0.1", "localhost", "::1", host, *own, *map(dashboard_server.name_in, allowed_hosts)})
 
 
 class Dashboard:
-    """Use as a context manager: on leaving, neither the server nor a child of it is left."""
+    """Use as a context manager: on exit, the server and its children are ended."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Dashboard:
     ) -> None:
         """`in_child` is called in the new process, before it becomes the server. `allowed_hosts`: see `names_of`."""
         self.address = f"http://{host}:{port}"
-        # Without --disable-telemetry it reports to Baidu at each start, and overwrites its own code if told to.
+        # Without --disable-telemetry it reports to Baidu at each start, and overwrites its own code on request.
         self._command = [
             *(sys.executable, dashboard_server.__file__, json.dumps(names_of(host, allowed_hosts))),
             *("--logdir", *map(str, folders)),
@@ -93,7 +94,7 @@ class Dashboard:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Dashboard:
-        """Raises DashboardUnusable when the page does not answer."""
+        """Raises DashboardUnusable if the page does not answer."""
         if importlib.util.find_spec("visualdl") is None:
             raise DashboardUnusable("VisualDL is not installed: python -m pip install visualdl")
         self._output = tempfile.TemporaryFile()
@@ -116,13 +117,13 @@ class Dashboard:
         self.stop()
 
     def wait(self) -> None:
-        """Return never, but raise DashboardUnusable when the server has ended."""
+        """Never returns; raises DashboardUnusable when the server has ended."""
         assert self._server is not None
         self._server.wait()
         raise DashboardUnusable(f"VisualDL's server has ended: {self._last_line()}")
 
     def stop(self) -> None:
-        """End the server and whatever it has started."""
+        """End the server and its child processes."""
         if self._server is not None:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
@@ -143,7 +144,7 @@ class Dashboard:
             time.sleep(0.1)
 
     def _answers(self) -> bool:
-        # It answers 500 to a client that names no language; every browser names one.
+        # It answers 500 to a client that sends no language; every browser sends one.
         request = urllib.request.Request(f"{self.address}/app/index", headers={"Accept-Language": "en"})
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:

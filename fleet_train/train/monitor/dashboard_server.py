@@ -1,9 +1,9 @@
-"""What runs as VisualDL's server: its own application, behind a look at the name that a request asks for.
+"""The process of VisualDL's server: its application, behind a check of the requested host name.
 
     dashboard_server.py '["127.0.0.1", "localhost"]' --logdir runs --host 127.0.0.1 --port 8040
 
-A page on the internet can give its own name this machine's address ("DNS rebinding"): the reader's browser then lets
-that page read what is served here. Such a request carries the page's name in its Host header. No import of fleet_train.
+A web page can make its own name resolve to this machine's address ("DNS rebinding"): the reader's browser then lets
+that page read what is served here. Such a request has the page's name in its Host header. No import of fleet_train.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules have names of others (statistics)
+    del sys.path[0]  # this folder: its modules have names of other modules (statistics)
 
 import json
 from collections.abc import Callable, Collection, Iterable
@@ -22,7 +22,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def name_in(host_header: str) -> str:
-    """``LocalHost:8040`` -> ``localhost``, ``[::1]:8040`` -> ``::1``. Tunnels change the port: it does not count."""
+    """``LocalHost:8040`` -> ``localhost``, ``[::1]:8040`` -> ``::1``. Tunnels change the port, so it is ignored."""
     text = host_header.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -33,9 +33,9 @@ _ADVICE = "start: python -m fleet_train monitor --allowed_host NAME"
 
 
 class OnlyForNames:
-    """A WSGI application that answers 403 to requests for other names, before the one behind it sees them.
+    """A WSGI application that answers 403 to requests for other names and forwards the rest.
 
-    ``advice``: what else to start, where the name is one of this machine.
+    ``advice``: the command to use if the name belongs to this machine.
     """
 
     def __init__(self, behind: Application, names: Collection[str], advice: str) -> None:
@@ -49,8 +49,8 @@ class OnlyForNames:
             return self._behind(environ, start_response)
         names = ", ".join(sorted(filter(None, self._names)))
         told = (
-            f"fleet_train: {asked[:_MOST_SHOWN]!a} is no name of this page, which has {names}. If it is a name of this "
-            f"machine, {self._advice}\n"
+            f"fleet_train: {asked[:_MOST_SHOWN]!a} is not a name of this page, which has {names}. If it is a name of "
+            f"this machine, {self._advice}\n"
         )
         kind = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
         start_response("403 Forbidden", kind)

@@ -16,7 +16,7 @@ Curves = dict[str, list[float]]
 
 
 def read_curves(path: Path) -> tuple[int, Curves]:
-    """The last step and the values of each curve of a `metrics.jsonl`, in order; half a last line is left out."""
+    """The last step and the values of each curve of a `metrics.jsonl`, in order; an incomplete last line is ignored."""
     step, curves = 0, Curves()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -43,7 +43,7 @@ def sparkline(values: list[float], width: int = _CURVE_WIDTH) -> str:
 
 
 def table(run: Path) -> str:
-    """One line per curve: its name, the newest, lowest and highest value, and its course."""
+    """One line per curve: its name, the newest, lowest and highest value, and a sparkline."""
     step, curves = read_curves(run / "metrics.jsonl")
     if not curves:
         return f"{run}: no record yet"

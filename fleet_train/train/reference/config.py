@@ -1,4 +1,4 @@
-"""What was asked of the reference trainer. Imports no Paddle: the command line takes help and checks from it."""
+"""The settings of the reference trainer. Imports no Paddle: the command line takes help and checks from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_train.train.reference.schedules import SCHEDULES, Schedule
 
 ON_NAN = ("stop", "skip")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-# A sensible first try on the digits for each optimizer, used when no rate is given.
+# A sensible first value on the digits for each optimizer, used if no rate is given.
 DEFAULT_LEARNING_RATES = {"sgd": 0.2, "momentum": 0.1, "adam": 0.002, "adamw": 0.002}
 
 
@@ -40,9 +40,9 @@ class TrainConfig:
     last_batch: str = "merge"
     """These six: see fleet_train.data.LoaderSettings."""
     max_corrupt: float = DEFAULT_MAX_CORRUPT
-    """Unreadable images that are left out: below 1 a share of them, from 1 on a number."""
+    """Unreadable images that are tolerated: below 1 a share of all, from 1 on a number."""
     strategy: str | None = None
-    """Profile name or file. None = the launcher's, else single_node or multi_node by what the cluster is."""
+    """Profile name or file. None = the launcher's, else single_node or multi_node, by the cluster."""
     epochs: int = 20
     batch_size: int = 32
     """Samples per rank and micro-batch; without gradient merge a step is one."""
@@ -57,16 +57,16 @@ class TrainConfig:
     clip_norm: float = 0.0
     """Largest global norm of the averaged gradients; larger ones are scaled down to it. 0 = no clipping."""
     gradient_norm: bool = False
-    """Record the global norm of the averaged gradients; with clip_norm it is recorded anyway, but for LocalSGD."""
+    """Record the global norm of the averaged gradients; with clip_norm it is recorded anyway, except with LocalSGD."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Share of the target distributed over all classes."""
     ema_decay: float = 0.0
     """Decay per update of the weights' moving average, which is then evaluated. 0 = no average."""
     lr_schedule: str = "cosine"
     lr_milestones: tuple[float, ...] = ()
     """Epochs at which the step schedule drops. () = at a half and at three quarters of what follows the warm-up."""
     lr_decay: float = 0.1
-    """What the step schedule multiplies the rate by at each milestone."""
+    """Factor of the step schedule at each milestone."""
     lr_power: float = 2.0
     """Power of the polynomial schedule."""
     warmup_epochs: float = 0.0
@@ -77,23 +77,24 @@ class TrainConfig:
     checkpoint_every_steps: int = 0
     """Steps between two checkpoints within epochs. 0 = none."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
     """Also keep the checkpoint with the best evaluation, however old it is."""
     background_checkpoints: bool = False
-    """Write checkpoints in a thread while training goes on."""
+    """Write checkpoints in a thread during training."""
     checkpoint_timeout: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
-    """Seconds for which a checkpoint that is being written is waited for: a disk that hangs must not keep the job."""
+    """Longest wait in seconds for a checkpoint being written: a hanging disk must not block the job."""
     checkpoint_copies: int = 1
-    """Nodes that keep each checkpoint in their own output_dir, the first one included. 1 = the first alone."""
+    """Number of nodes that keep each checkpoint in their own output_dir, including the first one. 1 = only the
+    first."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     log_every: int = 10
     """Steps between two metric records."""
     straggler_factor: float = 1.5
-    """A rank is named when its steps take that many times the median of the others. 0 = never."""
+    """A rank is reported when its steps take this many times the median of the others. 0 = never."""
     on_nan: str = "stop"
-    """What a loss or gradient that is NaN or infinite does: stop, or skip the update on every rank."""
+    """Reaction to a loss or gradient that is NaN or infinite: stop, or skip the update on every rank."""
     deterministic: bool = False
     """Ask Paddle for kernels that give the same bits in every run; slower on GPUs."""
     prometheus_port: int | None = None
@@ -102,9 +103,9 @@ class TrainConfig:
     """Address that it listens on."""
     resume: bool = False
     overwrite: bool = False
-    """Start anew in an output_dir that holds checkpoints, which are deleted."""
+    """Start again in an output_dir with checkpoints, which are deleted."""
     stop_after_epochs: int | None = None
-    """Epochs in this call; a later call with resume goes on. The schedule still spans `epochs`. None = all."""
+    """Epochs in this call; a later call with resume continues. The schedule still spans `epochs`. None = all."""
 
     def __post_init__(self) -> None:
         _one_of("--model", self.model, MODELS)
@@ -119,13 +120,13 @@ class TrainConfig:
             _share(name, getattr(self, name))
         self.loader_settings()
         self.schedule(steps_per_epoch=1)  # checks its own settings
-        self.trainer_settings()  # checks what the loop is asked for
+        self.trainer_settings()  # checks the loop's settings
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
         if self.prometheus_port is None and self.prometheus_host != TrainConfig.prometheus_host:
             raise FleetTrainError("--prometheus_host says where --prometheus_port is served: give the port, too")
         if self.resume and self.overwrite:
-            raise FleetTrainError("--resume goes on with a run and --overwrite deletes it: give one of them")
+            raise FleetTrainError("--resume continues a run and --overwrite deletes it: give only one of them")
 
     @property
     def output_path(self) -> Path:
@@ -137,7 +138,7 @@ class TrainConfig:
         return given * world_size if self.scale_lr else given
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
-        """The learning rate's course over the whole run, in steps of one batch: see `Schedule.of_updates`."""
+        """The learning-rate schedule over the whole run, in steps of one batch: see `Schedule.of_updates`."""
         return Schedule(
             self.lr_schedule,
             total_steps=self.epochs * steps_per_epoch,
@@ -148,7 +149,7 @@ class TrainConfig:
         )
 
     def loader_settings(self) -> LoaderSettings:
-        """What the loaders are asked for: what has the same name there."""
+        """The loaders' settings: the fields with the same names."""
         return LoaderSettings(**{field.name: getattr(self, field.name) for field in fields(LoaderSettings)})
 
     @property
@@ -157,7 +158,7 @@ class TrainConfig:
         return self.data if self.data_dir is None else self.data_dir
 
     def trainer_settings(self) -> TrainerSettings:
-        """The loop's part of it: what has the same name there."""
+        """The loop's settings: the fields with the same names."""
         return TrainerSettings(**{field.name: getattr(self, field.name) for field in fields(TrainerSettings)})
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the reference trainer reads: data and loaders as configured, agreed on with all ranks."""
+"""The reference trainer's data and loaders, as configured and checked over all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inputs:
     batches_per_epoch: int
 
     def corrupt_images(self) -> int:
-        """Files that could not be read, over all ranks that met them; every rank calls this."""
+        """Files that could not be read, summed over all ranks; every rank calls this."""
         met = [loader.corrupt.names for loader in (self.train, self.test) if loader.corrupt is not None]
         return len({name for names in fleet.gather(met) for part in names for name in part})
 
@@ -43,7 +43,7 @@ def open_data(config: TrainConfig) -> Splits:
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
-    """Loaders of this rank's share. DataError on every rank where the data of the ranks does not go together."""
+    """Loaders of this rank's share. DataError on every rank if the ranks' data is inconsistent."""
     splits = open_data(config)
     participant = Participant.of(fleet.worker_index(), fleet.worker_endpoints())
     train = make_loader(splits.train, config.loader_settings(), participant, fleet.place())

@@ -1,4 +1,4 @@
-"""Networks by name, as paddle.nn layers used in static mode: two small ones, and those of paddle.vision.models."""
+"""Networks by name, as paddle.nn layers in static mode: two small ones, and those of paddle.vision.models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of the reference trainer: which, how it decays weights, and what it clips."""
+"""The optimizer of the reference trainer, with its weight decay and clipping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def make_optimizer(config: TrainConfig, learning_rate: Any, program: Any) -> Any
 
 
 def _spare_norms_and_biases(program: Any) -> frozenset[str]:
-    """Give parameters with at most one dimension a decay of zero, which beats the optimizer's; returns their names."""
+    """Give parameters with at most one dimension a decay of zero, which overrides the optimizer's; returns their
+    names."""
     small = [each for each in program.global_block().all_parameters() if len(each.shape) <= 1]
     for parameter in small:
         parameter.regularizer = paddle.regularizer.L2Decay(0.0)

@@ -1,4 +1,4 @@
-"""Build the static programs: one that trains, one that evaluates, and the optimizer between them and fleet."""
+"""Builds the static programs, one for training and one for evaluation, and wraps the optimizer with fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_CLASSES_TO_CONFUSE = 100
 
 @dataclass(frozen=True)
 class Programs:
-    """What the loop runs, beside `fleet.main_program`: the facade may change that one between two steps."""
+    """The values that the loop uses, except `fleet.main_program`, which the facade may change between two steps."""
 
     startup: Any
     loss: Any
@@ -30,7 +30,7 @@ class Programs:
     evaluation_sums: dict[str, Any]
     """Of one batch: sum of the losses (float32), number of correct predictions (int64) and of those in the top 5."""
     confusion: Any
-    """Of one batch: counts [classes, classes], row = true class; None with too many classes to look at."""
+    """Of one batch: counts [classes, classes], row = true class; None if there are too many classes to display."""
     average: WeightAverage | None
     skipping: SkipNotFinite | None
     gradient_norm: Any
@@ -81,7 +81,7 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
 
 
 def _records_norm(config: TrainConfig, world_size: int) -> bool:
-    """Clipping has computed it; LocalSGD's local steps, each rank for its own gradient."""
+    """Clipping has computed it, except in LocalSGD's local steps, where each rank clips its own gradient."""
     is_clipped = config.clip_norm > 0 and not (fleet.profile().use_local_sgd and world_size > 1)
     return config.gradient_norm or is_clipped
 

@@ -1,4 +1,4 @@
-"""Whether a run starts anew or goes on, and that two runs are never mixed in one folder."""
+"""Decides whether a run starts or continues, and prevents two runs in one folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet_train.train.reference.config import TrainConfig
 
 # Another value of these means another run: its tensors or its random streams would not fit.
 _FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
-# May be another on each machine, or is compared by somebody else (the strategy: by its knobs).
+# May differ between machines, or is compared elsewhere (the strategy: by its knobs).
 _EACH_MACHINES_OWN = {
     "data_dir",
     "output_dir",
@@ -43,11 +43,11 @@ def agree_on_flags(config: TrainConfig) -> None:
 
 
 def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:
-    """The checkpoint to go on from, or None for a fresh start; refuses to mix two runs in one folder.
+    """The checkpoint to continue from, or None for a fresh start; refuses to mix two runs in one folder.
 
-    A job that the launcher has started again goes on as with --resume, whatever its command says, but only from what it
-    has saved itself: an attempt may have died before it could put an earlier run away. CheckpointError where the
-    folder, or its `checkpoints`, cannot be one: a file, or a link to a disk that is away.
+    A job restarted by the launcher continues as with --resume, whatever its command says, but only from its own
+    checkpoints: an attempt may have ended before it removed an earlier run. CheckpointError if the folder, or its
+    `checkpoints`, cannot be one: a file, or a link to an unmounted disk.
     """
     ask_first_worker(lambda: _make_folder(config.output_path))
     if config.resume or attempt(os.environ) > 0:
@@ -61,10 +61,10 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
     if holders and not config.overwrite:
         where = "" if holders[0].partition(" (")[0] == "rank 0" else f" on {', '.join(holders)}"
         raise CheckpointError(
-            f"{config.output_dir} holds checkpoints of an earlier run{where}; go on with it by --resume, "
-            "start anew by --overwrite (deletes them), or give another --output_dir"
+            f"{config.output_dir} holds checkpoints of an earlier run{where}; continue it with --resume, "
+            "start again with --overwrite (deletes them), or give another --output_dir"
         )
-    # What stays would be taken for this run's: a checkpoint that cannot be removed ends the job here.
+    # Remaining checkpoints would count as this run's, so one that cannot be removed ends the job here.
     ask_first_worker(lambda: storage.clear(checkpoints.folder))
     checkpoints.begin_anew()
     return None
@@ -82,5 +82,5 @@ def _check_same_run(config: TrainConfig, found: Found) -> None:
         if was != given:
             raise CheckpointError(
                 f"{found.folder} was written with --{name} {was}, now --{name} {given} is given; "
-                f"resume with --{name} {was}, or start anew in another --output_dir"
+                f"resume with --{name} {was}, or start again in another --output_dir"
             )

@@ -11,7 +11,7 @@ from fleet_train.errors import FleetTrainError
 
 @dataclass(frozen=True)
 class Schedule:
-    """`schedule(step)` is the factor on the peak learning rate before that step (0 = the first).
+    """`schedule(step)` is the factor of the peak learning rate before that step (0 = the first).
 
     A linear warm-up, then one of `SCHEDULES` over the rest of the run.
     """
@@ -42,7 +42,7 @@ class Schedule:
         return _SHAPES[self.shape](self, step)
 
     def of_updates(self, batches: int) -> Schedule:
-        """The same course where a step takes that many of the batches that this one calls steps."""
+        """The same schedule for steps of this many batches, which are the steps of this one."""
         milestones = {max(1, round(milestone / batches)) for milestone in self.milestones}
         return replace(
             self,
@@ -52,7 +52,7 @@ class Schedule:
         )
 
     def progress(self, step: int) -> float:
-        """Share of the run behind us after the warm-up, 0 to 1."""
+        """Finished share of the run after the warm-up, 0 to 1."""
         rest = max(1, self.total_steps - self.warmup_steps)
         return min(1.0, (step - self.warmup_steps) / rest)
 

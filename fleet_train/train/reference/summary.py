@@ -1,4 +1,4 @@
-"""What a run says about itself: one line before it, one file and two lines after it."""
+"""A run's summary: one line before it, one file and two lines after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_train.train.reference.config import TrainConfig
 
 
 def headline(config: TrainConfig, batches_per_epoch: int) -> str:
-    """What will be trained, on what, and how fast the learning rate is."""
+    """What will be trained, on which data, and with which learning rate."""
     ranks, rate = fleet.worker_num(), config.peak_learning_rate(fleet.worker_num())
     scaled = f" (scaled by {ranks} ranks)" if config.scale_lr and ranks > 1 else ""
     return (
@@ -70,7 +70,7 @@ def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, second
 
 
 def publish_summary(output: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json: the whole of it, or nothing."""
+    """Write summary.json atomically."""
     publish_where_linked(output / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
 
 
@@ -85,7 +85,7 @@ def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]
 
 
 def _evaluated(outcome: Outcome) -> dict[str, float | None]:
-    """test_loss, test_accuracy, and test_top5_accuracy where there are more than five classes."""
+    """test_loss, test_accuracy, and test_top5_accuracy if there are more than five classes."""
     values = {} if outcome.evaluation is None else outcome.evaluation.values
     return {
         f"test_{name}": _or_none(value) for name, value in {"loss": math.nan, "accuracy": math.nan, **values}.items()

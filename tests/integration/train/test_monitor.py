@@ -88,7 +88,7 @@ def test_page_answers_once_the_address_is_printed_and_nobody_else_is_asked(tmp_p
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetch(f"{address}/app/api/runs", Host="evil.example")
         assert refused.value.code == 403
-        assert "'evil.example' is no name of this page, which has 127.0.0.1" in refused.value.read().decode()
+        assert "'evil.example' is not a name of this page, which has 127.0.0.1" in refused.value.read().decode()
         points = json.loads(fetch(f"{address}/app/api/scalar/list?run=runs/demo/visualdl&tag=train/loss"))["data"]
         assert [step for _, step, _ in points] == list(range(0, 100, 10))
         started.process.send_signal(signal.SIGINT)

@@ -141,7 +141,7 @@ def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
         return [rank.output for rank in job.ranks]
 
     for said in refused("again"):
-        assert "holds checkpoints of an earlier run; go on with it by --resume" in said
+        assert "holds checkpoints of an earlier run; continue it with --resume" in said
     for said in refused("other", "--resume", "--model", "cnn"):
         assert "was written with --model mlp, now --model cnn is given" in said
     with (output / "checkpoints" / "step-00000092" / "persistables.safetensors").open("r+b") as file:
@@ -171,7 +171,7 @@ def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alon
     )
     assert said is not None, job.report()
     assert 93 <= int(said[2]) <= 96
-    assert "the last checkpoint is untouched" in job.report()
+    assert "the last checkpoint is unchanged" in job.report()
     assert {path: path.read_bytes() for path in sorted((output / "checkpoints").rglob("*")) if path.is_file()} == before
 
 

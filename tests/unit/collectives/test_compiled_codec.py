@@ -152,7 +152,7 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_numba_numpy_codes_and_that_is_said() -> None:
     assert type(make_codec(QuantisedSettings(8), on_host=True)) is HostCodec
     (notice,) = notices_of(on_host=True)
-    assert notice.startswith("numpy encodes int8 and int4, in several times the processor time: numba does not ")
+    assert notice.startswith("numpy encodes int8 and int4 and takes several times the processor time: numba does not ")
     assert notice.endswith("pip install numba")
     assert notices_of(on_host=False) == []
 

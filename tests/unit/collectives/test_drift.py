@@ -49,15 +49,13 @@ def test_the_first_parameter_that_differs_and_the_ranks_in_the_minority_are_name
 ) -> None:
     told = replica_check.explain_drift(job_of({}), "step 7", NAMES, dict(enumerate(details)))
     ranks = ", ".join(CLUSTER.describe(rank) for rank in odd)
-    assert told.startswith(
-        f"replicas have drifted apart at step 7: parameter '{name}' of {ranks} differs from the other"
-    )
+    assert told.startswith(f"replicas have diverged at step 7: parameter '{name}' of {ranks} differs from the other")
     assert told.endswith("(divergence_check_steps)")
 
 
 def test_equal_details_of_unequal_wholes_blame_nobody() -> None:
     told = replica_check.explain_drift(job_of({}), "step 7", NAMES, {rank: [1, 2] for rank in range(4)})
-    assert told == "replicas have drifted apart at step 7"
+    assert told == "replicas have diverged at step 7"
 
 
 def test_equal_ranks_meet_once_and_unequal_ones_bring_their_digests() -> None:

@@ -123,7 +123,7 @@ def test_machines_with_different_files_are_told_apart(tmp_path: Path) -> None:
     assert told[0] == told[1]
     assert str(told[0]) == (
         "the training data differs between ranks in its number of samples: 10 on rank 0, 6 on rank 1; copy the data "
-        "again, or say --shard_by folder if each machine has its own data"
+        "again, or use --shard_by folder if each machine has its own data"
     )
 
 

@@ -14,9 +14,9 @@ from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.doctor.participants import Participants, without_loopback_name
 from fleet_train.doctor.peers import datagrams, streams
-from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.channel import dialled
-from fleet_train.doctor.peers.circle import Circle
+from fleet_train.doctor.peers.peer_group import PeerGroup
+from fleet_train.doctor.peers.replicated_state import ReplicatedState
 from fleet_train.doctor.peers.responder import Responder
 from fleet_train.doctor.peers.rounds import rounds, stream_seconds
 from tests.support.ports import free_ports
@@ -25,40 +25,40 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
 @contextmanager
-def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: str = "job") -> Iterator[Circle]:
+def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: str = "job") -> Iterator[PeerGroup]:
     access = Access(job, source=HOSTS[index])
     participants = Participants(HOSTS, index, ((port, port + 1),) * 3, 1, access)
-    board = Board()
-    responder = Responder(HOSTS[index], participants.ports[index], access, HOSTS, board, clock).start()
+    state = ReplicatedState()
+    responder = Responder(HOSTS[index], participants.ports[index], access, HOSTS, state, clock).start()
     told = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
-    board.put(f"here/{index}", told)
+    state.put(f"here/{index}", told)
     try:
-        yield Circle(participants, board, responder)
+        yield PeerGroup(participants, state, responder)
     finally:
         responder.close()
 
 
-def meeting(circles: list[Circle], seconds: float) -> list[tuple[int, ...]]:
+def meeting(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
     met: dict[int, tuple[int, ...]] = {}
 
-    def meet(circle: Circle) -> None:
-        met[circle.participants.index] = circle.meet(seconds, lambda _: None)
+    def meet(peer_group: PeerGroup) -> None:
+        met[peer_group.participants.index] = peer_group.meet(seconds, lambda _: None)
 
-    threads = [threading.Thread(target=meet, args=(circle,)) for circle in circles]
+    threads = [threading.Thread(target=meet, args=(peer_group,)) for peer_group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds + 10)
-    return [met[circle.participants.index] for circle in circles]
+    return [met[peer_group.participants.index] for peer_group in groups]
 
 
 def test_all_meet_and_learn_what_each_knows() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
         assert meeting([one, two, three], 10.0) == [(0, 1, 2)] * 3
-        two.board.put("report/1", {"of": "node 1"})
+        two.state.put("report/1", {"of": "node 1"})
         assert one.bring(["report"], [1], 5.0) == set()
-        assert one.board.get("report/1") == {"of": "node 1"}
+        assert one.state.get("report/1") == {"of": "node 1"}
         one.part([0, 1], 5.0)
 
 

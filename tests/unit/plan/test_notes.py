@@ -53,7 +53,7 @@ LOCAL_NOTES = ("use_local_sgd", "local_sgd_momentum", "local_sgd_dtype")
 @pytest.mark.parametrize(
     ("knobs", "notes"),
     [
-        ({"sync_nccl_allreduce": True}, {"sync_nccl_allreduce": "waited for at once"}),
+        ({"sync_nccl_allreduce": True}, {"sync_nccl_allreduce": "waited for immediately"}),
         ({"accumulate_steps": 3}, {"accumulate_steps": "once per 3 micro-batches"}),
         ({"compression": "int8"}, {"compression": "float32 buckets go as int8"}),
         (

@@ -122,8 +122,8 @@ def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() 
         ),
         (
             {"use_local_sgd": True, "sync_batch_norm": True},
-            "sync_batch_norm: does not go with LocalSGD (use_local_sgd: true): local steps send nothing, and "
-            "synchronised statistics would; leave sync_batch_norm off",
+            "sync_batch_norm: does not go with LocalSGD (use_local_sgd: true): local steps send nothing, but "
+            "synchronised statistics would have to; leave sync_batch_norm off",
         ),
     ],
 )

@@ -206,7 +206,7 @@ def test_what_is_made_from_the_table_is_up_to_date() -> None:
 def test_a_stale_export_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     (tmp_path / "strategies").mkdir()
     (tmp_path / "strategies" / "schema.json").write_text("{}")
-    fix = "is not what the knob table says; run: python -m fleet_train.profile.export"
+    fix = "differs from the knob table; run: python -m fleet_train.profile.export"
     assert export.stale_files(tmp_path) == [f"strategies/schema.json: {fix}", f"docs/knobs.md: {fix}"]
 
 

@@ -52,9 +52,9 @@ def test_a_flag_that_agrees_with_its_knob_is_fine() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("memory_size", "lots", "given a text that is something else; allowed: a number, more than 0 and up to 4096"),
+        ("memory_size", "lots", "given an invalid text; allowed: a number, more than 0 and up to 4096"),
         ("memory_size", "-1", "given -1; allowed: a number, more than 0 and up to 4096"),
-        ("groups_size", "2.5", "given a text that is something else; allowed: a whole number, 1 to 100000"),
+        ("groups_size", "2.5", "given an invalid text; allowed: a whole number, 1 to 100000"),
     ],
 )
 def test_a_flag_out_of_range_is_refused(name: str, text: str, message: str) -> None:
@@ -132,7 +132,7 @@ def test_known_flags_pass() -> None:
 def test_mapped_settings_are_said_only_when_they_were_set() -> None:
     assert applied_mappings(Profile(nccl_comm_num=2)) == []
     assert applied_mappings(Profile(num_iteration_per_drop_scope=30)) == [
-        "num_iteration_per_drop_scope: 30 (set by the caller) is mapped: Today's executor frees an intermediate "
+        "num_iteration_per_drop_scope: 30 (set by the caller) is mapped: The current executor frees an intermediate "
         "variable after its last reader: no scope is left to drop."
     ]
 

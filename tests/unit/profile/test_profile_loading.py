@@ -219,7 +219,7 @@ def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) 
         ),
         (
             "use_local_sgd: true\nlocal_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_momentum: average\n",
-            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which treats the "
+            "a.yaml:3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which changes the "
             "optimizer's state at an averaging while local steps use it; use keep",
         ),
         (
@@ -432,7 +432,7 @@ def test_another_outer_optimizer_than_the_parents_keeps_its_tuning(load: Load) -
     assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == ("slowmo", 0.7, 0.9)
 
 
-def test_extending_in_a_circle_is_told_with_the_circle(folder: Path, load: Load) -> None:
+def test_circular_extends_is_reported_with_the_cycle(folder: Path, load: Load) -> None:
     (folder / "b.yaml").write_text("extends: ./a.yaml\n")
     assert problems(load, "extends: ./b.yaml\n") == [
         "b.yaml:1: extends: is circular: a.yaml -> b.yaml -> a.yaml; remove one of these lines"

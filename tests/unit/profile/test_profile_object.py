@@ -144,7 +144,7 @@ def test_what_tunes_a_choice_is_refused_without_it(prefix: str, rule: OnlyWith) 
 
 
 def test_a_value_of_other_systems_is_refused_with_the_reason() -> None:
-    with pytest.raises(ProfileError, match="amp_level: given 'O3': Apex's pure half precision keeps parameters in 16"):
+    with pytest.raises(ProfileError, match="amp_level: given 'O3': Apex's pure half precision also keeps parameters"):
         Profile(amp_level="O3")
 
 
@@ -157,7 +157,7 @@ def test_a_value_of_other_systems_is_refused_with_the_reason() -> None:
 )
 def test_one_way_to_say_where_recompute_cuts(settings: dict[str, Any]) -> None:
     first, second = settings
-    with pytest.raises(ProfileError, match=f"{second}: sets where recompute cuts, as {first}"):
+    with pytest.raises(ProfileError, match=f"{second}: sets where recompute splits, as {first}"):
         Profile(**settings)
 
 
@@ -165,7 +165,7 @@ def test_merged_gradients_and_a_loss_scale_are_refused_with_the_way_out() -> Non
     with pytest.raises(ProfileError) as caught:
         Profile(accumulate_steps=2, amp_level="O1", amp_dtype="float16")
     assert str(caught.value) == (
-        "accumulate_steps: 2 does not go with amp_dtype: float16: the loss scale's judgement and the merged update "
+        "accumulate_steps: 2 does not go with amp_dtype: float16: skipping by the loss scale and the merged update "
         "are not tested together; use amp_dtype: bfloat16"
     )
 

@@ -14,7 +14,7 @@ from fleet_train.errors import ClusterError
 from fleet_train.launch.spec.machine import Machine
 from fleet_train.spawning import inside, shipping
 from fleet_train.spawning.checks import check_call, check_ranks, check_seconds
-from fleet_train.spawning.shipping import CannotTravel, name_of, ship, ship_result, unship
+from fleet_train.spawning.shipping import NotSerializable, name_of, ship, ship_result, unship
 from fleet_train.spawning.strategies import profile_of
 
 LOCK = threading.Lock()
@@ -112,28 +112,28 @@ def test_what_a_closure_captures_and_cannot_travel_is_named() -> None:
     def train() -> Any:
         return helper()
 
-    with pytest.raises(CannotTravel, match=r"'held', which helper captures, cannot be sent .* type _thread\.lock"):
+    with pytest.raises(NotSerializable, match=r"'held', which helper captures, cannot be sent .* type _thread\.lock"):
         ship(train, ())
-    with pytest.raises(CannotTravel, match="'held', which the lambda captures"):
+    with pytest.raises(NotSerializable, match="'held', which the lambda captures"):
         ship(lambda: held, ())
     with pytest.raises(
-        CannotTravel, match=r"args\[1\] cannot be sent to the ranks: it is a value of type _thread\.lock"
+        NotSerializable, match=r"args\[1\] cannot be sent to the ranks: it is a value of type _thread\.lock"
     ):
         ship(two, (1, LOCK))
-    with pytest.raises(CannotTravel, match=r"argument 0 of the functools\.partial"):
+    with pytest.raises(NotSerializable, match=r"argument 0 of the functools\.partial"):
         ship(functools.partial(two, LOCK), ())
 
 
 def test_a_global_of_the_script_that_cannot_travel_is_named() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__", "lock": LOCK}
     exec("def train():\n    return lock", namespace)
-    with pytest.raises(CannotTravel, match="'lock', which train uses as a global"):
+    with pytest.raises(NotSerializable, match="'lock', which train uses as a global"):
         ship(namespace["train"], ())
 
 
 def test_the_part_of_a_result_that_cannot_travel_is_named() -> None:
     with pytest.raises(
-        CannotTravel, match=r"train returned a value of type list, .*: item 1 is a value of type _thread"
+        NotSerializable, match=r"train returned a value of type list, .*: item 1 is a value of type _thread"
     ):
         ship_result([1, LOCK], "train")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.streams.controls import CONTROLS, DEADLOCK, Control, outcome
 from tests.streams.quick import replay_quickly, schedule_of
-from tests.streams.words import circle
+from tests.streams.words import wait_cycle
 
 NAMES = [control.name for control in CONTROLS]
 
@@ -25,7 +25,7 @@ def test_the_model_finds(name: str) -> None:
     assert found.what == control.expected
     if control.expected == DEADLOCK:
         assert found.found.example is not None
-        words = circle(found.found.example)
+        words = wait_cycle(found.found.example)
         assert len(words) > 2
         assert {"rank 0", "rank 1", "rank 2"}.intersection(word for one in words for word in _ranks(one))
 
@@ -43,22 +43,22 @@ def test_the_quick_replay_finds_it_too(name: str) -> None:
     found = replay_quickly(schedule_of(control.traces(4)), 60, np.random.default_rng(8), control.one_resident)
     assert found.deadlocks > 30
     assert found.example is not None
-    assert any("which is running" in one for one in circle(found.example))
+    assert any("which is running" in one for one in wait_cycle(found.example))
 
 
-def test_the_circle_of_the_old_code_is_told_in_words() -> None:
+def test_the_wait_cycle_of_the_old_code_is_described() -> None:
     """Each rank's calculation stream waits for another bucket: their threads won the race in different orders."""
     found = outcome(named("old code, two communicators"), interleavings=60, seed=8).found.example
     assert found is not None
-    words = circle(found)
+    words = wait_cycle(found)
     waits = [one for one in words if "calculation stream waits for" in one]
     assert len({one.partition("'s ")[0] for one in waits}) == 2
     assert all("bucket" in one for one in waits)
 
 
-def test_reads_alone_are_a_circle_of_their_own() -> None:
+def test_reads_alone_form_a_wait_cycle() -> None:
     found = outcome(named("reads alone, DGC on the communicators' threads"), interleavings=60, seed=8).found.example
     assert found is not None
-    words = " ".join(circle(found))
+    words = " ".join(wait_cycle(found))
     assert "waits for its device (__bool__)" in words
     assert "calculation stream waits" not in words

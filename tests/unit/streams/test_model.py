@@ -12,7 +12,7 @@ from tests.streams.replay import Found, replay
 from tests.streams.tables import Mismatch, tables_of
 from tests.streams.timing import Rates, Simulation, communication_seconds, exposed_seconds, ideal_exposed_seconds
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace, from_first_step, mismatches, without_kernels
-from tests.streams.words import circle
+from tests.streams.words import wait_cycle
 
 Replay = Callable[[list[Trace], bool], Found]
 NUMBER = 300
@@ -73,7 +73,7 @@ def test_calls_that_are_waited_for_at_once_in_another_order_never_end(run: Repla
     found = run(traces, False)
     assert found.deadlocks == NUMBER
     assert found.example is not None
-    words = circle(found.example)
+    words = wait_cycle(found.example)
     assert len(words) == 6
     assert any("rank 0's calculation stream waits for bucket A" in one for one in words)
     assert any("rank 1's calculation stream waits for bucket B" in one for one in words)
@@ -86,7 +86,7 @@ def test_another_order_without_waits_needs_kernels_side_by_side(run: Replay) -> 
     found = run(traces, True)
     assert 0 < found.deadlocks < NUMBER
     assert found.example is not None
-    assert any("which is running" in one for one in circle(found.example))
+    assert any("which is running" in one for one in wait_cycle(found.example))
 
 
 @both
@@ -103,7 +103,7 @@ def test_a_wait_between_them_gives_kernels_an_order(run: Replay) -> None:
 
 
 @both
-def test_a_chain_of_pairs_has_no_circle_and_a_ring_has(run: Replay) -> None:
+def test_a_chain_of_pairs_has_no_wait_cycle_and_a_ring_has(run: Replay) -> None:
     """Groups 0-1, 1-2 and 2-0 with one resident kernel each: the ring of three stands still, the chain does not."""
 
     def of(number: int, *groups: tuple[str, tuple[int, ...]]) -> Trace:
@@ -123,7 +123,7 @@ def test_a_read_in_front_of_what_a_peer_waits_for_never_ends(run: Replay) -> Non
     found = run(traces, False)
     assert found.deadlocks == NUMBER
     assert found.example is not None
-    words = " ".join(circle(found.example))
+    words = " ".join(wait_cycle(found.example))
     assert "rank 0's thread 'computing', in the operator of 'sync', waits for its device (a value)" in words
     assert "rank 1 has not enqueued bucket A" in words
     assert "waits for rank 0 at the meeting 'm'" in words

@@ -12,7 +12,7 @@ def a_record(**changed: Any) -> dict[str, Any]:
     """Of one profile on two clusters and one control, all as it must be."""
     row = {"profile": "multi_node", "ranks_per_node": 1, "mismatches": [], "interleavings": 50, "deadlocks": 0}
     control = {"name": "old code", "profile": "multi_node", "ranks": 2, "one_resident": False, "interleavings": 9}
-    circle = ["rank 0 waits for rank 1", "rank 1 waits for rank 0"]
+    cycle = ["rank 0 waits for rank 1", "rank 1 waits for rank 0"]
     at = {
         "date": "2026-11-21T00:00:00", "processor": "a processor", "processors": 2, "kernel": "6", "commit": "c" * 40,
         "load_average_before": [0.1], "versions": {"python": "3.11"}, "uncommitted_changes": False, "command": "python",
@@ -25,7 +25,7 @@ def a_record(**changed: Any) -> dict[str, Any]:
         "seed": 1,
         "rates": {"kernel": 3e-5, "latency": 3e-5, "bytes_per_second": 6e7, "meeting": 1e-4},
         "replays": [row | {"nodes": nodes, "ranks": nodes, "example": []} for nodes in (2, 3)],
-        "controls": [control | {"deadlocks": 8, "found": "deadlock", "expected": "deadlock", "example": circle}],
+        "controls": [control | {"deadlocks": 8, "found": "deadlock", "expected": "deadlock", "example": cycle}],
         "exposed": [{"profile": "multi_node", "ranks": 2} | times],
     } | changed
     return record | {"failures": failures_of(record)}

@@ -39,7 +39,7 @@ def test_linear_scaling_multiplies_by_the_ranks() -> None:
         ({"lr_schedule": "step", "lr_milestones": (60.0, 30.0)}, "they must rise"),
         ({"lr_schedule": "step", "lr_decay": 1.5}, "--lr_decay 1.5: must be above 0 and below 1"),
         ({"checkpoint_every_steps": -1}, "--checkpoint_every_steps -1"),
-        ({"resume": True, "overwrite": True}, "give one of them"),
+        ({"resume": True, "overwrite": True}, "give only one of them"),
     ],
 )
 def test_senseless_settings_are_refused(fields: dict[str, Any], message: str) -> None:

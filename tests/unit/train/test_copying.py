@@ -204,7 +204,7 @@ def test_another_marker_than_was_announced_leaves_nothing(two: Two) -> None:
         sender.send(told(0))
         sender.receive()
         sender.send({"sha256": [SHA256, SHA256]})
-        assert sender.receive() == {"problem": "step-00000010 is another one than was announced"}
+        assert sender.receive() == {"problem": "step-00000010 is not the one that was announced"}
     assert names(two.theirs) == []
 
 
@@ -233,10 +233,10 @@ def test_a_connection_that_is_cut_leaves_nothing_and_the_next_copy_is_taken(two:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"name": "../step-00000010"}, "'../step-00000010' is no name of a checkpoint; they are called step-00000440"),
-        ({"name": "/tmp/step-00000010"}, "'/tmp/step-00000010' is no name of a checkpoint"),
-        ({"name": None}, "None is no name of a checkpoint"),
-        ({"kept": [".."]}, "'..' is no name of a checkpoint"),
+        ({"name": "../step-00000010"}, "'../step-00000010' is not a name of a checkpoint, such as step-00000440"),
+        ({"name": "/tmp/step-00000010"}, "'/tmp/step-00000010' is not a name of a checkpoint"),
+        ({"name": None}, "None is not a name of a checkpoint"),
+        ({"kept": [".."]}, "'..' is not a name of a checkpoint"),
         ({"marker": "0"}, "a SHA-256 is missing; it has 64 hexadecimal digits"),
     ],
 )

@@ -93,7 +93,7 @@ def test_loss_that_is_not_finite_ends_with_rank_step_and_samples() -> None:
     batch["features"][2, 1] = np.nan
     expected = (
         r"the loss of rank 0 is nan at step 15; its batch: samples 7, 1, 40, 3; 'features' itself is not finite in "
-        r"samples 40 \(looked at before: the loss of step 10, see fetch_frequency\); nothing of it is saved"
+        r"samples 40 \(last checked before: the loss of step 10, see fetch_frequency\); this step is not saved"
     )
     with pytest.raises(NotFinite, match=expected):
         watch.look(float("nan"), 15, np.array([7, 1, 40, 3]), batch)
@@ -119,8 +119,8 @@ def test_weights_that_are_not_finite_are_not_saved() -> None:
 @pytest.mark.parametrize(
     ("profile", "why"),
     [
-        (Profile(compression="dgc"), "one NaN stays in it for ever"),
-        (Profile(compression="powersgd"), "one NaN stays in it for ever"),
+        (Profile(compression="dgc"), "one NaN would stay in it forever"),
+        (Profile(compression="powersgd"), "one NaN would stay in it forever"),
         (Profile(use_local_sgd=True, local_sgd_schedule="adaptive"), "computed from the loss"),
     ],
 )

@@ -85,8 +85,8 @@ def to_a_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (to_nowhere, "is a link to .*away, which is no folder: .*; mount its disk, make that folder, or remove"),
-        (to_a_file, "is a link to .*file, which is no folder"),
+        (to_nowhere, "is a link to .*away, which is not a folder: .*; mount its disk, make that folder, or remove"),
+        (to_a_file, "is a link to .*file, which is not a folder"),
         (Path.touch, "is not a folder; move it away"),
     ],
 )

@@ -241,8 +241,8 @@ def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
     saved = "nccl_comm_num: 4, fuse_grad_size_in_MB: 64, last_comm_group_size_MB: 64"
     assert three.chosen.startswith("nccl_comm_num: ")
     note = other_choice(saved, three, 3)
-    assert f"cut by {saved} and now by {three.chosen}" in note
-    assert "write the former into the profile to go on bit by bit" in note
+    assert f"set by {saved} and now by {three.chosen}" in note
+    assert "write the former into the profile to continue bit by bit" in note
     # The scales of few bits are those of blocks, which lie elsewhere in other buckets.
     few_bits = build_plan(gradients, Cluster.imagined(2, 1), Profile(compression="int8"))
     assert other_choice(saved, few_bits, 2)

@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_records_out_whole_and_is_said_once(
 
 def test_tags_that_no_page_can_show_are_refused(tmp_path: Path) -> None:
     sink = open_sinks(tmp_path, reporting=True)
-    with pytest.raises(ValueError, match="'speed/data_%' is no tag"):
+    with pytest.raises(ValueError, match="'speed/data_%' is not a tag"):
         sink.write(1, {"speed/data_%": 1.0})
     with pytest.raises(ValueError, match="percent sign"):
         sink.hparams({"50%": 1}, [])

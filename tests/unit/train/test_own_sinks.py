@@ -109,7 +109,7 @@ def test_an_exception_is_said_once_and_stops_neither_training_nor_the_other_sink
     assert len(kept.records) == 10
     said = [line for line in capsys.readouterr().err.splitlines() if "Broken" in line]
     assert said == [
-        "fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is not called any more, "
+        "fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is no longer called, "
         "training goes on"
     ]
 
@@ -143,7 +143,7 @@ def test_a_single_whole_sink_stays_the_callers() -> None:
 
 @pytest.mark.parametrize("wrong", [[3], [Kept], ["metrics.jsonl"], [object()], 3])
 def test_what_is_no_sink_is_refused_before_training(wrong: Any) -> None:
-    with pytest.raises(FleetTrainError, match=r"is no sink: it takes an object with write\(step, scalars\) and close"):
+    with pytest.raises(FleetTrainError, match=r"is not a sink: it takes an object with write\(step, scalars\) and"):
         sinks_of(wrong, reporting=False)
 
 

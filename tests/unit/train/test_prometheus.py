@@ -68,10 +68,10 @@ def test_a_page_word_for_word() -> None:
         rank_up={0: True, 1: False},
     )
     assert text(shown) == (
-        "# HELP fleet_train_info Always 1; its labels say what runs.\n"
+        "# HELP fleet_train_info Always 1; its labels describe the run.\n"
         "# TYPE fleet_train_info gauge\n"
         'fleet_train_info{profile="my \\"best\\"\\\\one\\n",version="0.1.0"} 1.0\n'
-        "# HELP fleet_train_steps_total Steps that are done, those before a resume included.\n"
+        "# HELP fleet_train_steps_total Finished steps, including those before a resume.\n"
         "# TYPE fleet_train_steps_total counter\n"
         "fleet_train_steps_total 20.0\n"
         "# HELP fleet_train_last_record_timestamp_seconds Unix time of the newest record.\n"
@@ -93,11 +93,11 @@ def test_a_page_word_for_word() -> None:
         "# TYPE fleet_train_rank_up gauge\n"
         'fleet_train_rank_up{rank="0"} 1.0\n'
         'fleet_train_rank_up{rank="1"} 0.0\n'
-        "# HELP fleet_train_rank_last_report_age_seconds Since rank 0 has read a report of this rank's step times.\n"
+        "# HELP fleet_train_rank_last_report_age_seconds Time since rank 0 read a report of this rank's step times.\n"
         "# TYPE fleet_train_rank_last_report_age_seconds gauge\n"
         'fleet_train_rank_last_report_age_seconds{rank="0"} 1.5\n'
         'fleet_train_rank_last_report_age_seconds{rank="1"} 2.0\n'
-        "# HELP fleet_train_rank_step_seconds The rank's own time of a step: what the others may wait for.\n"
+        "# HELP fleet_train_rank_step_seconds The rank's own time of a step, for which others may wait.\n"
         "# TYPE fleet_train_rank_step_seconds gauge\n"
         'fleet_train_rank_step_seconds{rank="0"} 0.009\n'
         'fleet_train_rank_step_seconds{rank="1"} 0.25\n'

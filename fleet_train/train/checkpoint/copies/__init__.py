@@ -1,4 +1,4 @@
-"""Checkpoints on more than one node of the job: who keeps copies, how they travel, which is the newest.
+"""Checkpoints on more than one node of the job: which nodes keep copies, how they are sent, which is the newest.
 
-`kept` is what others import.
+Other packages import `kept`.
 """

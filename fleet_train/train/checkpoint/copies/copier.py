@@ -1,4 +1,4 @@
-"""Rank 0's part of copies: bring what it has published to the nodes that keep it, beside training."""
+"""Rank 0's part of copies: sends published checkpoints to the nodes that keep them, during training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fleet_train.train.checkpoint.copies.sending import Address, send
 
 
 class Copier:
-    """Makes the receivers' folders what rank 0's is: newest first, one transfer at a time, in a thread of its own.
+    """Makes the receivers' folders equal to rank 0's: newest first, one transfer at a time, in its own thread.
 
     Args:
         checkpoints: the folder of published checkpoints.
         receivers: by name, for messages.
-        source: this node's own address, from which is sent.
+        source: this node's own address, used for sending.
         say: gets a message when a copy failed, from the thread. None = standard error.
     """
 
@@ -39,12 +39,12 @@ class Copier:
         self._changed = threading.Condition()
         self._is_wanted = self._is_at_work = False
         self.made = 0
-        """Checkpoints that a receiver has taken and that it did not have, over all receivers."""
+        """Checkpoints newly stored by receivers, summed over all receivers."""
         self.failed = 0
-        """Attempts that ended without one."""
+        """Failed attempts."""
 
     def offer(self) -> None:
-        """The folder has changed. Returns at once; while a transfer is under way, the next round begins behind it."""
+        """Called when the folder has changed. Returns at once; the next round begins after a transfer under way."""
         with self._changed:
             self._is_wanted = bool(self._receivers)
             if self._is_at_work or not self._is_wanted:
@@ -53,7 +53,7 @@ class Copier:
         threading.Thread(target=self._work, name="fleet_train copies of checkpoints", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether all that was offered has been tried, waiting for it at most so long."""
+        """Whether everything offered has been tried; waits at most this long."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._is_at_work and (left := deadline - time.monotonic()) > 0:
@@ -71,7 +71,7 @@ class Copier:
             for name, address in self._receivers.items():
                 try:
                     self._bring(address)
-                except Exception as error:  # whatever it is: training goes on
+                except Exception as error:  # any error: training goes on
                     self.failed += 1
                     self._say(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
 
@@ -87,5 +87,5 @@ class Copier:
 
 
 def _warn(message: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads standard error any more
+    with suppress(OSError, ValueError):  # standard error is closed
         print(f"fleet_train: {message}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Checkpoints on more than one node: who keeps copies, which run and which checkpoint is the newest of all nodes.
+"""Checkpoints on more than one node: which nodes keep copies, which run and checkpoint is the newest of all nodes.
 
-The first rank of each node speaks for it. Everything here that talks is called by all ranks in the same order; only
-transfers run in threads, and these talk to one another alone (`copying`).
+The first rank of each node acts for it. All ranks make the communicating calls in the same order; only transfers run in
+threads, which communicate only with one another (`copier`, `receiving`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from fleet_train.train.components.rank0 import share, together
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
 
 FINISH_SECONDS = 300.0
-"""For copies that are under way at the end of a training."""
+"""Wait for copies under way at the end of a training."""
 STOP_SECONDS = 20.0
-"""For them at a graceful shutdown, below the 30 s of grace that the launcher gives."""
+"""The same at a graceful shutdown, below the launcher's grace period of 30 s."""
 _POLL_SECONDS = 1.0
 
 
 class Copies:
-    """The copies of one run's checkpoints. Every method is called on all ranks, but for ``offer``.
+    """The copies of one run's checkpoints. Every method is called on all ranks, except ``offer``.
 
     Args:
         checkpoints: this node's folder of them.
-        number: nodes that keep each checkpoint, rank 0's included.
-        keep_best: also bring the best one to a rank 0 that lacks it.
-        say: gets what is to be said once, on rank 0.
+        number: nodes that keep each checkpoint, including rank 0's.
+        keep_best: also send the best one to rank 0 if it lacks it.
+        say: gets messages to print once, on rank 0.
         timeout_seconds: how long one node may take to read, send or remove checkpoints before a training begins.
     """
 
@@ -72,7 +72,7 @@ class Copies:
         self._secret: bytes | None = None
         self._copier = Copier(checkpoints, {}, "")
         self.run: Run | None = None
-        """The run that checkpoints belong to from now on; None where none was found or begun."""
+        """The run that checkpoints belong to from now on; None if none was found or begun."""
 
     def holders(self) -> list[str]:
         """Nodes that have published checkpoints, by their first ranks."""
@@ -81,7 +81,7 @@ class Copies:
         return [_describe(rank) for rank in self._members if told[rank]]
 
     def begin_anew(self) -> None:
-        """Another run begins: the checkpoints of all nodes are removed, and one that stayed away will know."""
+        """Begin another run: the checkpoints of all nodes are removed; an absent node detects this later."""
         told = self._look_everywhere()
         self._agree_on_run(latest_run(told), anew=True)
         self._on_members(lambda: storage.keep_only(self._checkpoints, ()))
@@ -89,10 +89,10 @@ class Copies:
         self._has_looked = True
 
     def bring_newest(self) -> None:
-        """Let rank 0 have the newest whole checkpoint of the latest run, wherever it is; once in a process.
+        """Send rank 0 the newest whole checkpoint of the latest run, from any node; once per process.
 
         Checkpoints of other runs are moved aside, on all nodes. Raises CheckpointError on every rank when no checkpoint
-        is whole, or when the newest does not get to rank 0.
+        is whole, or when the newest one cannot be sent to rank 0.
         """
         if self._has_looked:
             return
@@ -110,17 +110,17 @@ class Copies:
         return self._rank in self._receivers
 
     def begin_saving(self) -> None:
-        """Before a save: from now on rank 0 sends, and only those that keep copies listen."""
+        """Called before a save: from now on rank 0 sends, and only the nodes that keep copies listen."""
         self._join()
         if not self.is_receiver():
             self._close_receiver()
 
     def offer(self) -> None:
-        """On rank 0, on any thread: there is another published checkpoint."""
+        """Called on rank 0, on any thread, when a checkpoint has been published."""
         self._copier.offer()
 
     def finish(self, seconds: float) -> None:
-        """Wait until rank 0 has tried all copies, at most so long. No rank waits for another longer than a moment."""
+        """Wait until rank 0 has tried all copies, at most this long. Ranks synchronize at short intervals meanwhile."""
         if not self._receivers:
             return
         deadline = time.monotonic() + seconds
@@ -133,7 +133,7 @@ class Copies:
             self._say(f"a copy of a checkpoint was not finished within {seconds:.0f} s; the one on rank 0 is whole")
 
     def scalars(self) -> dict[str, float]:
-        """For the metrics, on rank 0: counted since this process began; nothing where nothing is sent."""
+        """For the metrics, on rank 0: counted since this process started; empty if nothing is sent."""
         if not self._receivers:
             return {}
         return {
@@ -142,10 +142,10 @@ class Copies:
         }
 
     def close(self) -> None:
-        """Take no more copies. Talks to nobody."""
+        """Receive no more copies. Does not communicate."""
         self._close_receiver()
 
-    # who keeps
+    # which nodes keep copies
 
     @property
     def _receivers(self) -> list[int]:
@@ -156,7 +156,7 @@ class Copies:
         return self._rank in self._members
 
     def _join(self) -> None:
-        """Find out which nodes have a folder of their own, and where they listen; once in a process."""
+        """Find out which nodes have their own folder, and where they listen; once per process."""
         if self._has_joined:
             return
         self._has_joined = True
@@ -171,7 +171,7 @@ class Copies:
             seen = [rank for rank in open_ if os.path.exists(self._checkpoints / told[rank]["marker"])]
             self._members = folders_apart(open_, fleet.gather(seen))
         finally:
-            with suppress(OSError):  # a folder that cannot be used was told of
+            with suppress(OSError):  # a folder that cannot be used has been reported
                 (self._checkpoints / marker).unlink()
         self._addresses = {rank: Address(**told[rank]["address"]) for rank in self._members}
         if self._rank == 0:
@@ -210,7 +210,7 @@ class Copies:
         return fleet.gather(tell(self._checkpoints) if self._is_member else None)
 
     def _agree_on_run(self, latest: Run | None, anew: bool) -> None:
-        """Go on with the latest run, or with one that rank 0 begins."""
+        """Continue the latest run, or one that rank 0 begins."""
         drawn = share(Run.new(latest).as_json())
         self.run = storage.run_from(drawn) if anew or latest is None else latest
 
@@ -224,7 +224,7 @@ class Copies:
         return f"checkpoints of another run were moved to {', '.join(map(str, folders))}" if folders else None
 
     def _bring_first_whole(self, held: Sequence[Held]) -> None:
-        """From the newest to the oldest; what turned out to be damaged is moved aside once a whole one is found."""
+        """From the newest to the oldest; damaged ones are moved aside once a whole one is found."""
         damaged: list[tuple[Held, str]] = []
         unsent = ""
         for one in held:
@@ -255,7 +255,7 @@ class Copies:
         self._on_members(move)
 
     def _send_to_first(self, one: Held) -> str | None:
-        """What went wrong, None if nothing did; nothing is sent by rank 0."""
+        """The problem, or None; rank 0's own checkpoint is not sent."""
         if one.rank == 0:
             return None
         if self._rank == 0:
@@ -279,15 +279,15 @@ class Copies:
     def _send(self, folder: Path) -> None:
         send(self._addresses[0], _host(self._rank), folder, secret=self._secret)
 
-    # doing it together
+    # collective calls
 
     def _at(self, rank: int, work: Callable[[], None]) -> str | None:
-        """Let one rank do it; what went wrong there, on every rank."""
+        """Let one rank do it; its problem, on every rank."""
         problem = together(work if self._rank == rank else None, self._timeout_seconds)[rank]["problem"]
         return None if problem is None else str(problem)
 
     def _on_members(self, work: Callable[[], str | None]) -> None:
-        """Let each node do it; rank 0 says what they have to say, or what went wrong."""
+        """Let each node do it; rank 0 prints their messages and problems."""
         told = together(work if self._is_member else None, self._timeout_seconds)
         for rank, each in enumerate(told):
             if self._rank == 0 and (each["problem"] or each["value"]):

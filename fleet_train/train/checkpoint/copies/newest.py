@@ -1,4 +1,4 @@
-"""Which run and which checkpoint is the newest of all nodes, and which nodes have a folder of their own."""
+"""Which run and which checkpoint is the newest of all nodes, and which nodes have their own folder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fleet_train.train.checkpoint.storage import RECORD, Place, Run
 _MOST_RECORD_BYTES = 64 << 10
 
 Told = Sequence["dict[str, Any] | None"]
-"""What ``tell`` gave, by rank; None for ranks that do not speak for a folder."""
+"""The results of ``tell``, by rank; None for ranks that do not act for a folder."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A published checkpoint that a node has told of. ``place``: how far it has trained, as its node has read it."""
+    """A published checkpoint reported by a node. ``place``: how far it has trained, as read by its node."""
 
     place: Place
     rank: int
     run: Run | None
-    """None where its marker cannot be read."""
+    """None if its marker cannot be read."""
     name: str
 
 
 def tell(checkpoints: Path) -> dict[str, Any]:
-    """What this node has, newest first."""
+    """This node's checkpoints, newest first."""
     found = []
     for path in reversed(storage.complete(checkpoints)):
         try:
@@ -53,7 +53,7 @@ def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> 
 
 
 def latest_run(told: Told) -> Run | None:
-    """The run that was begun last, of all that any node has heard of; None where no node has anything."""
+    """The run that was begun last, of all known to any node; None if no node has a checkpoint."""
     known = [each for each in told if each is not None]
     runs = [storage.run_from(run) for each in known for _, run, _ in each["held"]]
     recorded = [run for each in known if (run := storage.run_from(each["record"])) != Run()]
@@ -61,9 +61,8 @@ def latest_run(told: Told) -> Run | None:
 
 
 def held_of(told: Told, run: Run | None) -> list[Held]:
-    """The checkpoints of that run, and those whose marker names none: newest first, of equal ones the lowest rank's.
-
-    Newest is what has trained most.
+    """The checkpoints of that run, and those whose marker names no run: newest first; of equal ones, the lowest rank's.
+    The newest has trained most.
     """
     entries = [(rank, *entry) for rank, each in enumerate(told) if each is not None for entry in each["held"]]
     known: list[tuple[str, Place]] = [(name, tuple(place)) for _, name, _, place in entries if place is not None]
@@ -82,14 +81,15 @@ def held_of(told: Told, run: Run | None) -> list[Held]:
 
 
 def check_whole(folder: Path) -> None:
-    """Read all of a checkpoint. CheckpointError names the first file or tensor that is not as it was written."""
+    """Read all of a checkpoint. CheckpointError names the first file or tensor that has changed since it was
+    written."""
     storage.read_state(folder)
     if (folder / persistables.DESCRIPTION).is_file():
         persistables.read_folder(folder)
 
 
 def read_record(checkpoints: Path) -> Run:
-    """The run that this node has last heard of; ``Run()`` where it has heard of none."""
+    """The last run known to this node; ``Run()`` if it knows none."""
     try:
         return storage.run_from(parse_json(read_regular(checkpoints / RECORD, _MOST_RECORD_BYTES)))
     except (OSError, ValueError):
@@ -97,13 +97,13 @@ def read_record(checkpoints: Path) -> Run:
 
 
 def write_record(checkpoints: Path, run: Run) -> None:
-    """Write it whole or not at all, synced to the disk."""
+    """Write it atomically, synced to the disk."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)
 
 
 def words_for(number: int, nodes: int, own: Sequence[str]) -> str:
-    """Who keeps checkpoints, when ``number`` are asked for: ``nodes`` could, ``own`` have a folder of their own."""
+    """Which nodes keep checkpoints, if ``number`` are requested: ``nodes`` could, ``own`` have their own folder."""
     if len(own) >= number:
         return f"checkpoints are kept on {', '.join(own[:number])}"
     if len(own) > 1:

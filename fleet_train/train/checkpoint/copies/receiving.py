@@ -1,6 +1,6 @@
-"""Take checkpoints from another node of the job: what has arrived is checked and synced, then renamed into place.
+"""Receives checkpoints from another node of the job: data is verified and synced, then renamed into place.
 
-Whatever a sender says is judged before it is used: names without folders, sizes that fit on the disk, hashes.
+All data from a sender is validated before use: names without folders, sizes that fit on the disk, hashes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fleet_train.train.checkpoint.copies.wire import CHUNK_BYTES, Channel, key_o
 MOST_FILES = 1000
 """In one checkpoint."""
 SPARE_BYTES = 1 << 20
-"""What must stay free on the receiver's disk."""
+"""Space that must stay free on the receiver's disk."""
 _MOST_VISITORS = 8
-"""Connections that have not proven themselves yet, at a time."""
+"""The largest number of unauthenticated connections at a time."""
 _CHUNKS_BETWEEN_SYNCS = 128
 _NAME = re.compile(r"step-[0-9]{8,20}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -36,9 +36,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Receiver:
-    """Takes checkpoints into ``checkpoints`` of this node, in daemon threads; one at a time.
+    """Receives checkpoints into ``checkpoints`` of this node, in daemon threads; one at a time.
 
-    ``host``: this node's own address; the port is a free one. Raises OSError when nothing can listen there.
+    ``host``: this node's own address; the port is a free one. Raises OSError if it cannot listen there.
     """
 
     def __init__(self, checkpoints: Path, host: str, secret: bytes | None = None) -> None:
@@ -53,7 +53,7 @@ class Receiver:
         threading.Thread(target=self._listen, name="fleet_train copies", daemon=True).start()
 
     def close(self) -> None:
-        """Take nothing any more; a copy under way is given up."""
+        """Receive nothing more; a copy under way is aborted."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
@@ -86,13 +86,13 @@ class Receiver:
             with self._taking:
                 try:
                     take(channel, self._checkpoints)
-                except Exception as error:  # whatever it is: this node's training goes on
+                except Exception as error:  # any error: this node's training goes on
                     channel.send({"problem": str(error)})
         self._connections.discard(connection)
 
 
 def take(channel: Channel, checkpoints: Path) -> None:
-    """One checkpoint from a sender that has proven itself. Raises CheckpointError or OSError with nothing changed."""
+    """One checkpoint from an authenticated sender. Raises CheckpointError or OSError with nothing changed."""
     request = channel.receive()
     name, marker, kept = _name(request.get("name")), _digest(request.get("marker")), _kept(request.get("kept"))
     final = checkpoints / name
@@ -109,7 +109,7 @@ def take(channel: Channel, checkpoints: Path) -> None:
     try:
         _receive_files(channel, draft, files)
         if storage.marker_digest(draft) != marker:
-            raise CheckpointError(f"{name} is another one than was announced")
+            raise CheckpointError(f"{name} is not the one that was announced")
         _check(draft, name)
         storage.put_in_place(draft, final)
     except BaseException:
@@ -120,7 +120,7 @@ def take(channel: Channel, checkpoints: Path) -> None:
 
 
 def listed(told: object) -> list[File]:
-    """The files that a sender lists. CheckpointError for what could not be a checkpoint's, such as ``../name``."""
+    """The files that a sender lists. CheckpointError for names that no checkpoint can have, such as ``../name``."""
     if not isinstance(told, list) or not 0 < len(told) <= MOST_FILES:
         raise CheckpointError(f"a checkpoint has 1 to {MOST_FILES} files, and these are listed")
     files = [_file(one) for one in told]
@@ -135,7 +135,7 @@ def _file(told: object) -> File:
     name, size = entry.get("name"), entry.get("size")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise CheckpointError(
-            f"{name!r} is no name of a checkpoint's file: no folder, no leading dot, at most 200 signs"
+            f"{name!r} is not a name of a checkpoint's file: no folder, no leading dot, at most 200 characters"
         )
     if type(size) is not int or size < 0:
         raise CheckpointError(f"{name} has no size")
@@ -144,7 +144,7 @@ def _file(told: object) -> File:
 
 def _name(told: object) -> str:
     if not isinstance(told, str) or not _NAME.fullmatch(told):
-        raise CheckpointError(f"{told!r} is no name of a checkpoint; they are called step-00000440")
+        raise CheckpointError(f"{told!r} is not a name of a checkpoint, such as step-00000440")
     return told
 
 
@@ -159,7 +159,7 @@ def _kept(told: object) -> set[str] | None:
 
 
 def refuse_full_disk(folder: Path, size: int) -> None:
-    """Raise CheckpointError unless so many bytes fit on the disk of ``folder``."""
+    """Raise CheckpointError unless this many bytes fit on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < size + SPARE_BYTES:
         raise CheckpointError(
@@ -168,7 +168,7 @@ def refuse_full_disk(folder: Path, size: int) -> None:
 
 
 def _receive_files(channel: Channel, draft: Path, files: Sequence[File]) -> None:
-    """All bytes are taken from the connection, also where the disk does not take them: then the sender hears why."""
+    """Read all bytes from the connection even if the disk does not take them, so that the sender gets the reason."""
     problem: OSError | None = None
     digests = []
     for one in files:
@@ -195,7 +195,7 @@ def _hashed(channel: Channel, size: int, digest: Any) -> Iterator[bytes]:
 
 
 def _write_file(path: Path, pieces: Iterator[bytes]) -> None:
-    """Synced every now and then: one sync of all of it might take longer than the sender waits."""
+    """Synced at intervals: one sync of everything might take longer than the sender waits."""
     with path.open("xb") as file:
         for number, piece in enumerate(pieces, start=1):
             file.write(piece)
@@ -207,14 +207,14 @@ def _write_file(path: Path, pieces: Iterator[bytes]) -> None:
 
 
 def _check(draft: Path, name: str) -> None:
-    """Whether it is a checkpoint of that step, as far as it can be told without its tensors."""
+    """Check that it is a checkpoint of that step, as far as possible without its tensors."""
     state = storage.read_state(draft)
     if storage.folder_of(draft.parent, int(state.get("step", -1))).name != name:
         raise CheckpointError(f"{name} holds the state of step {state.get('step')}")
 
 
 def _tidy(checkpoints: Path, final: Path, kept: set[str] | None) -> None:
-    """What the sender's retention rule has removed is removed here, too; other runs are put aside."""
+    """Remove what the sender's retention rule has removed; move other runs aside."""
     if kept is not None:
         run = storage.run_of(final)
         storage.set_aside(checkpoints, run)

@@ -1,7 +1,7 @@
-"""Send one published checkpoint to another node of the job, whole or not at all; `receiving` is the other side.
+"""Sends one published checkpoint to another node of the job, atomically; `receiving` is the other side.
 
-The sender asks with the checkpoint's name and the SHA-256 of its marker. A receiver that has it says so; else the list
-of files follows, then their bytes, then the SHA-256 of each: every file is read once.
+The sender asks with the checkpoint's name and the SHA-256 of its marker. A receiver that has it answers so; otherwise
+the list of files follows, then their bytes, then the SHA-256 of each: every file is read once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.wire import CHUNK_BYTES, CONNECT_SECONDS, STALL_SECONDS, Channel, key_of
 
 PLACING_SECONDS = 120.0
-"""For the receiver to sync what has arrived and to remove old checkpoints."""
+"""Time for the receiver to sync the data and to remove old checkpoints."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a receiver listens, and the token that a sender must know. Told through the job's store only."""
+    """Where a receiver listens, and the token that a sender must know. Sent only through the job's store."""
 
     host: str
     port: int
@@ -51,10 +51,10 @@ class File:
 def send(
     to: Address, source: str, folder: Path, kept: Sequence[str] | None = None, secret: bytes | None = None
 ) -> bool:
-    """Bring a published checkpoint to the receiver; False when it had it already.
+    """Send a published checkpoint to the receiver; False if it had it already.
 
     ``source``: this node's own address. ``kept``: names of the checkpoints that the receiver is to keep of this run,
-    others of it are removed there; None = all. Raises CheckpointError with the reason when it was not taken.
+    others of it are removed there; None = all. Raises CheckpointError with the reason if it was not accepted.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def send(
 
 
 def open_files(folder: Path, stack: contextlib.ExitStack) -> dict[str, BinaryIO]:
-    """The files of a published checkpoint, all of the same one whatever takes its place meanwhile; marker last."""
+    """The open files of a published checkpoint, consistent even if it is replaced meanwhile; marker last."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     stack.callback(os.close, inside)
 

@@ -1,9 +1,9 @@
-"""One connection between two nodes of a job that know the same token: each proves it, and every message is signed.
+"""A connection between two nodes of a job that share a token: both authenticate, and every message is signed.
 
     4 bytes "FTC1", 4 bytes length (big endian), 32 bytes HMAC-SHA256 (zeros before both have proven themselves), JSON
 
-Bytes of files travel raw behind the signed message that has their sizes and SHA-256. Challenge and response as in
-`fleet_train.cluster.secret`; the two sides' proofs have other words, so that none can be sent back to who made it.
+Bytes of files are sent raw after the signed message with their sizes and SHA-256. Challenge and response as in
+`fleet_train.cluster.secret`; the two sides' proofs use different words, so that neither can be reflected to its sender.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fleet_train.cluster.secret import is_proof, new_nonce, proof
 from fleet_train.errors import CheckpointError
 
 CONNECT_SECONDS = 10.0
-"""For a connection to be made, and for the other side to prove that it knows the token."""
+"""Time to connect, and for the other side to prove that it knows the token."""
 STALL_SECONDS = 30.0
-"""For one message, or one piece of a file, to get through; for the answer to something quick."""
+"""Time for one message, or one piece of a file, to be sent; or for the answer to a quick request."""
 CHUNK_BYTES = 1 << 20
-"""What is sent or received of a file at a time."""
+"""Bytes of a file sent or received at a time."""
 MOST_MESSAGE_BYTES = 4 << 20
-"""A message of a side that has proven itself. It may list the files of a checkpoint."""
+"""The size limit of an authenticated message. It may list the files of a checkpoint."""
 _MOST_UNPROVEN_BYTES = 4096
 _HEADER = struct.Struct("!4sI32s")
 _MAGIC = b"FTC1"
@@ -39,11 +39,11 @@ def key_of(token: str, secret: bytes | None) -> bytes:
 
 
 class Lost(CheckpointError):
-    """The connection is gone, or stands still."""
+    """The connection is gone or stalled."""
 
 
 class Channel:
-    """One side of a connection. Raises CheckpointError for what is no message of a peer, Lost where nothing comes."""
+    """One side of a connection. Raises CheckpointError for an invalid message, Lost if nothing arrives."""
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         self._connection = connection
@@ -53,24 +53,24 @@ class Channel:
         self._sent = self._received = 0
 
     def prove_as_sender(self) -> None:
-        """Introduce ourselves to a receiver. CheckpointError when it does not know the token."""
+        """Authenticate with a receiver. CheckpointError if it does not know the token."""
         mine = new_nonce()
         self.send({"nonce": mine})
         answer = self.receive(CONNECT_SECONDS)
         theirs = str(answer.get("nonce"))
         if not is_proof(answer.get("proof"), self._key, _RECEIVER, mine, theirs):
-            raise CheckpointError("who answers there is not this job's receiver: it does not know the job's token")
+            raise CheckpointError("the program there is not this job's receiver: it does not know the job's token")
         self.send({"proof": proof(self._key, _SENDER, mine, theirs)})
         self._begin_session(_SENDER, _RECEIVER, mine, theirs)
 
     def prove_as_receiver(self) -> None:
-        """Let a sender introduce itself, within CONNECT_SECONDS. CheckpointError when it does not know the token."""
+        """Authenticate a sender, within CONNECT_SECONDS. CheckpointError if it does not know the token."""
         deadline = time.monotonic() + CONNECT_SECONDS
         theirs, mine = str(self.receive(CONNECT_SECONDS).get("nonce")), new_nonce()
         self.send({"nonce": mine, "proof": proof(self._key, _RECEIVER, theirs, mine)})
         told = self.receive(max(0.001, deadline - time.monotonic())).get("proof")
         if not is_proof(told, self._key, _SENDER, theirs, mine):
-            raise CheckpointError("who wants to send does not know the job's token")
+            raise CheckpointError("the sender does not know the job's token")
         self._begin_session(_RECEIVER, _SENDER, theirs, mine)
 
     def _begin_session(self, role: str, peers_role: str, *nonces: str) -> None:
@@ -114,7 +114,7 @@ class Channel:
             raise _lost(error, STALL_SECONDS) from None
 
     def receive_bytes(self, count: int) -> bytes:
-        """Exactly so many of a file, at most CHUNK_BYTES, within STALL_SECONDS."""
+        """Exactly this many bytes of a file, at most CHUNK_BYTES, within STALL_SECONDS."""
         return self._exactly(count, STALL_SECONDS)
 
     def _signature(self, role: str, number: int, body: bytes) -> bytes:

@@ -1,1 +1,1 @@
-"""The newest record for Prometheus, on a port of rank 0's machine. `sink` is what the trainer opens."""
+"""The newest record for Prometheus, on a port of rank 0's machine. The trainer opens `sink`."""

@@ -1,4 +1,4 @@
-"""The HTTP server of one registry of Prometheus' metrics, which nothing is left of when it is closed."""
+"""The HTTP server of one registry of Prometheus metrics; closing it removes everything."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from fleet_train.train.monitor.dashboard_server import OnlyForNames
 _MOST_CONNECTIONS = 4
 _SILENT_SECONDS = 5.0
 _LONGEST_SECONDS = 10.0
-"""A connection that has lasted so long makes room for another one."""
+"""A connection this old may be closed for a new one."""
 _POLL_SECONDS = 0.1
 PATH = "/metrics"
 
 
 class MetricsServer:
-    """Serves what `collect()` returns at /metrics, from a thread of its own, until `close`.
-
-    Raises ClusterError where it cannot listen.
+    """Serves the result of `collect()` at /metrics, from its own thread, until `close`. Raises ClusterError if it
+    cannot listen.
     """
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Family]]) -> None:
@@ -56,15 +55,15 @@ class MetricsServer:
 
 
 class _Collector:
-    """What a registry takes: something with a method `collect`."""
+    """The collector of a registry: an object with a method `collect`."""
 
     def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
         self.collect = collect
 
 
 def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
-    """A server that only this machine reaches answers no page of the internet that has given its own name this
-    machine's address, and so reads with the browser of somebody here."""
+    """A server for this machine only does not answer a web page whose name resolves to this machine's address (DNS
+    rebinding) and which so reads through a local browser."""
     only_metrics = _OnlyMetrics(make_wsgi_app(registry))
     if not is_loopback(host):
         return only_metrics
@@ -95,7 +94,7 @@ def _why_not(host: str, port: int, error: Exception) -> str:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Few connections at a time, each bounded: whoever can reach the port may connect."""
+    """Few connections at a time, each with a timeout: any client that reaches the port may connect."""
 
     daemon_threads = True
 
@@ -105,7 +104,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        """Without the name that the standard library looks up, which takes long where DNS does not answer."""
+        """Without the standard library's name look-up, which takes long if DNS does not answer."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -130,7 +129,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
-        """Who asks may say nothing, or go away at any time: no traceback on the terminal of a training."""
+        """A client may send nothing or disconnect at any time: no traceback on the terminal of a training."""
 
     def server_close(self) -> None:
         super().server_close()
@@ -148,4 +147,4 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENT_SECONDS
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on the terminal of a training."""
+        """Prints nothing on the terminal of a training."""

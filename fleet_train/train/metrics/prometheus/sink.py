@@ -1,4 +1,4 @@
-"""The newest record for Prometheus, which comes to fetch it: `/metrics` on a port of rank 0's machine."""
+"""The newest record for Prometheus to scrape: `/metrics` on a port of rank 0's machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ DEFAULT_HOST = "127.0.0.1"
 _ASK_AGAIN_SECONDS = 1.0
 
 Gone = Callable[[], Mapping[int, str]]
-"""Ranks that have left or are lost, as `fleet.gone_workers` says it."""
+"""Ranks that have left or are lost, from `fleet.gone_workers`."""
 
 
 class PrometheusSink:
-    """Serves what was written last. For a loop of your own: `open_prometheus`, or on rank 0 this and `write`."""
+    """Serves the last written record. For your own loop: `open_prometheus`, or on rank 0 this and `write`."""
 
     def __init__(self, port: int, host: str = DEFAULT_HOST, gone: Gone | None = None) -> None:
-        """`port` 0: any free one; see `address`. Raises ClusterError where it cannot listen, naming who does."""
+        """`port` 0: any free one; see `address`. Raises ClusterError if it cannot listen, naming the process that
+        does."""
         self._lock = threading.Lock()
         self._shown = Snapshot(info={"version": __version__})
         self._reported_at: dict[int, float] = {}
@@ -42,7 +43,7 @@ class PrometheusSink:
             self._shown = replace(self._shown, step=step, recorded_at=time.time(), curves=curves)
 
     def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
-        """0 for a rank that has told nothing since the last record; what it told before stays."""
+        """0 for a rank without a report since the last record; its earlier value stays."""
         now = time.monotonic()
         with self._lock:
             told = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
@@ -56,17 +57,17 @@ class PrometheusSink:
                 )
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
-        """Of the settings, the profile's name and the model's become labels."""
+        """The profile's and the model's name become labels."""
         del metrics
         told = {name: str(settings[name]) for name in ("profile", "model") if name in settings}
         with self._lock:
             self._shown = replace(self._shown, info=self._shown.info | told)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Prometheus has no place for texts."""
+        """Prometheus does not store texts."""
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """Nor for pictures."""
+        """Nor images."""
 
     def close(self) -> None:
         self._server.close()
@@ -79,7 +80,7 @@ class PrometheusSink:
         return families(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
 
     def _up(self, ranks: Iterable[int]) -> dict[int, bool]:
-        """Empty where nobody can tell: the job's store does not answer."""
+        """Empty if unknown: the job's store does not answer."""
         gone = self._ask_who_is_gone()
         return {} if gone is None else {rank: rank not in gone for rank in ranks}
 
@@ -96,8 +97,8 @@ class PrometheusSink:
 
 
 def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
-    """On rank 0 a `PrometheusSink` that knows of the other ranks, elsewhere a `NullSink`. All ranks call it, and where
-    it cannot listen it raises ClusterError on all."""
+    """On rank 0 a `PrometheusSink` with the other ranks' state, elsewhere a `NullSink`. All ranks call it; if it cannot
+    listen, it raises ClusterError on all."""
     made: list[MetricSink] = []
     ask_first_worker(lambda: made.append(PrometheusSink(port, host, fleet.gone_workers)))
     return made[0] if made else NullSink()

@@ -1,6 +1,6 @@
 """A run's numbers as metrics of Prometheus: names, units, meanings. docs/watching.md lists them.
 
-Names are by Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for counters.
+Names follow Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MS = 1000.0
 OF_CURVES: dict[str, Metric | None] = {
     "train/loss": Metric("loss", "Loss of rank 0 at the newest record."),
     "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
-    "train/epoch": Metric("epochs_total", "Epochs that are done.", "counter"),
+    "train/epoch": Metric("epochs_total", "Finished epochs.", "counter"),
     "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),
     "train/gradient_norm": Metric("gradient_norm", "Global norm of the averaged gradients, before clipping."),
-    "train/loss_scale": Metric("loss_scale", "What the loss is multiplied by in float16 mixed precision."),
+    "train/loss_scale": Metric("loss_scale", "Loss scale of float16 mixed precision."),
     "test/loss": Metric("test_loss", "Loss of the last evaluation."),
     "test/accuracy": Metric("test_accuracy_ratio", "Accuracy of the last evaluation, 0 to 1."),
     "test/top5_accuracy": Metric("test_top5_accuracy_ratio", "Top-5 accuracy of the last evaluation, 0 to 1."),
@@ -43,33 +43,33 @@ OF_CURVES: dict[str, Metric | None] = {
     "speed/data_ms": Metric("step_data_seconds", "Of it, waiting for the batch.", divisor=_MS),
     "speed/compute_ms": Metric("step_compute_seconds", "Of it, computing.", divisor=_MS),
     "speed/exposed_communication_ms": Metric(
-        "step_exposed_communication_seconds", "Of it, standing still for other ranks' gradients.", divisor=_MS
+        "step_exposed_communication_seconds", "Of it, waiting for other ranks' gradients.", divisor=_MS
     ),
     "speed/data_wait_share": Metric("step_data_ratio", "Share of a step that waits for the batch, 0 to 1."),
     "speed/compute_share": Metric("step_compute_ratio", "Share of a step that computes, 0 to 1."),
     "speed/exposed_communication_share": Metric(
-        "step_exposed_communication_ratio", "Share of a step that stands still for other ranks' gradients, 0 to 1."
+        "step_exposed_communication_ratio", "Share of a step that waits for other ranks' gradients, 0 to 1."
     ),
     "communication/sent_bytes": Metric("sent_bytes_total", "Payload that rank 0 has sent in steps.", "counter"),
     "communication/bytes_per_second": None,
     "communication/gate_wait_ms": Metric(
-        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to come to a step, per step.", divisor=_MS
+        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to reach a step, per step.", divisor=_MS
     ),
     "communication/local_sgd_period": Metric("local_sgd_period_steps", "Steps between two averagings of LocalSGD."),
     "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", divisor=_MS),
     "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", divisor=_MS),
-    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have taken.", "counter"),
+    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have received.", "counter"),
     "checkpoint/copies_failed": Metric(
         "checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed.", "counter"
     ),
 }
-INFO = Metric("info", "Always 1; its labels say what runs.")
-STEPS = Metric("steps_total", "Steps that are done, those before a resume included.", "counter")
+INFO = Metric("info", "Always 1; its labels describe the run.")
+STEPS = Metric("steps_total", "Finished steps, including those before a resume.", "counter")
 RANKS = Metric("ranks", "Ranks of the job.")
 RECORDED = Metric("last_record_timestamp_seconds", "Unix time of the newest record.")
 RANK_UP = Metric("rank_up", "1: connected to the job's store; 0: has left or is lost.")
-RANK_AGE = Metric("rank_last_report_age_seconds", "Since rank 0 has read a report of this rank's step times.")
-RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step: what the others may wait for.", divisor=_MS)
+RANK_AGE = Metric("rank_last_report_age_seconds", "Time since rank 0 read a report of this rank's step times.")
+RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step, for which others may wait.", divisor=_MS)
 RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", divisor=_MS)
 OTHERS = (INFO, STEPS, RANKS, RECORDED, RANK_UP, RANK_AGE, RANK_STEP, RANK_WAIT)
 # Each rank's curves; `RANK_STEP` and `RANK_WAIT` say it for any number of ranks.
@@ -78,7 +78,7 @@ _OF_ONE_RANK = re.compile(r"ranks/(step|wait)_ms/\d+")
 
 @dataclass
 class Snapshot:
-    """What a scrape shows. Sequences are by rank; times of ranks in milliseconds."""
+    """The values of a scrape. Sequences are by rank; times of ranks in milliseconds."""
 
     step: int | None = None
     recorded_at: float = 0.0
@@ -93,7 +93,7 @@ class Snapshot:
 
 
 def families(shown: Snapshot) -> Iterator[Family]:
-    """What a scrape collects; metrics that have no value yet are not among it."""
+    """The collected metrics, except those without a value."""
     yield from _family(INFO, [(shown.info, 1.0)])
     if shown.step is not None:
         yield from _family(STEPS, [({}, shown.step)])
@@ -111,7 +111,7 @@ def families(shown: Snapshot) -> Iterator[Family]:
 
 
 def metric_of(tag: str) -> Metric | None:
-    """A curve of a loop of the user's own gets a name made from its tag: `my/curve` is `fleet_train_my_curve`."""
+    """A curve of a user's own loop gets a name made from its tag: `my/curve` is `fleet_train_my_curve`."""
     if tag in OF_CURVES:
         return OF_CURVES[tag]
     if _OF_ONE_RANK.fullmatch(tag):

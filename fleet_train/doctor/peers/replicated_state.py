@@ -9,7 +9,7 @@ from typing import Any
 MOST_KEYS = 4096
 
 
-class Board:
+class ReplicatedState:
     """This node's copy. Two connected nodes send each other the values that the other one lacks."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from fleet_train.cluster.store.protocol.wire import ProtocolError
 from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
 from fleet_train.doctor.participants import Participants
 from fleet_train.doctor.peers import datagrams, pair
-from fleet_train.doctor.peers.board import Board
 from fleet_train.doctor.peers.channel import dialled, outcome_of
+from fleet_train.doctor.peers.replicated_state import ReplicatedState
 from fleet_train.doctor.peers.responder import Responder
 from fleet_train.doctor.peers.rounds import rounds, stream_seconds
 
@@ -25,10 +25,10 @@ _SETTLE_SECONDS = 1.0
 ERRORS = (OSError, ProtocolError, Refused)
 
 
-class Circle:
-    def __init__(self, participants: Participants, board: Board, responder: Responder) -> None:
+class PeerGroup:
+    def __init__(self, participants: Participants, state: ReplicatedState, responder: Responder) -> None:
         self.participants = participants
-        self.board = board
+        self.state = state
         self.responder = responder
         self.refusals: dict[int, PortTry] = {}
         """The answers of nodes that refuse this one."""
@@ -43,29 +43,29 @@ class Circle:
         everybody = set(range(len(self.participants.addresses)))
         while True:
             self._sync_with(everybody - {self.participants.index})
-            missing = everybody - self.board.nodes("here")
-            over = bool(self.board.nodes("over"))
+            missing = everybody - self.state.nodes("here")
+            over = bool(self.state.nodes("over"))
             if not missing or over or time.monotonic() > deadline:
                 break
             if time.monotonic() > word_at:
                 named = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
                 say(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
                 word_at = time.monotonic() + 5.0
-            self.board.wait(_PAUSE_SECONDS)
-        present = tuple(sorted(self.board.nodes("here")))
-        self.board.put(f"over/{self.participants.index}", list(present))
+            self.state.wait(_PAUSE_SECONDS)
+        present = tuple(sorted(self.state.nodes("here")))
+        self.state.put(f"over/{self.participants.index}", list(present))
         self._sync_with(set(present) - {self.participants.index})
-        return tuple(sorted(self.board.nodes("here")))
+        return tuple(sorted(self.state.nodes("here")))
 
     def bring(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
         """Exchange until all present nodes have sent these; returns the nodes that have not within the time."""
         wanted, deadline = set(present), time.monotonic() + seconds
         while True:
-            missing = {node for node in wanted if any(node not in self.board.nodes(kind) for kind in kinds)}
+            missing = {node for node in wanted if any(node not in self.state.nodes(kind) for kind in kinds)}
             if not missing or time.monotonic() > deadline:
                 return missing
             self._sync_with(wanted - {self.participants.index})
-            self.board.wait(_PAUSE_SECONDS)
+            self.state.wait(_PAUSE_SECONDS)
 
     def part(self, present: Iterable[int], seconds: float) -> None:
         """Wait until all others have this node's values, at most this long."""
@@ -90,12 +90,12 @@ class Circle:
                 with dialled(
                     self.participants.addresses[node], port, self.participants.access, self.participants.index
                 ) as channel:
-                    _, told = channel.ask({"do": "sync"}, self.board.keys())
+                    _, told = channel.ask({"do": "sync"}, self.state.keys())
                     if not isinstance(told, dict):
                         raise ProtocolError("the answer is empty")
-                    self.board.take(dict(told["values"]))
-                    channel.ask({"do": "tell"}, self.board.beyond(map(str, told["keys"])))
-                    if set(told["keys"]) | set(told["values"]) >= set(self.board.keys()):
+                    self.state.take(dict(told["values"]))
+                    channel.ask({"do": "tell"}, self.state.beyond(map(str, told["keys"])))
+                    if set(told["keys"]) | set(told["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
                     self._doors[node] = port
                     return True
@@ -109,7 +109,7 @@ class Circle:
         """The port on which the node answered last; else all on which its doctor may listen."""
         if node in self._doors:
             return [self._doors[node]]
-        told = self.board.get(f"here/{node}") or {}
+        told = self.state.get(f"here/{node}") or {}
         ports = told.get("open", self.participants.ports[node])
         return [*ports, *([told["extra"]] if "extra" in told else [])]
 
@@ -202,6 +202,6 @@ class Circle:
         return echo, both
 
     def _told(self, node: int) -> dict[str, Any]:
-        told = self.board.get(f"here/{node}")
+        told = self.state.get(f"here/{node}")
         complete = isinstance(told, dict) and {"open", "extra", "udp"} <= told.keys()
         return told if complete else {"open": [], "extra": 0, "udp": 0}
