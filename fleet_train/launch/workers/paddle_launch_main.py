@@ -5,7 +5,7 @@
 The launcher's modules are Paddle's own, unchanged. They read a few facts about the build from the packages around
 them, which are the same in every CPU build; placeholders provide them. If the build is a different one, or anything
 else is accessed, this process executes the plain command instead, as long as it has started nothing.
-Standard library only, and no import of fleet_train: like ``worker.py`` this runs between a command and its ranks.
+Standard library only, and no import of fleet_train: like ``worker_main.py`` this runs between a command and its ranks.
 """
 
 from __future__ import annotations

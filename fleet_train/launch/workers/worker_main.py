@@ -1,6 +1,6 @@
 """The wrapper that the stock launcher runs as every rank: runs the user's script as its child, records how it ended.
 
-    worker.py LOG_DIR TOKEN '["train.py", "--epochs", "3"]'
+    worker_main.py LOG_DIR TOKEN '["train.py", "--epochs", "3"]'
 
 The stock launcher does not record when or why a rank ended, and a rank survives when its launcher is killed.
 Standard library only, and no import of fleet_train: this runs once per rank before the user's first line.
