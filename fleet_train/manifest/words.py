@@ -37,7 +37,7 @@ def about(training: Training, what: str, counts_starts: bool = False) -> list[st
 
 
 def about_ends(training: Training, end_seconds: int) -> list[str]:
-    """The behavior of pods that must stop."""
+    """The behaviour of pods that must stop."""
     return paragraph(
         "When a pod must stop (an eviction, a drained machine, pause, stop) it gets SIGTERM. All ranks then save their "
         f"state after the same step, within --grace_seconds={training.grace_seconds}, and every launcher ends with "
