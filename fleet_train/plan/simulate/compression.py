@@ -190,8 +190,8 @@ def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
 def ring_sum_16_bit(values: Sequence[Array], rounded: Rounding) -> Array:
     """A ring allreduce of flat 16-bit buffers (given per rank, as float32; result float32), with Gloo's chunks.
 
-    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. This makes N
-    - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
+    Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. This makes
+    N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
     (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in a different order.
     """
     count, world_size = values[0].size, len(values)
