@@ -243,9 +243,17 @@ class Copy:
         sys.path[:] = [str(self.folder), *(one for one in sys.path if one not in ("", str(ROOT), str(ROOT / "tools")))]
         code = 1
         try:
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *self.tests]))
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *self.tests], plugins=[_EndAtOnce()]))
         finally:
             os._exit(code)
+
+
+class _EndAtOnce:
+    """Pytest cleans up after the last test, and a fork may crash in that: the tests have had their say."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        os._exit(int(exitstatus))
 
 
 def _end_group(leader: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,20 +59,30 @@ def test_a_call_is_left_out_and_texts_stay(tmp_path: Path) -> None:
     assert found["left out: print(text + '!')"].splitlines()[1] == "    pass"
 
 
-def test_what_tests_notice_and_what_they_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tests_notice_and_what_they_do_not(tmp_path: Path) -> None:
+    """As people run it. In this process it would fork a child of everything other tests have left here."""
     project = tmp_path / "project"
-    (project / "tests").mkdir(parents=True)
-    (project / "fleet_train").mkdir()
-    (project / "fleet_train/module.py").write_text(SOURCE)
+    for folder in ("tests", "fleet_train", "tools"):
+        (project / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "tools/mutate.py", project / "tools")
+    module = project / "fleet_train/module.py"
+    module.write_text(SOURCE)
     check = "from module import bounded\ndef test_it():\n    assert bounded(1, 9) == 3 and bounded(0, 9) == 0\n"
     (project / "tests/test_module.py").write_text("import sys\nsys.path.insert(0, 'fleet_train')\n" + check)
-    monkeypatch.setattr(mutate, "ROOT", project)
-    mutants = {mutant.what: mutant for mutant in mutate.mutants_of(project / "fleet_train/module.py")}
-    copy = mutate.Copy(tmp_path / "copy", ["tests/test_module.py"], seconds=120.0)
-    assert copy.run() == "survived"
-    assert copy.try_out(mutants["2  ->  3"]) == "noticed"
-    assert copy.try_out(mutants["most < 1  ->  most <= 1"]) == "survived"
-    assert (tmp_path / "copy/fleet_train/module.py").read_text() == SOURCE
+    command = [sys.executable, "tools/mutate.py", "fleet_train/module.py", "--tests", "tests/test_module.py"]
+    ended = subprocess.run(
+        [*command, "--preload", "pytest"], cwd=project, capture_output=True, text=True, timeout=300.0
+    )
+    assert ended.returncode == 0, ended.stderr
+    *survived, counts = ended.stdout.splitlines()
+    found = {mutant.what for mutant in mutate.mutants_of(module)}
+    whats = {line.split(": ", 1)[1] for line in survived}
+    assert whats < found
+    assert "most < 1  ->  most <= 1" in whats
+    assert not whats & {"2  ->  3", "number + 2  ->  number - 2", "min  ->  max"}
+    assert counts.startswith(f"{len(found)} of {len(found)} changes tried")
+    assert f"'survived': {len(survived)}" in counts
+    assert module.read_text() == SOURCE
 
 
 def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
