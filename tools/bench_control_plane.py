@@ -1,10 +1,10 @@
-"""What the control plane costs: the root's processor time and bytes a barrier, joins, latency, lost relays, strangers.
+"""The cost of the control plane: the root's CPU time and bytes per barrier, joins, latency, lost relays, attacks.
 
     python tools/bench_control_plane.py --before CHECKOUT --record docs/benchmarks/2026-11-22-control-plane
 
-Servers and relays are real, each kind in a process of its own; ranks are event-driven stand-ins that speak the real
-protocol. All of it shares this machine, so wall-clock times of large jobs are upper bounds; the root's processor time
-is its own. Everything talks over loopback.
+Servers and relays are real, each kind in its own process; ranks are event-driven simulations that speak the real
+protocol. All share this machine, so wall-clock times of large jobs are upper bounds; the root's CPU time is measured
+for its process alone. All traffic is over loopback.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def talking() -> Iterator[list[Talking]]:
 
 
 def measure_barriers(nodes: int, ranks_per_node: int, barriers: int, *, relays: bool) -> dict[str, Any]:
-    """One job: join, then ``barriers`` barriers; the root's share of them."""
+    """One job: join, then ``barriers`` barriers; returns what they cost the root."""
     job = Job(nodes, ranks_per_node)
     asked: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "silence": 120.0}
     with talking() as processes:
@@ -107,7 +107,7 @@ def measure_lost_relay(how: signal.Signals) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """A server of the checkout in ``folder``, in a process of its own; its endpoint."""
+    """A server of the checkout in ``folder``, in its own process; yields its endpoint."""
     environ = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, str(HERE / "latency.py"), "server"]
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -119,7 +119,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def measure_latency(folder: Path, barriers: int, attack: str = "") -> dict[str, float]:
-    """Two real clients; the median, the 95th percentile and the longest of their barriers, in milliseconds."""
+    """Two real clients; median, 95th percentile and maximum of their barriers, in milliseconds."""
     environ = {**os.environ, "PYTHONPATH": str(folder)}
     with served(folder) as endpoint:
         attacker = None
@@ -141,7 +141,7 @@ def measure_latency(folder: Path, barriers: int, attack: str = "") -> dict[str, 
 
 
 def median_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of numbers over rounds; everything else is that of the last round."""
+    """Medians of numbers over rounds; other values are the last round's."""
     merged: dict[str, Any] = {}
     for name, value in rounds[-1].items():
         is_number = isinstance(value, float)
@@ -150,7 +150,7 @@ def median_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(rounds: int, barriers: int, before: Path | None) -> dict[str, Any]:
-    """Every part, ``rounds`` times, the parts in turn."""
+    """Every part, ``rounds`` times, interleaved."""
     turns: dict[str, list[dict[str, Any]]] = {}
 
     def note(part: str, measured: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def measure(rounds: int, barriers: int, before: Path | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--barriers", type=int, default=60, help="Barriers per job and round.")
-    parser.add_argument("--rounds", type=int, default=3, help="How often each part is measured, in turn.")
+    parser.add_argument("--rounds", type=int, default=3, help="Rounds; each measures every part once.")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Also measure the latency of this checkout.")
     parser.add_argument("--record", type=Path, metavar="PATH", help="Write PATH.json and PATH.md.")
     options = parser.parse_args()

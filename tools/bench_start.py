@@ -1,4 +1,4 @@
-"""How long a job needs from the command to the end of its first step: our launcher beside torchrun, in turn.
+"""How long a job takes from the command to the end of its first step: our launcher beside torchrun, interleaved.
 
     python tools/bench_start.py --before CHECKOUT --record docs/benchmarks/2026-11-23-start
 
@@ -29,7 +29,7 @@ from tools.starting.stamps import now
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, BEFORE, TORCH = "fleet_train", "fleet_train before", "torchrun + DDP"
-# The processes of each start, from the command to the rank: who makes the next one.
+# The processes of each start, from the command to the rank: each starts the next one.
 CHAINS = {
     OURS: ("launcher", "stock launcher", "wrapper", "rank"),
     BEFORE: ("launcher", "stock launcher", "wrapper", "rank"),
@@ -66,7 +66,7 @@ def command_of(contestant: str, folder: Path, port: int) -> list[str]:
 
 
 def environment_of(checkout: Path) -> dict[str, str]:
-    """Nothing of the outer job; compiled Python files are used and written, as they are where users work."""
+    """The environment without variables of an outer job, and with Python's compiled files in use, as for users."""
     environ = shared_environment(dict(os.environ), "AuthenticAMD" in Path("/proc/cpuinfo").read_text())
     return {name: value for name, value in environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
         "PYTHONPATH": str(checkout)
@@ -88,7 +88,7 @@ def measure_start(contestant: str, checkout: Path, port: int) -> dict[str, float
 
 
 def phases(chain: Sequence[str], began: float, rank: Mapping[str, Any]) -> dict[str, float]:
-    """What the time between the command and the end of this rank's first step was spent on, in order."""
+    """The phases between the command and the end of this rank's first step, in order."""
     made = [float(at) for _, at, _ in rank["processes"][: len(chain)]][::-1]
     edges = {
         f"{who}, until it starts the {next_one}": at
@@ -102,7 +102,7 @@ def phases(chain: Sequence[str], began: float, rank: Mapping[str, Any]) -> dict[
 
 
 def processor_seconds(chain: Sequence[str], ranks: Sequence[Mapping[str, Any]]) -> float:
-    """Of the ranks and all above them up to the command; what two ranks have seen of the same process counts once."""
+    """CPU seconds of the ranks and their ancestors up to the command; a process that both ranks report counts once."""
     used: dict[int, float] = {}
     for rank in ranks:
         for pid, _, seconds in rank["processes"][: len(chain)]:
@@ -111,7 +111,7 @@ def processor_seconds(chain: Sequence[str], ranks: Sequence[Mapping[str, Any]]) 
 
 
 def _run(command: list[str], environ: dict[str, str], folder: Path) -> None:
-    """Raises SystemExit with the output of a command that fails or does not end."""
+    """Raises SystemExit with the output of a command that fails or times out."""
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command, env=environ, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -150,13 +150,13 @@ def summary(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
 def measure(
     rounds: int, checkouts: Mapping[str, Path], record: Path | None, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """All contestants in turn, in another order in every round; the record is written after each."""
+    """All contestants, in a different order in every round; the record is written after each."""
     result: dict[str, Any] = circumstances() | {"rounds": [], "loads": []}
     result["command"] = f"python tools/bench_start.py {' '.join(arguments)}"
     if BEFORE in checkouts:
         result["before"] = git(checkouts[BEFORE], "rev-parse", "HEAD")
     names = list(checkouts)
-    for who in names:  # compiles what is not compiled, and brings the files into the page cache
+    for who in names:  # compiles Python files and fills the page cache
         measure_start(who, checkouts[who], _PORT)
     for turn in range(rounds):
         result["loads"].append(round(os.getloadavg()[0], 2))
@@ -176,7 +176,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="How often each is started, in turn.")
+    parser.add_argument("--rounds", type=int, default=9, help="Rounds; each starts every contestant once.")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Also start this checkout of the project.")
     parser.add_argument("--record", type=Path, metavar="PATH", help="Write PATH.json and PATH.md, after each round.")
     options = parser.parse_args()

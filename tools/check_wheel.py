@@ -1,10 +1,10 @@
-"""What users install: build the wheel, look into it, install it where nothing else is, and train with it there.
+"""Build the wheel that users install, check its files, install it in an empty environment, and train with it there.
 
     python tools/check_wheel.py --output dist
 
-The wheel is built from a copy of what belongs to it, so that nothing of an earlier build gets in. It is installed with
-the `cpu` extra into a new virtual environment in a temporary folder; its commands are run from there, without the
-checkout in reach. Downloads a few hundred MB.
+The wheel is built from a copy of its sources, without files of an earlier build. It is installed with the `cpu` extra
+into a new virtual environment in a temporary folder; its commands run there, where the checkout cannot be imported.
+Downloads a few hundred MB.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tools.demo import (  # noqa: E402
     wait_for_all,
 )
 
-# All that is needed to build it. README.md is its description.
+# Everything the build needs. README.md is the description.
 SOURCES = ("fleet_train", "strategies", "pyproject.toml", "README.md", "LICENSE")
 EXTRA = "cpu"
 _INSTALL_SECONDS = 1500.0
 _COMMAND_SECONDS = 300.0
-# The pictures that `check` reads: a class of red ones and a class of blue ones.
+# The images that `check` reads: a red and a blue class.
 _IMAGES = """
 from pathlib import Path
 from PIL import Image
@@ -60,7 +60,7 @@ class WheelFailed(click.ClickException):
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment that has the wheel, and a folder away from the checkout to run its commands in."""
+    """A virtual environment with the wheel, and a folder outside the checkout to run its commands in."""
 
     venv: Path
     folder: Path
@@ -74,7 +74,7 @@ class Installed:
         return str(self.venv / "bin" / "fleet_train")
 
     def run(self, *command: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
-        """What the command printed; WheelFailed when it failed or took too long."""
+        """Run a command; returns its output. Raises WheelFailed if it fails or times out."""
         try:
             done = subprocess.run(
                 command,
@@ -96,7 +96,7 @@ class Installed:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--output", default=Path("dist"), show_default=True, type=Path, help="Folder for the wheel.")
 @click.option("--python", default=sys.executable, show_default=True, help="Interpreter to install it for.")
-@click.option("--timeout", default=300.0, show_default=True, help="Seconds after which the training is given up.")
+@click.option("--timeout", default=300.0, show_default=True, help="Timeout of the training in seconds.")
 def main(output: Path, python: str, timeout: float) -> None:
     """Build the wheel, install it with the cpu extra in a new environment, and train with it on two "nodes"."""
     with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="fleet_train_wheel_") as name:
@@ -111,7 +111,7 @@ def main(output: Path, python: str, timeout: float) -> None:
         accuracy = train(installed, timeout)
         click.echo(f"test accuracy {accuracy:.4f} on two nodes, {_since(began)}")
         output.mkdir(parents=True, exist_ok=True)
-        shutil.copy(wheel, output)  # only a wheel that has passed is put where it may be published from
+        shutil.copy(wheel, output)  # only a wheel that passed is put where it may be published from
     click.echo(f"{output / wheel.name}")
 
 
@@ -120,7 +120,7 @@ def _since(began: float) -> str:
 
 
 def outside_environment() -> dict[str, str]:
-    """This process's environment without anything that leads to the checkout or to a job."""
+    """This process's environment without variables that point to the checkout or a job."""
     leads_here = ("PYTHON", "FLEET_TRAIN_", "PADDLE_", "FLAGS_", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(leads_here)}
 
@@ -143,7 +143,7 @@ def built(root: Path, scratch: Path) -> Path:
 
 
 def expected_contents(root: Path) -> set[str]:
-    """Names in the wheel of the checkout's package, and its strategies as a package below it."""
+    """The names that the checkout's files have in the wheel, where strategies are a package below fleet_train."""
     package = {path.relative_to(root).as_posix() for path in files_of(root / "fleet_train")}
     strategies = {f"fleet_train/{path.relative_to(root).as_posix()}" for path in files_of(root / "strategies")}
     return package | strategies
@@ -154,7 +154,7 @@ def files_of(folder: Path) -> Iterable[Path]:
 
 
 def check_contents(wheel: Path, root: Path) -> None:
-    """WheelFailed when the wheel has not the checkout's files, or has others: tests, or what was deleted since."""
+    """Raises WheelFailed if files of the checkout are missing, or others are there, such as tests or deleted files."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
@@ -172,7 +172,7 @@ def check_contents(wheel: Path, root: Path) -> None:
 
 
 def installation(wheel: Path, python: str, scratch: Path) -> Installed:
-    """The wheel with its extra, installed as a user does, in an environment that has nothing else."""
+    """Install the wheel with its extra, as a user would, in an empty environment."""
     installed = Installed(scratch / "venv", scratch / "elsewhere")
     installed.folder.mkdir()
     installed.run(python, "-m", "venv", str(installed.venv))
@@ -185,7 +185,7 @@ def installation(wheel: Path, python: str, scratch: Path) -> Installed:
 
 
 def commands(installed: Installed) -> list[tuple[list[str], Sequence[str]]]:
-    """Commands that users begin with, and words that each has to print."""
+    """Run the first commands of a user; each must print certain words."""
     ours = installed.console_script
     profiles = sorted(path.stem for path in (ROOT / "strategies").glob("*.yaml"))
     return [
@@ -209,7 +209,7 @@ def run_commands(installed: Installed) -> None:
 
 
 def node_commands(installed: Installed, folders: Folders, port: int) -> list[list[str]]:
-    """The demo's training with what is installed: the reference trainer as a module, no file of the checkout."""
+    """The demo's training with the installed package: the reference trainer as a module, no file of the checkout."""
     return [
         [
             *(installed.console_script, "launch", f"--cluster_node_ips={','.join(NODES)}", f"--node_ip={node_ip}"),
@@ -222,7 +222,7 @@ def node_commands(installed: Installed, folders: Folders, port: int) -> list[lis
 
 
 def train(installed: Installed, timeout_seconds: float) -> float:
-    """The test accuracy that two nodes reach, which is what the demo demands."""
+    """The test accuracy of two nodes, which must be at least the demo's."""
     folders = Folders(installed.folder / "run")
     folders.prepare()
     each = node_commands(installed, folders, free_port(NODES))

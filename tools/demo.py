@@ -25,13 +25,13 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 NODES = ("127.0.0.2", "127.0.0.3")
 MINIMUM_ACCURACY = 0.97
-# 20 epochs of 23 steps; shifting the images by a pixel is worth 1 % of accuracy with so little data.
+# 20 epochs of 23 steps; with so little data, shifting the images by a pixel adds 1 % of accuracy.
 RECIPE = ("--model=cnn", "--data=digits", "--augment=shift", "--weight_decay=0.001", "--epochs=20")
 _STOP_TIMEOUT_SECONDS = 20.0
 
 
 class DemoFailed(click.ClickException):
-    """What went wrong and which files tell more; exit code 1."""
+    """What went wrong and which files have details; exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Folders:
         return self.output / "summary.json"
 
     def prepare(self) -> None:
-        """Nothing of an earlier demo may be taken for a result of this one."""
+        """Remove results of an earlier demo, so that they are not taken for this one's."""
         self.log.mkdir(parents=True, exist_ok=True)
         self.summary.unlink(missing_ok=True)
 
@@ -74,7 +74,7 @@ def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str,
 
 
 def node_commands(folders: Folders, strategy: str, port: int, train_flags: tuple[str, ...]) -> list[list[str]]:
-    """The launch command of each node, as it would be typed there."""
+    """The launch command of each node, as a user would type it."""
     return [
         [
             *(sys.executable, "-m", "fleet_train", "launch"),
@@ -93,11 +93,11 @@ def node_commands(folders: Folders, strategy: str, port: int, train_flags: tuple
 
 
 def free_port(addresses: tuple[str, ...], count: int = 4) -> int:
-    """The first of `count` ports in a row that nobody uses on any of the addresses."""
+    """The first of `count` consecutive ports that are free on all addresses."""
     for first in range(16170, 30000, count):
         if all(_is_free(address, port) for address in addresses for port in range(first, first + count)):
             return first
-    raise DemoFailed(f"found no {count} free ports in a row on {' and '.join(addresses)}")
+    raise DemoFailed(f"found no {count} consecutive free ports on {' and '.join(addresses)}")
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -111,7 +111,7 @@ def _is_free(address: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Ctrl-C, `kill` and a closed terminal all leave through the `finally`s below, once."""
+    """Have Ctrl-C, `kill` and a closed terminal run the `finally` blocks below, once."""
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -128,7 +128,7 @@ def stopping_on_signals() -> Iterator[None]:
 def started(
     commands: list[list[str]], folders: Folders, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both launchers running: node 0 speaks here, the other into its file. On leaving, none of them runs.
+    """Both launchers running: node 0 writes to this terminal, the other to its file. On leaving, both have ended.
 
     Without ``environment`` and ``cwd``: this process's, with the checkout importable.
     """
@@ -137,7 +137,7 @@ def started(
     try:
         for index, command in enumerate(commands):
             with (folders.log / f"node{index}.out").open("wb") as sink:
-                # A session of their own: Ctrl-C reaches them through us only, once, and in a known order.
+                # Own sessions: they get Ctrl-C only through this process, once, in a known order.
                 output: dict[str, Any] = {} if index == 0 else {"stdout": sink, "stderr": subprocess.STDOUT}
                 nodes.append(subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **output))
         yield nodes
@@ -152,7 +152,7 @@ def node_environment() -> dict[str, str]:
 
 
 def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:
-    """Exit codes of both nodes; DemoFailed when they need longer than the bound."""
+    """Exit codes of both nodes; raises DemoFailed after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     try:
         return [node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]
@@ -161,7 +161,7 @@ def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -
 
 
 def stop_all(nodes: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs. The launcher ends its ranks itself when asked; killing it is the last resort."""
+    """Stop what still runs. The launcher stops its ranks itself on SIGTERM; SIGKILL is the last resort."""
     running = [node for node in nodes if node.poll() is None]
     for node in running:
         node.terminate()
@@ -176,13 +176,13 @@ def stop_all(nodes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def checked_summary(folders: Folders, exit_codes: list[int]) -> dict[str, Any]:
-    """summary.json of a job that did what the demo promises; DemoFailed with the reason otherwise."""
+    """The job's summary.json; raises DemoFailed if it is not what the demo promises."""
     if any(exit_codes):
         raise DemoFailed(f"the nodes ended with exit codes {exit_codes}; their output is in {folders.log}")
     try:
         summary: dict[str, Any] = json.loads(folders.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DemoFailed(f"both nodes ended well but {folders.summary} cannot be read: {error}") from error
+        raise DemoFailed(f"both nodes succeeded but {folders.summary} cannot be read: {error}") from error
     if (summary["world_size"], summary["num_nodes"]) != (len(NODES), len(NODES)):
         raise DemoFailed(f"the job had {summary['world_size']} ranks on {summary['num_nodes']} nodes, not 2 on 2")
     if summary["test_accuracy"] < MINIMUM_ACCURACY:

@@ -4,7 +4,7 @@
     python tools/lab.py exec 0 -- ping -c 1 10.78.0.2
     python tools/lab.py down
 
-The bridge lives in a namespace too: nothing of a lab is visible on the host, and its addresses exist inside it only.
+The bridge is in a namespace too: nothing of a lab is visible on the host, and its addresses exist only inside it.
 Tests and benchmarks use ``with Lab(nodes, rate) as lab``; docs/lab.md has the rest.
 """
 
@@ -39,7 +39,7 @@ _LIMIT = "burst 128kb latency 50ms"
 
 
 class LabError(click.ClickException):
-    """What stands in the way of the lab and what to do about it; exit code 1."""
+    """Why the lab cannot be made, and what to do about it; exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class Lab:
     """Nodes 0 .. ``node_num`` - 1 on one switch; what a node sends is limited to ``rate`` (tc's spelling, or "none").
 
     As a context manager it is taken down on leaving, at exit and on SIGTERM, SIGINT, SIGHUP. What ``kill -9`` leaves
-    behind is found by the process id in its name and removed by the next lab or by ``down``.
+    behind is recognised by the process id in its name and removed by the next lab or by ``down``.
     """
 
     def __init__(self, nodes: int, rate: str = "1gbit", name: str | None = None) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise LabError(f"nodes={nodes}: a lab has 1 to {MAX_NODES} nodes")
         if rate != "none" and not _RATE.fullmatch(rate):
-            raise LabError(f"rate={rate!r} is not a rate of tc such as 1gbit, 100mbit, 2.5gbit; 'none' is no limit")
+            raise LabError(f"rate={rate!r} is not a rate of tc such as 1gbit, 100mbit, 2.5gbit; 'none' means no limit")
         self.name = checked_name(name or f"pid{os.getpid()}.{uuid.uuid4().hex[:6]}")
         self.rate = rate
         self.nodes = [Node(index, f"{PREFIX}{self.name}-{index}") for index in range(nodes)]
 
     def up(self) -> None:
-        """Make everything. Raises LabError when it cannot be made, with nothing left behind."""
+        """Make everything. Raises LabError if it cannot be made, with nothing left behind."""
         if reason := why_no_lab():
             raise LabError(reason)
         if found := namespaces(self.name):
@@ -92,15 +92,15 @@ class Lab:
         take_down(self.name)
 
     def pids(self, node: int) -> list[int]:
-        """What runs on a node."""
+        """The process ids on a node."""
         return _processes([self.nodes[node].namespace])
 
     def set_link(self, node: int, state: str) -> None:
-        """Pull a node's plug out of the switch (``down``), or put it in again (``up``)."""
+        """Take a node's link to the switch ``down``, or bring it ``up``."""
         _run("ip", "-n", self.switch, "link", "set", f"port{node}", state)
 
     def end_processes(self) -> None:
-        """End whatever runs on a node; the lab stays up."""
+        """Kill everything that runs on a node; the lab stays up."""
         _end_processes([node.namespace for node in self.nodes])
 
     def __enter__(self) -> Lab:
@@ -130,7 +130,7 @@ class Lab:
     def _make_node(self, node: Node) -> None:
         _make_namespace(node.namespace)
         port, inside = f"port{node.index}", ("-n", node.namespace)
-        # Both ends are born inside namespaces: the host's own network never has them.
+        # Both ends are made inside namespaces: they never appear on the host's own network.
         peer = ("peer", "name", port, "netns", self.switch)
         _run("ip", *inside, "link", "add", "eth0", "type", "veth", *peer)
         _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
@@ -167,11 +167,11 @@ def lab_names() -> list[str]:
 
 
 def take_down(name: str) -> int:
-    """End what runs inside a lab and remove it; returns how many namespaces there were. Fine when there is none."""
+    """Kill what runs inside a lab and remove it; returns the number of namespaces, 0 if there was no lab."""
     found = namespaces(name)
     _end_processes(found)
     for namespace in found:
-        with suppress(LabError):  # somebody else was quicker
+        with suppress(LabError):  # another process removed it first
             _run("ip", "netns", "delete", namespace)
     return len(found)
 
@@ -189,7 +189,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _end_processes(within: Sequence[str]) -> None:
-    """A namespace that a process is in lives on without a name, with its address and its traffic: end them first."""
+    """A namespace with a process in it outlives its name, with its address and traffic: kill the processes first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _STOP_SECONDS
         if not (pids := _processes(within)):
@@ -211,7 +211,7 @@ def _processes(within: Sequence[str]) -> list[int]:
 
 def _make_namespace(namespace: str) -> None:
     _run("ip", "netns", "add", namespace)
-    # IPv6 announces itself now and then: bytes that nobody sent would be counted.
+    # IPv6 sends announcements of its own, whose bytes would be counted.
     command = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"
     with suppress(LabError):
         _run("ip", "netns", "exec", namespace, "sh", "-c", command)
@@ -227,7 +227,7 @@ def _run(*command: str) -> str:
 
 @contextmanager
 def _leaving_on_signals() -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP leave through the ``finally``s; only the main thread can arrange that."""
+    """Have SIGTERM, SIGINT and SIGHUP run the ``finally`` blocks; only the main thread can set that up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -247,19 +247,21 @@ def _leaving_on_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-_name_option = click.option("--name", default=DEFAULT_NAME, show_default=True, help="Which lab; several can be up.")
+_name_option = click.option(
+    "--name", default=DEFAULT_NAME, show_default=True, help="Name of the lab; several can be up."
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Emulated machines on one: network namespaces on a switch, with links of limited rate. Needs root."""
+    """Emulate several machines on one: network namespaces on a switch, with links of limited rate. Needs root."""
     if reason := why_no_lab():
         raise LabError(reason)
 
 
 @main.command("up")
 @click.option("--nodes", default=2, show_default=True, help="Number of emulated machines.")
-@click.option("--rate", default="1gbit", show_default=True, help="What each node may send, as tc spells it; or none.")
+@click.option("--rate", default="1gbit", show_default=True, help="Rate limit of each node, as tc spells it; or none.")
 @_name_option
 def up_command(nodes: int, rate: str, name: str) -> None:
     """Make a lab and leave it up."""
@@ -277,7 +279,7 @@ def exec_command(name: str, node: int, command: tuple[str, ...]) -> None:
     """Run COMMAND on a node; its exit code is the command's."""
     namespace = f"{PREFIX}{checked_name(name)}-{node}"
     if namespace not in namespaces(name):
-        raise LabError(f"lab '{name}' has no node {node}; status lists what is up")
+        raise LabError(f"lab '{name}' has no node {node}; status lists the labs")
     os.execvp("ip", ["ip", "netns", "exec", namespace, *command])
 
 
@@ -304,9 +306,9 @@ def _status_line(namespace: str) -> str:
 
 @main.command("down")
 @_name_option
-@click.option("--all", "everything", is_flag=True, help="Every lab of this machine, also those in use.")
+@click.option("--all", "everything", is_flag=True, help="All labs of this machine, including those in use.")
 def down_command(name: str, everything: bool) -> None:
-    """Remove a lab, whatever runs in it, and what killed processes have left behind."""
+    """Remove a lab with everything that runs in it, and what killed processes left behind."""
     names = lab_names() if everything else [checked_name(name)]
     removed = [each for each in names if take_down(each)] + take_down_leftovers()
     click.echo(f"removed: {', '.join(removed)}" if removed else "nothing to remove")

@@ -7,9 +7,9 @@ A change is one of: another comparison, another arithmetic or boolean operator, 
 value, a `not` left out, `None` returned, min for max, a condition that never holds, a statement left out. The tests run
 in a copy of the checkout; the checkout itself is not touched. Each change is put back before the next.
 
-Printed is a line for each change that survived, FILE:LINE and what was changed, then how many there were of each end. A
-survivor is a question: is the change no change at all (a faster path, the words of a message), or is a test missing?
-The exit code is 0 whatever survives; 2 where the tests fail before anything is changed.
+It prints a line for each change that survived, FILE:LINE and what was changed, then the count of each result. Examine
+each survivor: is it equivalent (a faster path, the words of a message), or is a test missing? The exit code is 0
+whatever survives, and 2 if the tests fail before anything is changed.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """Those of functions and modules that are no definition, docstring or import; of blocks, the head and what is in
-    it."""
+    """Statements of functions and modules except definitions, docstrings and imports; of blocks, head and body."""
     for node in ast.walk(tree):
         for block in ("body", "orelse", "finalbody"):
             found = getattr(node, block, None)
@@ -116,8 +115,7 @@ def _is_droppable(statement: ast.stmt) -> bool:
 
 
 def _node_at(statement: ast.stmt, position: int) -> ast.AST | None:
-    """The node of that number in ``ast.walk``; None where it stands in a block, whose statements have turns of their
-    own."""
+    """The node with that index in ``ast.walk``; None if it is in a block, whose statements are visited on their own."""
     inner = {id(node) for block in ("body", "orelse") for one in _block(statement, block) for node in ast.walk(one)}
     node = list(ast.walk(statement))[position]
     return None if id(node) in inner else node
@@ -129,7 +127,7 @@ def _block(statement: ast.stmt, name: str) -> list[ast.stmt]:
 
 
 def _change(node: ast.AST, number: int) -> str:
-    """Make the change of that number in place; what it is in words, empty where there is none."""
+    """Make the change with that index in place; returns its description, empty if there is none."""
     before = ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else ""
     changes = _changes(node)
     if number >= len(changes):
@@ -203,12 +201,12 @@ class Copy:
                 shutil.copy(ROOT / name, folder / name)
 
     def try_out(self, mutant: Mutant) -> str:
-        """How the tests end with a change."""
+        """The result of the tests with a change."""
         path = self.folder / mutant.path.relative_to(ROOT)
         source = path.read_text()
         lines = source.splitlines(keepends=True)
         first, last = mutant.lines
-        # A line that begins or ends inside another statement (`a; b`) is left alone by this: none is in the code.
+        # Assumes that no line has two statements (`a; b`): the code has none.
         path.write_text("".join([*lines[:first], mutant.text, *lines[last:]]))
         try:
             return self.run()
@@ -216,7 +214,7 @@ class Copy:
             path.write_text(source)
 
     def run(self) -> str:
-        """In a fork of this process, which has imported what takes long."""
+        """Run the tests in a fork of this process, which has imported the slow modules."""
         child = os.fork()
         if child == 0:
             self._run_tests()
@@ -232,7 +230,7 @@ class Copy:
         return _ENDLESS
 
     def _run_tests(self) -> None:
-        """Does not return. The tests' own processes stay in its group, so that they end with it."""
+        """Does not return. The tests' own processes stay in its group and are killed with it."""
         os.setsid()
         os.chdir(self.folder)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -249,7 +247,7 @@ class Copy:
 
 
 class _EndAtOnce:
-    """Pytest cleans up after the last test, and a fork may crash in that: the tests have had their say."""
+    """Skips pytest's clean-up after the last test, in which a fork may crash: the result is known by then."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -269,17 +267,19 @@ def files_in(paths: list[Path]) -> list[Path]:
 def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
-    parser.add_argument("--tests", default="tests/unit", help="what pytest is given, with spaces between")
+    parser.add_argument("--tests", default="tests/unit", help="arguments for pytest, separated by spaces")
     parser.add_argument(
         "--preload",
         default="numpy pydantic",
-        help="imported once, before the tests begin again and again; add paddle where the tests need it",
+        help="modules imported once, before the forks; add paddle if the tests need it",
     )
-    parser.add_argument("--most", type=int, default=0, help="try a sample of so many changes; 0 = all")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which the tests count as endless")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further change after so long; 0 = no end")
-    parser.add_argument("--list", action="store_true", help="print the changes and run nothing")
+    parser.add_argument("--most", type=int, default=0, help="size of a random sample of the changes; 0 = all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which the tests count as hanging")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="start no further change after so long; 0 = no limit"
+    )
+    parser.add_argument("--list", action="store_true", help="print the changes without running tests")
     return parser.parse_args(arguments)
 
 
@@ -300,7 +300,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
         checkout = Copy(Path(folder), flags.tests.split(), flags.timeout)
         if checkout.run() != _SURVIVED:
-            print("the tests fail, or take too long, before anything is changed", file=sys.stderr)
+            print("the tests fail, or time out, before anything is changed", file=sys.stderr)
             return 2
         for mutant in found:
             if flags.minutes and time.monotonic() - began > 60 * flags.minutes:

@@ -6,11 +6,11 @@
     sudo python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --output docs/benchmarks/soak-machines
 
 The first form needs no root. The others run each node in a network namespace of its own (tools/lab.py). --output writes
-a record (JSON) and a page (markdown). Exit code 0: nothing was lost; 1: something was, in words.
+a record (JSON) and a page (Markdown). Exit code 0: nothing was lost; 1: something was, with the reasons.
 
-With --faults each of three nodes has a disk of its own, too, and machines are lost with it, frozen or cut off while
-training goes on with what is left: tools/soaking/faults.py has the kinds. Its reference run takes the same numbers of
-machines one after the other (tools/soaking/replay.py), and samples are counted (tools/soaking/ledger.py).
+With --faults each of three nodes also has its own disk, and machines are lost with their disks, frozen or cut off
+while the others train on: tools/soaking/faults.py lists the kinds. The reference run uses the same numbers of machines
+one after the other (tools/soaking/replay.py), and samples are counted (tools/soaking/ledger.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def machines_of(network: str, nodes: int, rate: str) -> Iterator[list[Machine]]:
 
 
 def run_to_the_end(job: SoakJob, timeout_seconds: float) -> None:
-    """The undisturbed run. Raises SoakFailed when it does not end well."""
+    """The undisturbed run. Raises SoakFailed if it fails."""
     with started(job) as running:
         codes = running.wait(timeout_seconds)
     if any(codes):
@@ -60,7 +60,7 @@ def run_to_the_end(job: SoakJob, timeout_seconds: float) -> None:
 
 
 def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> dict[str, Any]:
-    """Kill as often as the job may restart; what was done and how the job ended."""
+    """Kill as often as the job may restart; returns what was done and how the job ended."""
     world_size = len(job.machines) * job.ranks_per_node
     plans = plan_kills(job.max_restarts, total_steps, world_size, seed)
     began = time.monotonic()
@@ -88,19 +88,25 @@ def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> d
     help=f"Machine faults instead, separated by commas: {', '.join(KINDS)}; in this order, each with a node or none: "
     "machine:0,frozen:leader,cut. They need namespaces, and run one rank per node.",
 )
-@click.option("--fault_count", type=click.IntRange(min=1), help="So many of these --faults, in a random order.")
+@click.option(
+    "--fault_count", type=click.IntRange(min=1), help="Number of faults drawn from --faults, in random order."
+)
 @click.option("--nodes", type=click.IntRange(min=2), help="Machines.  [default: 2; with --faults 3]")
 @click.option("--ranks_per_node", default=2, help="Ranks on each.")
 @click.option("--epochs", default=120, help="Length of the run; a checkpoint is saved after each epoch.")
-@click.option("--step_seconds", default=0.3, help="With --faults: a pause before each step until the last fault.")
+@click.option(
+    "--step_seconds", default=0.3, help="With --faults: seconds of pause before each step until the last fault."
+)
 @click.option("--network", type=click.Choice(["namespaces", "loopback"]), default="namespaces", help="Emulation.")
-@click.option("--rate", default="1gbit", help="What each namespace may send, as tc spells it; or none.")
+@click.option("--rate", default="1gbit", help="Rate limit of each namespace, as tc spells it; or none.")
 @click.option("--strategy", default="multi_node", help="Profile of the job.")
-@click.option("--seed", default=1, help="Start of the random moments and ranks.")
+@click.option("--seed", default=1, help="Seed of the random times and ranks.")
 @click.option("--started_port", default=16400, help="First port of the job.")
-@click.option("--timeout", default=900.0, help="Seconds that a run may take after its last kill or fault.")
+@click.option("--timeout", default=900.0, help="Timeout of a run after its last kill or fault, in seconds.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.json and OUTPUT.md.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Run in this folder and keep logs and checkpoints.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Run in this folder, and keep logs and checkpoints in it."
+)
 def main(output: Path | None, keep: Path | None, **asked: Any) -> None:
     """Kill ranks of a training job at random moments, or lose machines; nothing may be lost."""
     folder = (keep or Path(tempfile.mkdtemp(prefix="fleet_train-soak-"))).absolute()
@@ -130,7 +136,7 @@ def soaked_with_kills(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     nodes, ranks_per_node = asked["nodes"] or 2, asked["ranks_per_node"]
     train = f"--model=mlp --data=digits --augment=shift --batch_size=32 --epochs={epochs} --checkpoint_every=1"
     train += f" --evaluate_every={epochs} --log_every=1 --optimizer=adamw --strategy={asked['strategy']}"
-    flags = tuple(train.split())  # attempts after the first resume by themselves
+    flags = tuple(train.split())  # attempts after the first resume automatically
     record: dict[str, Any] = {
         "network": {"kind": network, "rate": rate if network == "namespaces" else None},
         "nodes": nodes, "ranks_per_node": ranks_per_node, "train_flags": flags,
@@ -142,7 +148,7 @@ def soaked_with_kills(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         say(f"the undisturbed run, {nodes} nodes x {ranks_per_node} ranks")
         run_to_the_end(undisturbed, asked["timeout"])
         steps = int(verdict.summary_of(undisturbed)["steps"])
-        say(f"it made {steps} steps; now the same with {kills} kills")
+        say(f"{steps} steps; now the same with {kills} kills")
         soaked = soak(killed, steps, asked["seed"], asked["timeout"])
         return record | soaked | {"comparison": verdict.compare(undisturbed, killed)}
 

@@ -30,7 +30,7 @@ def test_words_become_contestants() -> None:
         ("horovod:x", "unknown kind 'horovod'"),
         ("torch:powersgd", "PyTorch takes part as"),
         ("paddle:fleet", "stock Paddle takes part as data_parallel"),
-        ("alone:jax", "what runs alone is"),
+        ("alone:jax", "alone takes ours, torch or paddle"),
     ],
 )
 def test_unknown_words_are_refused(word: str, message: str) -> None:

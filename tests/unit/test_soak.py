@@ -41,10 +41,10 @@ def test_a_sound_soak_has_no_failures() -> None:
     [
         ("exit_codes", [0, 11], "ended with [0, 11]"),
         ("orphans", ["python train.py"], "left behind"),
-        ("checkpoints_used", [".writing-step-00000023"], "was not published"),
+        ("checkpoints_used", [".writing-step-00000023"], "is not complete"),
         ("half_written_left", [".writing-step-00000023"], "were left"),
         ("comparison", {**SOUND["comparison"], "tensors_that_differ": ["w"]}, "tensors that differ: ['w']"),
-        ("comparison", {**SOUND["comparison"], "tensors": 0}, "there are none"),
+        ("comparison", {**SOUND["comparison"], "tensors": 0}, "no tensors found"),
         ("comparison", {**SOUND["comparison"], "losses_that_differ": 1}, "1 of 9 losses differ"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_rank_that_was_killed_before_its_line_for_a_checkpoint_is_known_by_its
 
 
 def test_a_checkpoint_that_nobody_has_written_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no attempt has written the checkpoint"):
+    with pytest.raises(ValueError, match="no attempt wrote the checkpoint"):
         surviving([each for each in HISTORY if each.get("digest") != "b"], "d")
 
 
@@ -164,11 +164,11 @@ def changed(part: str, **values: object) -> dict[str, Any]:
         (changed("comparison", tensors_that_differ=["w"]), "tensors that differ: ['w']"),
         (changed("comparison", tensors=0), "tensors that differ"),
         (changed("comparison", losses_that_differ=1), "1 losses differ"),
-        (changed("comparison", batches_that_differ=2), "2 batches have other samples"),
+        (changed("comparison", batches_that_differ=2), "2 batches have different samples"),
         (changed("comparison", steps_that_one_lacks=3), "3 steps are not in both runs"),
         (changed("samples", wrong={0: {"lost": 1}}), "samples lost or seen too often"),
         ({"recovery_seconds": {"measured": 1, "median": 61.0, "longest": 61.0}}, "took 61.0 s (bound: 60 s)"),
-        ({"recovery_seconds": {"measured": 0}}, "not every fault was followed by a step"),
+        ({"recovery_seconds": {"measured": 0}}, "no step followed some faults"),
     ],
 )
 def test_each_loss_is_a_failure(change: dict[str, Any], said: str) -> None:
@@ -190,5 +190,5 @@ def test_the_page_shows_what_went_wrong() -> None:
     text = page_of(record)
     assert "- Result: **failed**: 2 losses differ." in text
     assert "| attempts that trained, by machines | 1 on 2, 4 on 3 |" in text
-    assert "| stretches of history that survived; changes of world size in them | 4; 2 |" in text
+    assert "| stretches that were not rolled back; changes of world size in them | 4; 2 |" in text
     assert "| machine | 0 (leads) | 3.0 | 20.0 | 25.0 |" in text

@@ -1,1 +1,1 @@
-"""The parts of tools/bench_strategies.py: what is trained, who trains it, in which order, and what is made of it."""
+"""Parts of tools/bench_strategies.py: tasks, contestants, rounds, and the records and tables made of them."""

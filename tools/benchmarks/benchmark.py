@@ -1,4 +1,4 @@
-"""A benchmark under way: rounds of turns in the lab, what they left behind, and how long the rest takes."""
+"""A running benchmark: rounds of turns in the lab, their results, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tools.benchmarks.task import Task
 from tools.lab import Lab
 
 _PORTS_PER_JOB, _FIRST_PORT, _PORT_RANGE = 20, 6200, 20000
-# Who has failed so often takes no part in later rounds.
+# A contestant that failed so often is left out of later rounds.
 _FAILURES = 2
 
 
 @dataclass
 class Benchmark:
-    """What is measured; ``rounds``, ``failures`` and ``sittings`` (each a run of the command) grow while it runs."""
+    """What is measured; ``rounds``, ``failures`` and ``sittings`` (one per run of the command) grow while it runs."""
 
     task: Task
     chosen: list[Contestant]
@@ -54,7 +54,7 @@ class Benchmark:
     sittings: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, at: Mapping[str, Any], keep: Callable[[], None]) -> None:
-        """Every contestant once per round, in turn; ``keep`` writes the record, after every turn. ``at``: of now."""
+        """Every contestant once per round; ``keep`` writes the record after every turn. ``at``: circumstances."""
         self.sittings.append({**at, "load_average_after": None, "rounds": []})
         with Lab(self.nodes, self.rate) as lab, tempfile.TemporaryDirectory(prefix="bench_strategies_") as folder:
             if self.network is None and self.measure_seconds and self._has_ours():
@@ -70,29 +70,29 @@ class Benchmark:
                 click.echo(self.told_left())
 
     def turns(self) -> list[tuple[int, Contestant]]:
-        """Round and contestant of every turn that has not been taken yet."""
+        """Round and contestant of every remaining turn."""
         taken = {(each["round"], each["contestant"]) for each in [*self.rounds, *self.failures]}
         turns = [(number, each) for number in range(1, self.repeats + 1) for each in self.chosen]
         return [(number, each) for number, each in turns if (number, each.name) not in taken]
 
     def seed(self, number: int) -> int:
-        """Of start weights and data order in a round: the rounds go through the seeds."""
+        """The seed of initial weights and data order in a round: rounds cycle through the seeds."""
         return (number - 1) % self.seeds
 
     def whole_rounds(self) -> int:
-        """How many rounds everybody has taken a turn in, or failed."""
+        """The number of rounds in which every contestant has finished or failed."""
         missing = {number for number, each in self.turns() if not self._has_failed_often(each.name)}
         return sum(number not in missing for number in range(1, self.repeats + 1))
 
     def told_left(self) -> str:
-        """A line for the terminal, from what the turns so far have taken."""
+        """A line for the terminal, estimated from the turns so far."""
         left = [each.name for _, each in self.turns() if not self._has_failed_often(each.name)]
         seconds = seconds_left(left, [(each["contestant"], each["seconds"]) for each in self.rounds])
         if not left:
             return "  nothing left"
         if seconds is None:
-            return f"  {len(left)} turns left; how long they take is known after the first round"
-        return f"  {len(left)} turns left, about {seconds / 60:.0f} min by what these contestants took before"
+            return f"  {len(left)} turns left; the remaining time is known after the first round"
+        return f"  {len(left)} turns left, about {seconds / 60:.0f} min by their earlier turns"
 
     def _has_ours(self) -> bool:
         return any(each.kind == contestants.OURS for each in self.chosen)
@@ -138,7 +138,7 @@ class Benchmark:
         return summarise(ranks, self.task.warmup_steps, self.ranks_per_node, self.target)
 
     def summaries(self) -> dict[str, Summary]:
-        """Of everybody who has finished a turn, in the order of the contestants."""
+        """Figures of all contestants that have finished a turn, in their order."""
         found: dict[str, Summary] = {}
         for name in (each.name for each in self.chosen):
             mine = {each["round"]: each["ranks"] for each in self.rounds if each["contestant"] == name}
@@ -147,7 +147,7 @@ class Benchmark:
         return found
 
     def predictions(self, summaries: Mapping[str, Summary]) -> dict[str, float]:
-        """Milliseconds of a step by the plan, for ours; nothing where the links were not measured."""
+        """Predicted milliseconds of a step of our contestants; empty if the links were not measured."""
         found: dict[str, float] = {}
         for each in self.chosen:
             baseline = summaries.get(each.baseline)
@@ -166,7 +166,7 @@ class Benchmark:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Everything but the figures. ``circumstances`` are those of the first sitting."""
+        """Everything except the figures. ``circumstances`` are those of the first sitting."""
         return {
             "circumstances": self.sittings[0],
             "sittings": self.sittings,
@@ -189,13 +189,13 @@ class Benchmark:
         }
 
     def go_on_from(self, record: Mapping[str, Any]) -> None:
-        """Take over what a record holds. Raises ValueError where its turns are not comparable with those to come."""
+        """Continue a record. Raises ValueError if its turns are not comparable with those to come."""
         mine = self.record_key()
         theirs = {key: record.get(key) for key in mine} | {"lab": _without_link(record["lab"])}
         differing = [key for key in mine if mine[key] != theirs[key]]
         if differing:
             told = "; ".join(f"{key}: {theirs[key]} there, {mine[key]} now" for key in differing)
-            raise ValueError(f"the record is of other settings ({told}); give the same ones, or another --output")
+            raise ValueError(f"the record has other settings ({told}); give the same ones, or another --output")
         link = record["lab"]["link"]
         if link:
             between = Link(link["latency_us"] / 1e6, link["bandwidth_mbps"] * 1e6 / 8)
@@ -204,7 +204,7 @@ class Benchmark:
         self.sittings = list(record["sittings"])
 
     def record_key(self) -> dict[str, Any]:
-        """What all sittings of a record have in common."""
+        """The settings that all sittings of a record share."""
         settings: dict[str, Any] = {
             "lab": {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "rate": self.rate},
             "task": dataclasses.asdict(self.task) | {"description": describe(self.task)},
@@ -216,7 +216,7 @@ class Benchmark:
         return settings
 
     def before_commit(self) -> str | None:
-        """What the other checkout has, where one takes part."""
+        """Commit and changes of the other checkout, if one takes part."""
         return None if self.before == ROOT else git(self.before, "rev-parse", "HEAD")
 
     def _link(self) -> dict[str, float] | None:
@@ -231,7 +231,7 @@ def _without_link(lab: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seconds_left(left: Sequence[str], taken: Sequence[tuple[str, float]]) -> float | None:
-    """What the turns of ``left`` take, each by the mean of its own earlier ones; None where somebody had none."""
+    """Estimated seconds of the turns of ``left``, each by the mean of its earlier ones; None if one had none."""
     total = 0.0
     for name in left:
         own = [seconds for other, seconds in taken if other == name]

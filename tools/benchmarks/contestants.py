@@ -1,4 +1,4 @@
-"""Who takes part: the words of the command line, and what is compared with what."""
+"""The contestants: how the command line names them, and which are compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tools.benchmarks.hooks import Hook
 
 OURS, BEFORE, TORCH, PADDLE, ALONE = "ours", "before", "torch", "paddle", "alone"
 
-# What everything is compared with first.
+# The baseline of all comparisons.
 REFERENCE = "torch:ddp"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """``kind`` is who trains; ``variant`` is a profile for ours and for ``before`` (ours in another checkout), a hook
+    """``kind`` is the trainer; ``variant`` is a profile for ours and for ``before`` (ours in another checkout), a hook
     for PyTorch, a framework for ``alone``."""
 
     kind: str
@@ -31,12 +31,12 @@ class Contestant:
 
     @property
     def baseline(self) -> str:
-        """The contestant that computes the same with the same framework and sends nothing."""
+        """The compute-only contestant of the same framework."""
         return f"{ALONE}:{self.framework}"
 
 
 def parse(text: str) -> Contestant:
-    """``kind:variant``; raises ValueError with what would be right."""
+    """Parse ``kind:variant``; raises ValueError with what is accepted."""
     kind, separator, variant = text.partition(":")
     if not separator or not variant:
         raise ValueError(f"contestant {text!r} is not kind:variant, such as ours:multi_node or torch:ddp")
@@ -50,12 +50,12 @@ def parse(text: str) -> Contestant:
     if kind == PADDLE and variant != "data_parallel":
         raise ValueError(f"contestant {text!r}: stock Paddle takes part as data_parallel")
     if kind == ALONE and variant not in (OURS, TORCH, PADDLE):
-        raise ValueError(f"contestant {text!r}: what runs alone is ours, torch or paddle")
+        raise ValueError(f"contestant {text!r}: alone takes ours, torch or paddle")
     return Contestant(kind, variant)
 
 
 def with_baselines(chosen: Sequence[Contestant]) -> list[Contestant]:
-    """The chosen in their order, without repetition, after the compute-only runs that they are compared with."""
+    """The chosen contestants in order, without duplicates, after the compute-only runs that they are compared with."""
     names = dict.fromkeys([*(each.baseline for each in chosen), *(each.name for each in chosen)])
     return [parse(name) for name in names]
 
@@ -67,5 +67,5 @@ def beside_before(words: Sequence[str]) -> list[str]:
 
 
 def is_tuned(contestant: Contestant) -> bool:
-    """Whether a profile is a file beside the catalogue: its knobs were chosen for the benchmark."""
+    """Whether a profile is a file outside the catalogue, with knobs chosen for the benchmark."""
     return contestant.kind in (OURS, BEFORE) and contestant.variant.endswith((".yaml", ".yml"))

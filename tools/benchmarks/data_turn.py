@@ -1,8 +1,8 @@
-"""One contestant's turn of tools/bench_data.py, as a process of its own: read an image folder, say how fast.
+"""One contestant's turn of tools/bench_data.py, in its own process: read an image folder and report the rate.
 
     python -m tools.benchmarks.data_turn ours|dali|paddle FOLDER WORKERS BATCH_SIZE IMAGE_SIZE EPOCHS
 
-The last line of its output is a JSON object. One epoch is not timed: it starts the workers and fills the page cache.
+The last line of the output is a JSON object. The first epoch starts workers and fills the page cache, untimed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def paddle_loader(folder: Path, workers: int, batch_size: int, image_size: int) 
 
 
 def cpu_seconds() -> float:
-    """Of this process and those that it started and that still live."""
+    """CPU seconds of this process and its living children."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

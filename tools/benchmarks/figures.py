@@ -1,4 +1,4 @@
-"""From the records of the rounds to figures: means over whole periods, spreads over rounds. Pure arithmetic."""
+"""Figures from the records of rounds: means over whole periods, spreads over rounds. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from tools.benchmarks.hooks import BF16, DDP, POST_LOCAL_SGD, POWERSGD
 
-# Building the program and opening connections: the clock of "time to target" leaves these steps out.
+# Steps that build the program and open connections: "time to target" leaves them out.
 SETUP_STEPS = 3
-# The training loss is the mean of so many last steps.
+# The training loss is the mean over so many last steps.
 LAST_STEPS = 8
 
 Round = Sequence[Mapping[str, Any]]  # the records of all ranks of one job, by rank
@@ -47,8 +47,8 @@ class Summary:
     interface_bytes: float  # per step and node, mean of nodes and rounds
     wire_bytes: float
     predicted_bytes: float | None
-    synchronous: bool  # every step sends whole gradients
-    family: str | None  # which of PyTorch's hooks does the same
+    synchronous: bool  # every step sends all gradients uncompressed
+    family: str | None  # the corresponding hook of PyTorch
     losses: dict[int, float]
     test_losses: dict[int, float]
     accuracies: dict[int, float]
@@ -67,7 +67,7 @@ class Summary:
 
 
 def summarise(rounds: Mapping[int, Round], warmup_steps: int, ranks_per_node: int, target: float) -> Summary:
-    """Figures of one contestant; every round, by its number, is given as the records of its ranks."""
+    """Figures of one contestant from the records of its ranks, by the number of the round."""
     first = next(iter(rounds.values()))
     facts = first[0]["facts"]
     window = window_of(facts, warmup_steps, len(first[0]["step_seconds"]))
@@ -96,7 +96,7 @@ def summarise(rounds: Mapping[int, Round], warmup_steps: int, ranks_per_node: in
 
 
 def window_of(facts: Mapping[str, Any], warmup_steps: int, steps: int) -> Window:
-    """The last whole periods behind the strategy's own start; all steps but the first where there is not even one."""
+    """The last whole periods after the strategy's warm-up; all steps but the first if there is no whole period."""
     period = max(1, facts.get("period_steps", 1))
     settled = max(warmup_steps, facts.get("settles_after", 0))
     periods = (steps - settled) // period
@@ -111,13 +111,13 @@ def job_steps(records: Round) -> list[float]:
 
 
 def interface_bytes(record: Mapping[str, Any], window: Window) -> float:
-    """Bytes per step that the node's interface has sent in the window."""
+    """Bytes per step that the node's interface sent in the window."""
     after = [0, *record["interface_after"]]
     return float(after[window.last] - after[window.first]) / window.steps
 
 
 def _wire_share(record: Mapping[str, Any]) -> float:
-    """What the limiter counts for a byte of the interface's counter; 0 where there is no limiter."""
+    """The limiter's bytes per byte of the interface's counter; 0 without a limiter."""
     sent = record["sent"]
     return float(sent["wire"] / sent["interface"]) if sent["interface"] else 0.0
 
@@ -136,7 +136,7 @@ def accuracies_of(records: Round) -> dict[int, float]:
 
 
 def mean_curve(curves: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
-    """The mean over rounds, where all of them have an evaluation."""
+    """The mean over rounds, at steps that all of them evaluated."""
     common = set(curves[0]).intersection(*curves)
     return [(step, fmean(curve[step] for curve in curves)) for step in sorted(common)]
 
@@ -153,15 +153,15 @@ def steps_to_target(curve: Sequence[tuple[int, float]], target: float) -> int | 
 
 
 def trained(records: Round, steps: int) -> float:
-    """Seconds of training up to a step, without the set-up; evaluations and copies take no time here."""
+    """Seconds of training up to a step, without the set-up, evaluations and copies."""
     return sum(job_steps(records)[SETUP_STEPS:steps])
 
 
 def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
-    """What the plan says that a node sends into the network per step; None when it does not say."""
+    """The bytes per step that a node sends into the network by the plan; None if the plan does not say."""
     if facts.get("predicted_link_bytes_per_step") is not None:
         return float(facts["predicted_link_bytes_per_step"])
-    # A rank's bytes are the link's bytes only where it has the node to itself.
+    # A rank's bytes are the link's bytes only if it is alone on its node.
     figure = facts.get("predicted_bytes_per_step") if ranks_per_node == 1 else None
     return None if figure is None else float(figure)
 
@@ -172,7 +172,7 @@ def is_synchronous(facts: Mapping[str, Any]) -> bool:
 
 
 def family_of(facts: Mapping[str, Any]) -> str | None:
-    """The family of PyTorch's hooks that does the same as one of our profiles; None where none does."""
+    """The family of PyTorch's hooks that corresponds to one of our profiles, or None."""
     profile = facts.get("profile")
     if profile is None or "gradients" not in facts or profile.get("accumulate_steps", 1) > 1:
         return None
@@ -184,7 +184,7 @@ def family_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def paired(ones: Mapping[int, float], others: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Of both, in the rounds that both have: they ran next to each other, under the same load."""
+    """The values of both in their common rounds, which ran one after the other under the same load."""
     return {number: (one, others[number]) for number, one in ones.items() if number in others}
 
 
@@ -203,7 +203,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "bit": 1.0}
 
 
 def wire_ms(sent_bytes: float, rate: str) -> float | None:
-    """Milliseconds that the link needs for so many bytes; None where it has no limit. tc's units are decimal."""
+    """Milliseconds that the link takes for so many bytes; None without a limit. tc's units are decimal."""
     for unit, factor in _UNITS.items():
         if rate.endswith(unit):
             return 1e3 * sent_bytes * 8 / (float(rate.removesuffix(unit)) * factor)

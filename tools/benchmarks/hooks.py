@@ -1,4 +1,4 @@
-"""PyTorch's ways to take part, by the words of the command line. Pure."""
+"""PyTorch's communication hooks, by their names on the command line. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hook:
 
     @staticmethod
     def of(variant: str, start: int) -> Hook:
-        """Of a contestant's variant; ``start`` where it names none. Raises ValueError with what would be right."""
+        """The hook of a contestant's variant; ``start`` if it names none. Raises ValueError with what is accepted."""
         found = _FORM.fullmatch(variant)
         if found is None:
             raise ValueError(
@@ -38,9 +38,9 @@ class Hook:
 
     @property
     def family(self) -> str:
-        """What it does, whatever its buckets and its start: ``ddp``, ``bf16``, ``powersgd_1``, ``post_local_sgd_8``."""
+        """The kind, regardless of buckets and start: ``ddp``, ``bf16``, ``powersgd_1``, ``post_local_sgd_8``."""
         return f"{self.kind}_{self.number}" if self.kind in (POWERSGD, POST_LOCAL_SGD) else self.kind
 
     def rhythm(self) -> dict[str, int]:
-        """As of our profiles: the steps before all are of one kind, and after how many they repeat."""
+        """Warm-up steps, and the period with which steps repeat after them, as for our profiles."""
         return {"settles_after": self.start, "period_steps": self.number if self.kind == POST_LOCAL_SGD else 1}

@@ -1,4 +1,4 @@
-"""Runs one contestant once: its ranks as processes in the lab's nodes, bounded, with nobody left behind."""
+"""Run one contestant once: its ranks as processes on the lab's nodes, with a timeout and no process left behind."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tools.lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
 _STOP_SECONDS = 10.0
-# Of the outer shell or job: a contestant starts without it.
+# Variables of an outer shell or job that a contestant must not see.
 _NOT_INHERITED = ("PADDLE_", "FLAGS_", "POD_", "TRAINER_", "GLOO_", "NCCL_", "FLEET_TRAIN_", "OMP_", "MKL_", "MASTER_")
 Command = tuple[list[str], dict[str, str]]
 
 
 class JobFailed(Exception):
-    """Which contestant failed, how, and the last lines of its output."""
+    """Which contestant failed and how, with the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job's ranks run. Every job of a lab gets ports of its own: the last one's may still be closing.
+    """Where a job's ranks run. Every job of a lab gets its own ports: the previous one's may still be closing.
 
     ``before``: another checkout of the project, whose package and workers the contestants of that name run.
     """
@@ -60,11 +60,13 @@ def run_job(contestant: Contestant, assignment: Assignment, place: Place) -> lis
     try:
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(place.world_size)]
     except (OSError, ValueError) as error:
-        raise JobFailed(f"{contestant.name} ended well without its records: {error}\n{_last_lines(folder)}") from None
+        raise JobFailed(
+            f"{contestant.name} ended with 0 but without its records: {error}\n{_last_lines(folder)}"
+        ) from None
 
 
 def run_commands(name: str, commands: Sequence[Command], folder: Path, lab: Lab, timeout_seconds: float) -> None:
-    """Start all, wait for all; ``folder`` gets their output as process0.log, ... Raises JobFailed."""
+    """Start all and wait for all; their output goes to process0.log, ... in ``folder``. Raises JobFailed."""
     with _started(commands, folder, lab) as processes:
         _wait(name, processes, folder, timeout_seconds)
 
@@ -101,12 +103,12 @@ def _launcher(contestant: Contestant, worker: str, folder: Path, place: Place, n
 
 
 def _from_anywhere(profile: str) -> str:
-    """A profile's name as it is; a file's path made absolute, for the ranks run in another folder."""
+    """A profile's name unchanged, a file's path made absolute, since the ranks run in another folder."""
     return str(Path(profile).resolve()) if Path(profile).is_file() else profile
 
 
 def _environment(contestant: Contestant, place: Place, rank: int, local_rank: int) -> dict[str, str]:
-    """What our launcher, torchrun and paddle.distributed.launch would set for this rank."""
+    """The variables that our launcher, torchrun and paddle.distributed.launch would set for this rank."""
     added = {"GLOO_SOCKET_IFNAME": INTERFACE}
     if contestant.kind == TORCH:
         added |= {"MASTER_ADDR": place.addresses[0], "MASTER_PORT": str(place.port)}
@@ -148,11 +150,11 @@ def _started(commands: Sequence[Command], folder: Path, lab: Lab) -> Iterator[li
         yield processes
     finally:
         _stop(processes)
-        lab.end_processes()  # also those that a launcher has left
+        lab.end_processes()  # also processes that a launcher left
 
 
 def _wait(name: str, processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
-    """Until all have ended with 0. One failure is enough to end the job."""
+    """Wait until all have ended with 0. One failure ends the job."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > deadline:

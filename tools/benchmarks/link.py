@@ -1,4 +1,4 @@
-"""What a node has sent: the kernel's own counters of its interface. Linux."""
+"""Bytes that a node has sent, by the kernel's counters of its interface. Linux."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CollectiveSpec:
 
 
 def interface_bytes() -> int:
-    """What this node has sent since it is up, by the interface's counter: quick enough to be read in every step."""
+    """Bytes sent since the interface is up, by its counter: fast enough to be read in every step."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
@@ -42,6 +42,6 @@ def sent_so_far() -> CollectiveSpec:
 
 
 def limiter_bytes(shown: str) -> int:
-    """The bytes in the output of ``tc -s qdisc show``; 0 when no limiter is there."""
+    """The bytes in the output of ``tc -s qdisc show``; 0 without a limiter."""
     found = _SENT.search(shown) if "qdisc tbf" in shown else None
     return int(found[1]) if found else 0

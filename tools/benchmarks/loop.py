@@ -1,4 +1,4 @@
-"""The loop that every contestant runs in each of its ranks: train, time, count, and evaluate afterwards."""
+"""The loop that every rank of every contestant runs: train, time, count bytes, and evaluate afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.benchmarks.link import CollectiveSpec, interface_bytes, sent_so_far
 from tools.benchmarks.networks import judged
 from tools.benchmarks.task import Batches, Task, Weights
 
-# After the last rank has finished a step, the kernel may still have bytes of it in a socket's buffer.
+# After the last rank has finished a step, sockets may still hold bytes of it.
 _DRAIN_SECONDS = 0.05
 
 
@@ -32,12 +32,12 @@ class Trainee(Protocol):
         """A copy of this rank's weights, in the order of ``start_weights``."""
 
     def facts(self) -> dict[str, Any]:
-        """Versions, and what the strategy says about itself."""
+        """Versions, and the strategy's own figures."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is told: the job, its place in it, and the folder that all ranks share."""
+    """A worker's input: the job, its rank, and the folder that all ranks share."""
 
     task: Task
     contestant: str
@@ -45,7 +45,7 @@ class Assignment:
     node_num: int
     ranks_per_node: int
     timeout_seconds: float
-    start_iteration: int  # of PyTorch's hooks that begin with plain steps, where the contestant's name does not say it
+    start_iteration: int  # plain steps before PyTorch's hooks, unless the contestant's name gives them
 
     @property
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class Assignment:
 
 
 class Meeting:
-    """A barrier over files in the shared folder: it sends nothing, so it can stand between measurements."""
+    """A barrier over files in the shared folder: it sends nothing that is measured."""
 
     def __init__(self, assignment: Assignment, rank: int) -> None:
         self._folder = Path(assignment.folder)
@@ -77,7 +77,7 @@ class Meeting:
         for rank in self._ranks:
             while not (self._folder / f"meet-{self._count}-{rank}").exists():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} did not arrive at meeting {self._count} of the benchmark")
+                    raise TimeoutError(f"rank {rank} did not reach barrier {self._count} of the benchmark")
                 time.sleep(0.001)
 
     def averaged(self, weights: Weights, on_rank: int) -> Weights | None:
@@ -92,7 +92,7 @@ class Meeting:
 
 @dataclass
 class Training:
-    """What one rank's training left behind; ``seconds`` and ``interface`` (bytes sent so far) by step.
+    """The results of one rank's training; ``seconds`` and ``interface`` (bytes sent so far) by step.
 
     ``interface`` is read when a step ends, also after the last: what is under way where whole periods begin is under
     way where they end, and is counted once. ``sent`` has everything, also what ends after the training.
@@ -107,7 +107,7 @@ class Training:
 
 
 def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
-    """Train the whole task without a stop, then evaluate what was kept of it, and write this rank's record."""
+    """Train the whole task without interruption, then evaluate its snapshots, and write this rank's record."""
     meeting = Meeting(assignment, rank)
     training = train(trainee, assignment, rank, meeting)
     tests = evaluate(training.snapshots, assignment, meeting)
@@ -124,7 +124,7 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
         "facts": trainee.facts(),
     }
     _publish(record, Path(assignment.folder) / f"rank{rank}.json")
-    meeting.meet()  # nobody leaves while a peer may still need it
+    meeting.meet()  # no rank ends while another may still need it
 
 
 def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting) -> Training:

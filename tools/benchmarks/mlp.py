@@ -12,7 +12,7 @@ from tools.benchmarks.task import CLASSES, Task, Weights
 
 
 def start_weights(task: Task) -> Weights:
-    """He's start values, smaller in the last layer and inside residual connections; the same for a seed, always."""
+    """He initialisation, smaller in the last layer and inside residual connections; determined by the seed."""
     generator = np.random.default_rng(task.seed)
     weights: Weights = []
     for layer, (inputs, outputs) in enumerate(zip(task.sizes, task.sizes[1:], strict=False)):

@@ -1,4 +1,4 @@
-"""The tasks' networks in numpy: start weights that all contestants share, and the test that all are judged by."""
+"""The tasks' networks in numpy: initial weights and the evaluation, the same for all contestants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start_weights(task: Task) -> Weights:
 
 
 def parameters(task: Task) -> tuple[int, int]:
-    """How many trained parameters there are, in how many tensors."""
+    """The number of trained parameters and of their tensors."""
     weights = start_weights(task)
     tensors, values = len(weights), sum(each.size for each in weights)
     if task.network == MLP:

@@ -1,4 +1,4 @@
-"""Accuracy over training time, and step times split into computing and waiting."""
+"""Plot accuracy over training time, and step times split into computing and waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says that a step takes, from links measured in the lab and the compute-only run."""
+"""Predicted step times, from links measured in the lab and the compute-only run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet_train.profile import load_profile
 from tools.benchmarks.jobs import Command, JobFailed, Place, run_commands
 
 _FLAGS = r"--{0}latency_us=([0-9.]+) --{0}bandwidth_mbps=([0-9.]+)"
-# For links that a cluster of one rank per node does not have: nothing is sent there, so nothing depends on it.
+# For links that a cluster of one rank per node does not use.
 _UNUSED = Link(0.0, 1e12)
 
 
@@ -53,7 +53,7 @@ def _link(output: str, prefix: str) -> Link | None:
 def predicted_step_ms(
     profile_name: str, facts: Mapping[str, Any], nodes: int, ranks_per_node: int, network: Network, compute_ms: float
 ) -> float | None:
-    """Milliseconds of a step by the plan of ``facts`` (a rank's record); None where a rank had no plan."""
+    """Milliseconds of a step by the plan of ``facts`` (a rank's record); None without a plan."""
     if "gradients" not in facts:
         return None
     cluster = Cluster.imagined(nodes, ranks_per_node)

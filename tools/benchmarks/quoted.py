@@ -6,7 +6,7 @@ A page has a block for each table:
     ...
     <!-- end of figures -->
 
-What is between is written by tools/write_measured.py from the newest record of that task and network, 2 nodes x 1
+tools/write_measured.py writes the lines between, from the newest record of that task and network, 2 nodes x 1
 rank.
 """
 
@@ -34,7 +34,7 @@ _RECORD = (
 
 
 def line(record: Record, name: str) -> str:
-    """One contestant's figures as a profile's ``measured`` section has them."""
+    """One contestant's figures as a line of a profile's ``measured`` section."""
     content, figures = record.content, record.content["summary"][name]
     lab = content["lab"]
     rate = "an unlimited link" if lab["rate"] == "none" else lab["rate"]
@@ -72,12 +72,12 @@ def _target(content: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
 
 
 def with_blocks(text: str, records: Sequence[Record]) -> str:
-    """A page of docs/ with its blocks written anew; ``records``: those that may be quoted, the newest first."""
+    """A page of docs/ with its blocks rewritten; ``records``: those that may be quoted, newest first."""
     return _BLOCK.sub(lambda found: found[1] + _block(found["settings"], records) + found[3], text)
 
 
 def tables_outside_blocks(text: str) -> list[str]:
-    """Headings of tables that compare with DDP and no record stands behind."""
+    """Headings of tables that compare with DDP without a record."""
     return [found[0] for found in _TABLE_WITHOUT_BLOCK.finditer(_BLOCK.sub("", text))]
 
 

@@ -24,7 +24,7 @@ _PACKAGES = ("paddlepaddle", "torch", "numpy", "scikit-learn")
 
 
 def circumstances() -> dict[str, Any]:
-    """Commit, versions, processor: what somebody needs to measure the same again. No path of this machine."""
+    """Commit, versions, processor: what is needed to repeat the measurement. No path of this machine."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git(ROOT, "rev-parse", "HEAD"),
@@ -40,7 +40,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def told_circumstances(at: Mapping[str, Any], network: str = "CPU and Gloo") -> list[str]:
-    """The lines of a page that say on what, and by which command, its record was made."""
+    """The lines of a page that give the machine and the command of its record."""
     versions = ", ".join(f"{key} {value}" for key, value in at["versions"].items() if value)
     return [
         f"- Machine: {at['processor']}, {at['processors']} processors for all processes, Linux {at['kernel']}, "
@@ -61,13 +61,13 @@ def _version(package: str) -> str | None:
 def write(
     path: Path, record: Mapping[str, Any], summaries: Mapping[str, Summary], predictions: Mapping[str, float]
 ) -> None:
-    """``path`` is without its ending: .json and .md are written, each whole or not at all."""
+    """Write .json and .md, each atomically; ``path`` has no ending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rate = record["lab"]["rate"]
     figures = {
         name: asdict(each) | asdict(row_of(name, summaries, rate, predictions)) for name, each in summaries.items()
     }
-    # Raw times last and in one line per contestant and round: the file stays readable.
+    # Raw times last, one line per contestant and round, so that the file stays readable.
     content = json.dumps({key: value for key, value in record.items() if key != "rounds"}, indent=1)
     summary = json.dumps(figures, indent=1)
     rounds = ",\n".join(json.dumps(each) for each in record["rounds"])
@@ -77,7 +77,7 @@ def write(
 
 
 def beside(path: Path, ending: str) -> Path:
-    """A record's name may have dots in it, so nothing is taken off it."""
+    """Append an ending; ``Path.with_suffix`` would cut a name that contains dots."""
     return path.with_name(path.name + ending)
 
 

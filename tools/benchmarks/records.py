@@ -1,4 +1,4 @@
-"""The records of docs/benchmarks: which there are, which may be quoted, and the mark of those that may not."""
+"""The records of docs/benchmarks: which exist, which may be quoted, and how refuted ones are marked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "**Refuted** by "
 
 @dataclass(frozen=True)
 class Record:
-    """One ``.json`` of the folder; ``source`` is its path as lines quote it."""
+    """One ``.json`` of the folder; ``source`` is its path as quoted."""
 
     path: Path
     content: Mapping[str, Any]
@@ -27,13 +27,13 @@ class Record:
 
     @property
     def circumstances(self) -> Mapping[str, Any]:
-        """Date, commit, command, ..., wherever the record's kind has them."""
+        """Date, commit, command, ..., wherever this kind of record keeps them."""
         found: Mapping[str, Any] = self.content.get("circumstances", self.content)
         return found
 
     @property
     def compares_strategies(self) -> bool:
-        """Whether tools/bench_strategies.py made it."""
+        """Whether tools/bench_strategies.py wrote it."""
         return "start_iteration_of_hooks" in self.content
 
     @property
@@ -49,7 +49,7 @@ class Record:
         return self.content["task"]["name"], lab["rate"], lab["nodes"], lab["ranks_per_node"]
 
     def why_not_quoted(self) -> str | None:
-        """Why its figures may stand in no profile and on no page; None when they may."""
+        """Why its figures may not be quoted in profiles and pages; None if they may."""
         if self.refutation:
             return f"refuted by {self.refutation['by']}"
         if "sittings" not in self.content:
@@ -68,15 +68,15 @@ def all_records(folder: Path = FOLDER) -> list[Record]:
 
 
 def quotable(folder: Path = FOLDER) -> list[Record]:
-    """Records of strategies whose figures may be quoted, the newest first."""
+    """Records of strategies whose figures may be quoted, newest first."""
     found = [each for each in all_records(folder) if each.compares_strategies and not each.why_not_quoted()]
     return sorted(found, key=lambda each: str(each.circumstances["date"]), reverse=True)
 
 
 def mark(path: Path, by: str, because: str) -> None:
-    """Say at the top of a record (path without its ending) and of its page that it is refuted. The rest stays.
+    """Mark a record (path without its ending) and its page as refuted, at their top. The rest is unchanged.
 
-    Raises ValueError when it is marked already.
+    Raises ValueError if it is marked already.
     """
     record, page = path.with_name(path.name + ".json"), path.with_name(path.name + ".md")
     text = record.read_text(encoding="utf-8")
@@ -89,19 +89,19 @@ def mark(path: Path, by: str, because: str) -> None:
 
 
 def is_marked_page(text: str) -> bool:
-    """Whether a record's page says at its top, below its title, that the record is refuted."""
+    """Whether a record's page says below its title that the record is refuted."""
     return f"> {_MARK}" in "\n".join(text.splitlines()[:4])
 
 
 def in_history(commit: str) -> bool | None:
-    """Whether a commit is an ancestor of what is checked out; None where git or the whole history is not there."""
+    """Whether a commit is an ancestor of the checked-out one; None without git or the whole history."""
     if _git("rev-parse", "--is-shallow-repository") != (0, "false"):
         return None
     return _git("merge-base", "--is-ancestor", commit, "HEAD")[0] == 0
 
 
 def same_code(one: str, other: str) -> bool:
-    """Whether nothing that a benchmark runs differs between two commits; False where one of them is not here."""
+    """Whether the code that a benchmark runs is the same in two commits; False if one of them is missing."""
     return one == other or _git("diff", "--quiet", one, other, "--", "fleet_train", "tools", "strategies")[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""The table that people read: one row per contestant, ratios beside times. Pure."""
+"""The table of a record: one row per contestant, ratios beside times. Pure."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _NOTHING = ""
 
 @dataclass(frozen=True)
 class Row:
-    """Everything a row says beside the summary, as numbers; None where there is nothing to say.
+    """The numbers of a row beside the summary's; None if not applicable.
 
     ``ratio``, ``target_ratio``: against the best of PyTorch DDP's bucket sizes; ``twin``: the PyTorch contestant that
-    does the same as this one, the fastest where several do; ``hook_ratio``: against the best of all of PyTorch's.
+    corresponds to this one, the fastest if there are several; ``hook_ratio``: against the best of all of PyTorch's.
     ``points_from_synchronous``: mean, smallest and largest difference within a round, whose seed is the same.
     """
 
@@ -66,9 +66,9 @@ class Row:
 def row_of(
     name: str, summaries: Mapping[str, Summary], rate: str, predictions: Mapping[str, float] | None = None
 ) -> Row:
-    """Compares one contestant with its compute-only run and with its rivals, where these took part.
+    """Compares one contestant with its compute-only run and its rivals, if these took part.
 
-    ``predictions``: milliseconds of a step by contestant, where there is a plan.
+    ``predictions``: milliseconds of a step by contestant, if it has a plan.
     """
     summary, contestant = summaries[name], parse(name)
     is_alone = contestant.kind == ALONE
@@ -101,13 +101,13 @@ def row_of(
 
 
 def of_family(family: str | None, summaries: Mapping[str, Summary]) -> list[str]:
-    """PyTorch's contestants of one family, or all."""
+    """PyTorch's contestants of one family, or all of them."""
     found = [name for name in summaries if parse(name).kind == TORCH]
     return [name for name in found if family in (None, Hook.of(parse(name).variant, 0).family)]
 
 
 def fastest(names: Sequence[str], summaries: Mapping[str, Summary]) -> str | None:
-    """That with the shortest step."""
+    """The contestant with the shortest step."""
     return min(names, key=lambda name: summaries[name].step_ms, default=None)
 
 
@@ -125,7 +125,7 @@ def _differences(summary: Summary, baseline: Summary) -> list[float]:
 
 
 def _synchronous(summaries: Mapping[str, Summary]) -> Summary | None:
-    """The first profile that averages all gradients in every step; DDP where none of ours does."""
+    """The first profile that averages all gradients in every step; DDP if there is none."""
     return next((each for each in summaries.values() if each.synchronous), summaries.get(REFERENCE))
 
 
@@ -142,14 +142,14 @@ def _points(summary: Summary, synchronous: Summary | None) -> tuple[float, float
 
 
 def _target_ratio(summary: Summary, others: Sequence[str], summaries: Mapping[str, Summary]) -> float | None:
-    """Seconds of the quickest of ``others`` over its own, in the rounds that both have."""
+    """Seconds to target of the fastest of ``others`` over its own, in their common rounds."""
     reached = [summaries[name] for name in others if summaries[name].seconds_to_target]
     quickest = min(reached, key=lambda each: each.mean_seconds_to_target or 0.0, default=None)
     return paired_ratio(quickest.seconds_to_target, summary.seconds_to_target) if quickest else None
 
 
 def table(summaries: Mapping[str, Summary], rate: str, predictions: Mapping[str, float] | None = None) -> str:
-    """The markdown table, in the order of ``summaries``; columns that say nothing of anybody are left out."""
+    """The Markdown table, in the order of ``summaries``; empty columns are left out."""
     rows = [
         _cells(summary, row_of(name, summaries, rate, predictions), len(summary.round_step_ms))
         for name, summary in summaries.items()

@@ -1,9 +1,9 @@
 """ResNet-18 (arXiv 1512.03385) with the stem for small images, in numpy: its convolutions, start weights, forward pass.
 
 The stem is one 3 x 3 convolution without pooling, as section 4.2 of the paper has it for 32 x 32 images. Its stride is
-2: each pixel of the digits stands four times in a row, and computing leaves room for a batch that learns.
-Every convolution has a batch norm behind it; together they are five arrays: kernel [outputs, inputs, size, size],
-scale, shift, running mean, running variance. Behind the last come the classifier's weight [512, 10] and bias.
+2: each pixel of the digits is repeated four times in a row, and a step stays short enough for a batch that learns.
+Every convolution is followed by a batch norm; together they are five arrays: kernel [outputs, inputs, size, size],
+scale, shift, running mean, running variance. The last are the classifier's weight [512, 10] and bias.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EPSILON = 1e-5
 BLOCKS = (
     (64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)
 )  # fmt: skip
-# Rows of a product at a time: the shifted images of a larger piece do not fit into the cache.
+# Rows per product: the shifted images of a larger piece do not fit into the cache.
 _CHUNK = 40
 _ARRAYS = 5
 
@@ -44,13 +44,13 @@ def stem() -> Convolution:
 
 
 def of_block(inputs: int, outputs: int, stride: int) -> list[Convolution]:
-    """The two of a block, and that of its shortcut where the shape changes."""
+    """The two convolutions of a block, and its shortcut's if the shape changes."""
     pair = [Convolution(inputs, outputs, 3, stride), Convolution(outputs, outputs, 3, 1)]
     return pair if inputs == outputs and stride == 1 else [*pair, Convolution(inputs, outputs, 1, stride)]
 
 
 def convolutions() -> list[Convolution]:
-    """All, in the order of their weights."""
+    """All convolutions, in the order of their weights."""
     return [stem(), *(each for block in BLOCKS for each in of_block(*block))]
 
 
@@ -113,7 +113,7 @@ def _normed(
 def _convolved(
     images: NDArray[np.float32], products: NDArray[np.float32], convolution: Convolution
 ) -> NDArray[np.float32]:
-    """The sum of the shifted images' products with [size, size, inputs, outputs]: quicker than one large matrix."""
+    """The sum of the shifted images' products with [size, size, inputs, outputs]: faster than one large matrix."""
     samples, height, width, inputs = images.shape
     padding, stride = convolution.padding, convolution.stride
     padded = np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))

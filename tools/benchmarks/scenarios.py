@@ -1,6 +1,6 @@
-"""The records of docs/benchmarks as words: who takes part in what. ``--scenario NAME``; other flags win over it.
+"""Named sets of flags for the records of docs/benchmarks: ``--scenario NAME``; other flags override it.
 
-A new profile of the catalogue takes part once its name is in ``CATALOGUE``, with its twin of PyTorch's if it has one.
+A new profile of the catalogue takes part once its name is in ``CATALOGUE``, with its PyTorch twin if it has one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 from fleet_train.profile import Profile, profile_names
 
 _OWN = "tools/benchmarks/profiles"
-# The catalogue's strategies, as they are. Names that the catalogue does not have (yet) are left out.
+# The catalogue's strategies, unchanged. Names that are not in the catalogue (yet) are left out.
 CATALOGUE = """
 multi_node bf16_compression int8_compression int4_compression powersgd ethernet_1g local_sgd diloco streaming_diloco
 """.split()
-# PyTorch with the same tuning effort in two bucket sizes; hooks that a profile has a twin in come on top (rivals_of).
+# PyTorch with the same tuning effort, in two bucket sizes; twins of profiles are added (rivals_of).
 BUCKETS = "torch:ddp torch:ddp_4mb torch:bf16 torch:bf16_4mb".split()
-# The same strategies with knobs chosen for a run this short, on both sides.
+# The same strategies with knobs chosen for such short runs, on both sides.
 TUNED = [
     f"{_OWN}/{name}.yaml"
     for name in ("three_communicators", "bf16_small_buckets", "powersgd_1", "local_sgd_8", "diloco_8")
@@ -25,7 +25,7 @@ TUNED = [
 
 
 def present(names: Sequence[str]) -> list[str]:
-    """Those that are in the catalogue."""
+    """The names that are in the catalogue."""
     known = profile_names()
     return [name for name in names if name in known]
 
@@ -44,11 +44,11 @@ def rivals_of(profiles: Sequence[Profile]) -> list[str]:
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    # Every kind of strategy as it is shipped beside its rival: step times, bytes, time to a target accuracy.
+    # Every kind of strategy as shipped, beside its rival: step times, bytes, time to a target accuracy.
     "strategies": {"ours": present(CATALOGUE)},
-    # The same with tuned files beside the catalogue's, named as such, and tuned rivals.
+    # The same with tuned files beside the catalogue's, marked as such, and tuned rivals.
     "tuned": {"ours": [*present(CATALOGUE), *TUNED]},
-    # How much of two machines low-frequency strategies use, and at what cost in accuracy.
+    # Scaling efficiency of low-frequency strategies on two machines, and their cost in accuracy.
     "scaling": {
         "ours": [
             *present(["multi_node", "local_sgd", "diloco", "streaming_diloco"]),

@@ -1,4 +1,4 @@
-"""What every contestant trains: network, recipe, data order and batches; the same for all. numpy only."""
+"""The tasks: network, hyperparameters, data order and batches, the same for all contestants. numpy only."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Task:
     network: str = MLP
     hidden_layers: int = 8
     width: int = 640
-    residual: bool = False  # h + relu(layer(h)) where the shapes allow: a very deep network trains
+    residual: bool = False  # h + relu(layer(h)) if the shapes allow, so that a very deep network trains
     image_pixels: int = 32
     learning_rate: float = 0.01
     momentum: float = 0.9
     global_batch_size: int = 128
     steps: int = 200
-    warmup_steps: int = 16  # steps that are trained but neither timed nor counted
+    warmup_steps: int = 16  # steps that are trained but not measured
     evaluate_every: int = 8
     target: float = 0.95  # test accuracy that is reached within the steps
     seed: int = 0
 
     @property
     def sizes(self) -> list[int]:
-        """Of the layers of an ``mlp``, its inputs and outputs included."""
+        """Sizes of the layers of an ``mlp``, including inputs and outputs."""
         return [_PIXELS * _PIXELS, *[self.width] * self.hidden_layers, CLASSES]
 
     @property
@@ -82,7 +82,7 @@ TASKS = {
 
 
 class Batches:
-    """Batches of the training part: every epoch in an order of its own, which is the same for a seed."""
+    """Batches of the training part: every epoch has its own order, determined by the seed."""
 
     def __init__(self, task: Task, rank: int, world_size: int) -> None:
         if task.global_batch_size % world_size:

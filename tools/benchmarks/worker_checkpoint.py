@@ -1,4 +1,4 @@
-"""A rank of the checkpoint benchmark: blocks of steps without a checkpoint, with one in the background, and waited for.
+"""A rank of the checkpoint benchmark: blocks of steps without a checkpoint, with one in the background, with a wait.
 
 argv: folder for checkpoints and the result, rounds, steps per block.
 """
@@ -28,7 +28,7 @@ _WARMUP_BLOCKS = 1
 
 
 class Worker:
-    """One rank with its program, and a saver for each kind of block that saves."""
+    """One rank with its program, and a saver for each kind of block."""
 
     def __init__(self, folder: Path) -> None:
         task = TASKS["mlp"]
@@ -62,7 +62,7 @@ class Worker:
         seconds = time.perf_counter() - began
         if saver is not None:
             saver.finish()
-        late = time.perf_counter() - began - seconds  # near 0, or the block has not paid for its whole write
+        late = time.perf_counter() - began - seconds  # near 0, else part of the write falls outside the block
         worked = time.process_time() - worked
         times = {"seconds": seconds, "processor_seconds": worked, "stood_ms": 1000 * stood, "late_ms": 1000 * late}
         return {"kind": kind} | times
@@ -83,7 +83,7 @@ def main() -> None:
     for kind in KINDS:
         for _ in range(_WARMUP_BLOCKS):
             worker.block(kind, min(steps, 10))
-    # Each round in another order: what comes first or last must not always be the same kind.
+    # A different order in each round, so that no kind is always first or last.
     orders = [KINDS[shift:] + KINDS[:shift] for shift in range(len(KINDS))]
     measured = [[worker.block(kind, steps) for kind in orders[number % len(orders)]] for number in range(rounds)]
     if fleet.is_first_worker():

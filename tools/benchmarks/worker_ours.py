@@ -65,7 +65,7 @@ class OurTrainee:
 
 
 def rhythm(profile: Mapping[str, Any]) -> dict[str, int]:
-    """When a profile's steps are all of one kind: the steps before, and after how many they repeat."""
+    """Warm-up steps of a profile, and the period with which its steps repeat after them."""
     if profile["use_local_sgd"]:
         is_constant = profile["local_sgd_schedule"] == "constant"
         return {

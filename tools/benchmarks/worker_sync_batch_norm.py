@@ -75,7 +75,7 @@ def main() -> None:
     trained = {kind: Trained(network, kind, images) for kind in KINDS}
     for each in trained.values():
         each.block(_WARMUP_STEPS)
-    # In another order each time: what comes first must not always be the same kind.
+    # A different order each time, so that no kind is always first.
     orders = [KINDS, KINDS[::-1]]
     measured = [{"kind": kind} | trained[kind].block(steps) for number in range(blocks) for kind in orders[number % 2]]
     record = {"blocks": measured, "exchanges": trained["synchronised"].exchanges}

@@ -1,1 +1,1 @@
-"""Parts of ``tools/bench_control_plane.py``: servers of the store in processes of their own, stand-ins for ranks."""
+"""Parts of ``tools/bench_control_plane.py``: servers of the store in separate processes, and simulated ranks."""

@@ -1,4 +1,4 @@
-"""What strangers and broken members may send, while members go on meeting.
+"""Traffic of hostile or broken clients while ranks go through barriers.
 
 python tools/control_plane/hostile.py HOST:PORT KIND SECONDS
 """
@@ -20,7 +20,7 @@ _HELLO = {"do": "hello", "job": "", "nonce": "n", "round": "", "group": "strange
 
 
 def idle(address: tuple[str, int], until: float) -> None:
-    """Ten thousand connections that say nothing."""
+    """Ten thousand silent connections."""
     raise_descriptor_limit(12000)
     held: list[socket.socket] = []
     while time.monotonic() < until and len(held) < 10_000:
@@ -30,7 +30,7 @@ def idle(address: tuple[str, int], until: float) -> None:
 
 
 def large(address: tuple[str, int], until: float) -> None:
-    """Values of 60 MB, one after the other."""
+    """Values of 60 MB, one after another."""
     body = b"x" * (60 << 20)
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as sock:
@@ -41,7 +41,7 @@ def large(address: tuple[str, int], until: float) -> None:
 
 
 def deep(address: tuple[str, int], until: float) -> None:
-    """Headers of nested lists and endless numbers, and half ones."""
+    """Headers with deeply nested lists or huge numbers, and incomplete ones."""
     kinds = [b"[" * 4000, b"1" * 4000, b'{"a":' * 800, b""]
     while time.monotonic() < until:
         for head in kinds:

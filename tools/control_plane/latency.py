@@ -1,8 +1,8 @@
-"""Two real clients in two processes meet at a server in a third: how long one step barrier takes.
+"""How long a step barrier takes: two real clients in two processes, a server in a third.
 
     python tools/control_plane/latency.py server | member HOST:PORT RANK GATES
 
-The code that is measured is that of the folder in PYTHONPATH: the checkout before a change, for instance.
+It measures the code of the folder in PYTHONPATH: the checkout before a change, for instance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
     def meet(client: Any, name: str) -> None:
         client.barrier(name, StepNote(1, 23.45, 0.21), 2, 60)
 
-except ImportError:  # a checkout from before the store was a package
+except ImportError:  # a checkout in which the store was not a package yet
     from fleet_train.cluster.store_client import StoreClient  # type: ignore[import-not-found, no-redef]
     from fleet_train.cluster.store_server import StoreServer  # type: ignore[import-not-found, no-redef]
 

@@ -8,9 +8,9 @@ from tools.benchmarks.record import told_circumstances
 
 _BEFORE_MS = {32: "3", 128: "19", 512: "214", 1000: "810 (1024 ranks)"}
 _ATTACKS = {
-    "idle": "10,000 connections that say nothing",
-    "large": "values of 60 MB, one after the other",
-    "deep": "nested, endless and half headers",
+    "idle": "10,000 silent connections",
+    "large": "values of 60 MB, one after another",
+    "deep": "nested, huge and incomplete headers",
 }
 
 
@@ -29,7 +29,8 @@ def page(record: dict[str, Any]) -> str:
             "- Servers and relays are the real ones; ranks are event-driven stand-ins that speak the real protocol. "
             "Wall-clock times contain the stand-ins' own processor time; the root's processor time is its own.",
             "",
-            "| ranks | nodes | meet | speak to the root | root: ms of processor per barrier | before (one server) | "
+            "| ranks | nodes | barrier | sessions of the root | root: ms of processor per barrier | "
+            "before (one server) | "
             "root: bytes sent per barrier | barrier, wall ms | join, wall s | join, root's processor s |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *map(_size_row, sizes),
@@ -41,7 +42,7 @@ def page(record: dict[str, Any]) -> str:
             "| --- | --- | --- | --- |",
             *(_latency_row(name, each) for name, each in latency.items()),
             "",
-            "| a relay of three gets | all others were told after | the bound | in these words |",
+            "| signal to one of three relays | all others had an error after | timeout | the error |",
             "| --- | --- | --- | --- |",
             *(
                 f"| {each['signal']} | {each['seconds_until_all_were_told']:.2f} s | {each['timeout_seconds']:g} s | "

@@ -1,4 +1,4 @@
-"""Processes of the benchmark that answer by lines of JSON, and what they have used."""
+"""Processes of the benchmark that answer in lines of JSON, and their resource usage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Talking:
-    """A process that prints a line of JSON, and another for each line that it is given."""
+    """A process that prints a line of JSON at its start, and another for each line of input."""
 
     def __init__(self, script: str, asked: dict[str, Any]) -> None:
         command = [sys.executable, str(HERE / script), json.dumps(asked)]

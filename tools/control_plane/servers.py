@@ -2,7 +2,7 @@
 
     python tools/control_plane/servers.py '{"first": 1, "nodes": 64, "ranks_per_node": 8, "root": 4001, ...}'
 
-It prints the ports of its servers as JSON, then answers each line on its input with what it has used so far.
+It prints the ports of its servers as JSON, then answers each line of input with its resource usage so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 
 
 class Counted:
-    """Bytes that all sessions of this process have sent."""
+    """Bytes sent by all sessions of this process."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -47,7 +47,7 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
     counted = Counted()
     job = Job(asked["nodes"], asked["ranks_per_node"])
     ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
-    listening = []  # a server that nobody holds is closed
+    listening = []  # keep a reference: an unreferenced server is closed
     for node in range(asked["first"], asked["last"] + 1):
         state = ServerState(Access("bench"), Callers([HOST]), pace=pace)
         server = await listen(state, HOST, 0)
@@ -69,7 +69,7 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
 
 if __name__ == "__main__":
     what = json.loads(sys.argv[1])
-    if what["first"]:  # many relays of many nodes, which do not share a pace
+    if what["first"]:  # on a cluster these relays would not run in lockstep
         asyncio.run(serve(what, None))
     else:
         own = Pace()

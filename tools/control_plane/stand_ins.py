@@ -1,4 +1,4 @@
-"""Stand-ins for ranks: event-driven clients that speak the real protocol, thousands in one process.
+"""Simulated ranks: event-driven clients that speak the real protocol, thousands in one process.
 
 python tools/control_plane/stand_ins.py '{"ports": [...], "ranks_per_node": 8, "barriers": 50}'
 """
@@ -25,7 +25,7 @@ _TIMEOUT = 120.0
 
 
 class StandIn(asyncio.Protocol):
-    """One rank: it is welcomed, then sends what it is told and counts the answer."""
+    """One rank: it joins, then sends requests and counts the answers."""
 
     def __init__(self, rank: int, everybody: Everybody) -> None:
         self.rank = rank
@@ -55,7 +55,7 @@ class StandIn(asyncio.Protocol):
 
 
 class Everybody:
-    """All stand-ins of this process."""
+    """All simulated ranks of this process."""
 
     def __init__(self) -> None:
         self.ranks: list[StandIn] = []
@@ -89,7 +89,7 @@ class Everybody:
         await self.wait()
 
     async def meet(self, header: Header, body: bytes = b"", size: int = 0) -> float:
-        """Everybody stands at one barrier (of ``size`` ranks, where some are missing); how long it took."""
+        """All enter one barrier (of ``size`` ranks, if some are missing); returns its duration."""
         self.expect(len(self.ranks))
         count = size or len(self.ranks)
         frame = encode({**header, "count": count, "timeout": 100, "call": ""}, body)
@@ -102,7 +102,7 @@ class Everybody:
 
 
 async def wait_for_the_lost(everybody: Everybody, ports: list[int], lost: set[int]) -> None:
-    """All but the ranks of one node stand at a barrier; says when the last of them was told why, and the words."""
+    """All ranks but one node's enter a barrier; reports when the last of them got its error, and the error's text."""
     await everybody.connect(ports)
     everybody.ranks = [rank for rank in everybody.ranks if rank.rank not in lost]
     meeting = asyncio.ensure_future(everybody.meet({"do": "barrier", "name": "step"}, size=len(ports)))
@@ -137,7 +137,7 @@ async def run(asked: dict[str, Any]) -> None:
 
 
 def say(facts: dict[str, Any]) -> None:
-    """One line, then wait until whoever reads it wants the next part."""
+    """Print one line, then wait until the reader asks for the next part."""
     print(json.dumps(facts), flush=True)
     sys.stdin.readline()
 

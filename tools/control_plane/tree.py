@@ -1,4 +1,4 @@
-"""Which node's relay speaks to which, as a launcher arranges it, and for whom."""
+"""The tree of relays as the launcher arranges it: each node's parent and the ranks below it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleet_train.cluster.store.protocol.tree import below, parent_of
 
 @dataclass(frozen=True)
 class Job:
-    """A job of ``nodes`` nodes with as many ranks each."""
+    """A job of ``nodes`` nodes with the same number of ranks each."""
 
     nodes: int
     ranks_per_node: int

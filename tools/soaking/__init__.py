@@ -1,1 +1,1 @@
-"""Kill ranks of a real job again and again, and see whether anything was lost."""
+"""Parts of ``tools/soak.py``: plan faults, inject them into a real job, check that nothing was lost."""

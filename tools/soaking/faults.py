@@ -1,4 +1,4 @@
-"""Which machine meets what, and when: planned ahead from a seed or a list, then carried out on the running job."""
+"""Machine faults: planned ahead from a seed or a list, then injected into the running job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tools.soaking.nodes import Machines
 
 MACHINE, FROZEN, CUT, RELAY = KINDS = ("machine", "frozen", "cut", "relay")
 MEANINGS = {
-    MACHINE: "everything on a machine is killed and its disk is empty when it comes back",
-    FROZEN: "a launcher is stopped (SIGSTOP), and goes on later",
-    CUT: "a machine's wire is pulled, and put in again",
-    RELAY: "a launcher, and the relay in it, is killed and started again",
+    MACHINE: "everything on a machine is killed and its disk is empty when it returns",
+    FROZEN: "a launcher is stopped (SIGSTOP) and continued later",
+    CUT: "a machine's link is taken down and brought up again",
+    RELAY: "a launcher, with its relay, is killed and restarted",
 }
 LEADER = -1
-"""Whoever leads when the fault comes."""
+"""The leader at the time of the fault."""
 _LONGEST_DELAY_SECONDS = 6.0
-# Beyond that nobody waits any more: the soak has failed.
+# After so long the soak has failed.
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.1
 _WORD = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(:(?:(?P<leader>leader)|(?P<node>\d+)))?(?P<late>:late)?")
@@ -33,7 +33,7 @@ _WORD = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(:(?:(?P<leader>leader)|(?P<nod
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The launchers' own, in seconds, by which faults are measured out."""
+    """The launchers' own timeouts in seconds; they determine how long faults last."""
 
     lost_node: float = 4.0
     rejoin: float = 10.0
@@ -45,15 +45,15 @@ class PlannedFault:
     node: int
     """A machine's number, or LEADER."""
     away_seconds: float
-    """From the fault to its end; None of it counts when ``until_gone_on``."""
+    """From the fault to its end; not used with ``until_gone_on``."""
     until_gone_on: bool
-    """It ends only after the others have made a step without this machine."""
+    """It ends only after the others have trained a step without this machine."""
     delay_seconds: float
-    """After all machines trained together again."""
+    """Seconds to wait once all machines train together again."""
 
 
 def plan_faults(kinds: Sequence[str], count: int, nodes: int, times: Timeouts, seed: int) -> list[PlannedFault]:
-    """``count`` faults, every kind as often (up to one), in random order; each third of the victims is the leader."""
+    """``count`` faults, each kind equally often (within one), in random order; a third hit the leader, of 3 nodes."""
     chance = random.Random(seed)
     order = [kinds[index % len(kinds)] for index in range(count)]
     chance.shuffle(order)
@@ -61,7 +61,7 @@ def plan_faults(kinds: Sequence[str], count: int, nodes: int, times: Timeouts, s
 
 
 def listed_faults(words: Sequence[str], nodes: int, times: Timeouts, seed: int) -> list[PlannedFault]:
-    """Faults as they are listed: ``machine:0``, ``frozen:leader``, ``cut``, ``cut:2:late``. Raises SoakFailed."""
+    """Parse a list such as ``machine:0``, ``frozen:leader``, ``cut``, ``cut:2:late``. Raises SoakFailed."""
     chance = random.Random(seed)
     plans = []
     for word in words:
@@ -69,7 +69,7 @@ def listed_faults(words: Sequence[str], nodes: int, times: Timeouts, seed: int) 
         if found is None or int(found["node"] or 0) >= nodes:
             raise SoakFailed(
                 f"--faults={word}: write {', '.join(KINDS)}, each with nothing, :leader or :0 to :{nodes - 1}, and "
-                "behind it :late for a machine that comes back when the others have gone on without it"
+                "then :late for a machine that returns only when the others have trained on without it"
             )
         node = LEADER if found["leader"] else int(found["node"]) if found["node"] else None
         plan = _drawn(found["kind"], node, nodes, times, chance)
@@ -91,7 +91,7 @@ def _drawn(kind: str, node: int | None, nodes: int, times: Timeouts, chance: ran
 
 
 class Faults:
-    """Carries out faults one after the other; ``done`` has what was done and seen."""
+    """Injects faults one after the other; ``done`` records what was done and observed."""
 
     def __init__(self, machines: Machines, ledger: Ledger, say: Callable[[str], None]) -> None:
         self.machines = machines
@@ -101,7 +101,7 @@ class Faults:
         self._strength = len(machines.job.nodes)
 
     def carry_out(self, plans: Sequence[PlannedFault]) -> None:
-        """Raises SoakFailed when the job does not go on, or has ended before all faults were done."""
+        """Raises SoakFailed if the job does not recover, or ends before all faults were injected."""
         self._await_step(time.time(), -1, self._strength, "its first step")
         for number, plan in enumerate(plans, start=1):
             self._pause(plan.delay_seconds)
@@ -168,7 +168,7 @@ class Faults:
                 self._start_again(service)
             self._refuse_ended(without)
             if time.monotonic() > deadline:
-                raise SoakFailed(f"the job did not get to {what} within {_PATIENCE_SECONDS:g} s")
+                raise SoakFailed(f"the job did not reach {what} within {_PATIENCE_SECONDS:g} s")
             self.machines.leader()
             time.sleep(_POLL_SECONDS)
         return found
@@ -181,20 +181,20 @@ class Faults:
             time.sleep(min(left, _POLL_SECONDS))
 
     def _start_again(self, fault: dict[str, Any]) -> None:
-        """As a service manager does: a launcher that has found itself cut off, and has ended with that word."""
+        """Restart a launcher that ended because it was cut off, as a service manager would."""
         if self.machines.ended().get(fault["node"]) == WorkerFailed.exit_code:
             fault["given_up"] += 1
-            self._say(f"  the launcher of node {fault['node']} has given up and is started again")
+            self._say(f"  the launcher of node {fault['node']} gave up and is restarted")
             self.machines.start(fault["node"])
 
     def _refuse_ended(self, without: int | None) -> None:
         ended = {node: code for node, code in self.machines.ended().items() if node != without}
         if ended:
-            raise SoakFailed(f"launchers have ended while faults were to come: {ended} (node: exit code)")
+            raise SoakFailed(f"launchers ended before the last fault: {ended} (node: exit code)")
 
 
 def recovery_of(faults: Sequence[dict[str, Any]], what: str = "seconds_to_next_step") -> dict[str, float | int]:
-    """Seconds from the beginning of a fault: how many were measured, median, longest."""
+    """Recovery in seconds from the start of a fault: how many were measured, median, longest."""
     seconds = [fault[what] for fault in faults if fault.get(what) is not None]
     if not seconds:
         return {"measured": 0}

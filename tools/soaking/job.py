@@ -1,4 +1,4 @@
-"""The job that is soaked: a launcher per machine with the reference trainer, and what is seen of it from outside."""
+"""The job under test: one launcher per machine with the reference trainer, observed from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STOP_SECONDS = 45.0
 
 
 def end_launchers(launchers: Iterable[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM (to those that are stopped, too), then SIGKILL."""
+    """SIGTERM (also to stopped processes), then SIGKILL."""
     running = [launcher for launcher in launchers if launcher.poll() is None]
     for launcher in running:
         launcher.send_signal(signal.SIGCONT)
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SoakJob:
-    """How the job is started. Everything that it writes lies below ``folder``."""
+    """How the job is started. Everything it writes is below ``folder``."""
 
     folder: Path
     machines: Sequence[Machine]
@@ -65,7 +65,7 @@ class SoakJob:
         return self.folder / f"node{node}"
 
     def command(self, node: int) -> list[str]:
-        """The launch command of one machine, as it would be typed there."""
+        """The launch command of one machine, as a user would type it."""
         machine = self.machines[node]
         nodes = ",".join(each.address for each in self.machines)
         launch = f"--cluster_node_ips={nodes} --node_ip={machine.address} --started_port={self.started_port}"
@@ -76,7 +76,7 @@ class SoakJob:
 
 
 class Running:
-    """A started job. Nothing here talks to it: files are read, processes are looked at."""
+    """A started job, observed through its files and processes only."""
 
     def __init__(self, job: SoakJob, launchers: list[subprocess.Popen[bytes]], mark: str) -> None:
         self.job = job
@@ -85,11 +85,11 @@ class Running:
         self._mark = mark
 
     def attempt(self) -> int:
-        """The attempt that the ranks of node 0 are in: the launcher keeps the logs of those before it."""
+        """The current attempt on node 0, counted by the logs that the launcher kept of earlier ones."""
         return len(list(self.job.log_dir(0).glob("workerlog.0.attempt*")))
 
     def rank_pids(self) -> dict[int, int]:
-        """Rank -> process id of its script, for the ranks that run now."""
+        """Rank -> process id of its script, for the ranks running now."""
         found = {}
         for node in range(len(self.job.machines)):
             for path in self.job.log_dir(node).glob("workerend.*.json"):
@@ -100,12 +100,12 @@ class Running:
         return found
 
     def step_since(self, moment: float) -> int:
-        """The newest step that was reported after ``moment`` (seconds since the epoch); 0 when none was."""
+        """The newest step reported after ``moment`` (Unix seconds); 0 if none was."""
         records = read_metrics(self.job.output)
         return max((int(record["step"]) for record in records if record["time"] > moment), default=0)
 
     def first_report_after(self, moment: float) -> float | None:
-        """When the trainer first reported a step after ``moment``."""
+        """The time of the trainer's first reported step after ``moment``."""
         return min((r["time"] for r in read_metrics(self.job.output) if r["time"] > moment), default=None)
 
     def draft(self) -> str | None:
@@ -118,7 +118,7 @@ class Running:
         return [launcher.poll() for launcher in self.launchers]
 
     def wait_until(self, condition: Callable[[], bool], timeout_seconds: float, pause_seconds: float = 0.02) -> bool:
-        """Whether the condition came true before the bound, and before a launcher ended."""
+        """Whether the condition holds before the timeout and before a launcher ends."""
         deadline = time.monotonic() + timeout_seconds
         while not condition():
             if time.monotonic() > deadline or any(code is not None for code in self.exit_codes()):
@@ -127,7 +127,7 @@ class Running:
         return True
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """Exit codes of all launchers; those that need longer are stopped."""
+        """Exit codes of all launchers; any that exceed the timeout are stopped."""
         deadline = time.monotonic() + timeout_seconds
         for launcher in self.launchers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -136,11 +136,11 @@ class Running:
         return [int(launcher.returncode) for launcher in self.launchers]
 
     def stop(self) -> None:
-        """SIGTERM, which lets the ranks save, then SIGKILL; nobody is left."""
+        """SIGTERM, which lets the ranks save, then SIGKILL; no process is left."""
         end_launchers(self.launchers)
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
-        """Command lines of processes of this job that are still there, after a moment to end by themselves."""
+        """Command lines of this job's processes that still run after a short grace period."""
         deadline = time.monotonic() + patience_seconds
         while (found := self._processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -174,7 +174,7 @@ def started(job: SoakJob) -> Iterator[Running]:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C reaches them through us only
+                        start_new_session=True,  # they get Ctrl-C only through this process
                     )
                 )
         yield running
@@ -183,7 +183,7 @@ def started(job: SoakJob) -> Iterator[Running]:
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The scalars of ``metrics.jsonl`` so far; a line that is being written is left out."""
+    """The scalars of ``metrics.jsonl`` so far, without an incomplete last line."""
     records = []
     with contextlib.suppress(OSError):
         for line in (output / "metrics.jsonl").read_bytes().splitlines():

@@ -1,4 +1,4 @@
-"""When which rank is killed: planned ahead from a seed, then carried out on the running job."""
+"""Which rank is killed when: planned ahead from a seed, then carried out on the running job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ATTEMPT_SECONDS = 180.0
 
 
 class SoakFailed(Exception):
-    """The job did not do what it has to, or the soak could not do what was planned."""
+    """The job misbehaved, or the soak could not carry out its plan."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlannedKill:
 
     kind: str
     step: int
-    """Wait until the job has come so far; 0 for ``start``."""
+    """Wait until the job reaches this step; 0 for ``start``."""
     delay_seconds: float
     rank: int
 
@@ -50,7 +50,7 @@ def plan_kills(count: int, total_steps: int, ranks: int, seed: int) -> list[Plan
 
 
 def carry_out(running: Running, plans: list[PlannedKill], world_size: int, say: Callable[[str], None]) -> list[Any]:
-    """Kill as planned, one rank per attempt; what was done and seen. Raises SoakFailed when the job does not go on."""
+    """Kill as planned, one rank per attempt; returns a record. Raises SoakFailed if the job does not recover."""
     done: list[dict[str, Any]] = []
     for attempt, plan in enumerate(plans):
         _await_moment(running, attempt, plan, world_size, done[-1]["time"] if done else running.began)
@@ -83,7 +83,7 @@ def _await_moment(running: Running, attempt: int, plan: PlannedKill, world_size:
 def _await(running: Running, condition: Callable[[], bool], what: str, pause_seconds: float = 0.02) -> None:
     if not running.wait_until(condition, _ATTEMPT_SECONDS, pause_seconds):
         raise SoakFailed(
-            f"attempt {running.attempt()} did not get to {what} within {_ATTEMPT_SECONDS:g} s; exit codes "
+            f"attempt {running.attempt()} did not reach {what} within {_ATTEMPT_SECONDS:g} s; exit codes "
             f"{running.exit_codes()}, see the logs in {running.job.folder}"
         )
 
@@ -95,6 +95,6 @@ def note_last_recovery(running: Running, done: list[Any]) -> None:
 
 
 def _note_recovery(running: Running, last: dict[str, Any]) -> None:
-    """Seconds from a kill to the next attempt's first report; None when that attempt was killed before it had one."""
+    """Seconds from a kill to the next attempt's first reported step; None if that attempt was killed before it."""
     report = running.first_report_after(last["time"])
     last["seconds_to_next_step"] = None if report is None else round(report - last["time"], 1)

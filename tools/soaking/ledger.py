@@ -1,7 +1,7 @@
-"""What the ranks of a soak wrote down (``program.py``), and the line of history that has survived in it.
+"""The ledger that the ranks of a soak write (``program.py``), and the steps in it that contributed to the result.
 
-An attempt goes on from a checkpoint; what was trained behind that checkpoint is rolled back. From the last checkpoint
-backwards, each attempt came from a checkpoint that another one wrote: these stretches are what the model has seen.
+An attempt resumes from a checkpoint; steps after that checkpoint are rolled back. Followed backwards from the last
+checkpoint, each attempt resumed from one that another attempt wrote: these stretches are what the model was trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Place = tuple[int, int]
-"""(finished epochs, samples of the epoch under way that are done): the same for every number of ranks."""
+"""(finished epochs, samples done in the current epoch): independent of the number of ranks."""
 Line = dict[str, Any]
 Key = tuple[Place, int]
 """(place before the step, rank)."""
@@ -22,7 +22,7 @@ Key = tuple[Place, int]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps of one attempt that have survived: from ``start`` to ``end``, on so many ranks."""
+    """Steps of one attempt that were not rolled back: from ``start`` to ``end``, on ``world_size`` ranks."""
 
     attempt: int
     world_size: int
@@ -34,7 +34,7 @@ class Stretch:
 
 
 class Ledger:
-    """Reads what is new each time; a line that is being written is read the next time."""
+    """Reads new lines at each call; an incomplete last line is read at the next one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Ledger:
         return max((line["attempt"] for line in self.lines() if line["event"] == "step"), default=-1)
 
     def first_step_after(self, moment: float, attempt: int, world_size: int = 0) -> float | None:
-        """When a later attempt made its first step after ``moment`` (Unix seconds), on so many ranks at least."""
+        """When an attempt with at least so many ranks made its first step after ``moment`` (Unix seconds)."""
         times = (
             line["time"]
             for line in self.lines()
@@ -67,7 +67,7 @@ class Ledger:
 
 
 def attempts_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Every attempt that came to training: world size, where it began, the last place that all its ranks reached."""
+    """Every attempt that trained: world size, where it started, the last position that all its ranks reached."""
     begins: dict[int, Line] = {}
     reached: dict[int, dict[int, Place]] = defaultdict(dict)
     for line in lines:
@@ -90,8 +90,8 @@ def attempts_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
 def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
     """The stretches that led to the checkpoint with that digest, oldest first. Raises ValueError where one is missing.
 
-    Of two attempts that have written the very same checkpoint (they trained the same) the later one counts. One that
-    was killed between its last checkpoint and the line for it is known by its steps.
+    Of two attempts that wrote the same checkpoint (they trained the same) the later one counts. One that
+    was killed between its last checkpoint and the line for it is recognised by its steps.
     """
     saves = sorted((line for line in lines if line["event"] == "save"), key=lambda line: line["time"])
     written = {line["digest"]: line for line in saves}
@@ -102,7 +102,7 @@ def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
     while digest is not None:
         save = written.get(digest) or (begin and _killed_before_its_line(lines, begin))
         if save is None or save["attempt"] not in begins:
-            raise ValueError(f"no attempt has written the checkpoint {digest[:12]} that another one came from")
+            raise ValueError(f"no attempt wrote the checkpoint {digest[:12]} that another one resumed from")
         begin = begins[save["attempt"]]
         stretches.append(Stretch(save["attempt"], save["world"], place(begin["place"]), place(save["place"])))
         digest = begin["came_from"]
@@ -110,7 +110,7 @@ def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
 
 
 def _killed_before_its_line(lines: Sequence[Line], successor: Line) -> Line | None:
-    """As its line would be: of the last attempt before that came to the very place and has no line of a save there."""
+    """The missing line: of the last earlier attempt that reached this position and has no line of a save there."""
     there = place(successor["place"])
     noted = {line["attempt"] for line in lines if line["event"] == "save" and place(line["place"]) == there}
     same = {there} if there[1] else {there, (there[0] - 1, successor["samples"])}
@@ -125,7 +125,7 @@ def _killed_before_its_line(lines: Sequence[Line], successor: Line) -> Line | No
 
 
 def merged(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Neighbours on the same number of ranks as one: a resume must not be seen in the result."""
+    """Merge neighbours with the same number of ranks: a resume must not change the result."""
     found: list[Stretch] = []
     for each in stretches:
         if found and found[-1].world_size == each.world_size:
@@ -158,8 +158,8 @@ def all_steps(lines: Iterable[Line]) -> dict[Key, Line]:
 def samples_wrong(steps: Mapping[Key, Line], num_samples: int, epochs: int, orders: Mapping[int, Sequence[int]]) -> Any:
     """Per epoch in which a sample was lost or seen too often: how many of each.
 
-    The sampler promises each sample once, and behind the last one as many of the first of the epoch's order again as
-    make the ranks' shares equal: fewer than there are ranks.
+    The sampler yields each sample once, then repeats as many from the start of the epoch's order as make the ranks'
+    shares equal: fewer than there are ranks.
     """
     seen: dict[int, Counter[int]] = defaultdict(Counter)
     most: dict[int, int] = defaultdict(int)

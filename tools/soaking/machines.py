@@ -1,4 +1,4 @@
-"""A soak with machine faults from start to end: the faults, the reference run, what they prove; and its page."""
+"""A soak with machine faults from start to end: faults, reference run, verdict, and the page of its record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says. Times in seconds."""
+    """The command line's options. Times in seconds."""
 
     nodes: int
     rate: str
@@ -56,7 +56,7 @@ def train_flags(asked: Asked) -> tuple[str, ...]:
 def soak_machines(
     asked: Asked, plans: Sequence[PlannedFault], folder: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The record of it. Raises SoakFailed when the job, or its reference, does not come to its end."""
+    """Run it; returns its record. Raises SoakFailed if the job, or its reference, does not complete."""
     flags = launch_flags(asked.times, max_restarts=2 * len(plans))
     with Lab(asked.nodes, asked.rate) as lab:
         nodes = range(asked.nodes)
@@ -65,7 +65,7 @@ def soak_machines(
         record: dict[str, Any] = {"launch_flags": flags, "train_flags": job.train_flags}
         say(f"{asked.nodes} machines, {len(plans)} faults")
         record |= _run(job, plans, asked.timeout_seconds, say)
-        (folder / "faults.json").write_text(json.dumps(record, indent=1))  # in case that it cannot be judged
+        (folder / "faults.json").write_text(json.dumps(record, indent=1))  # kept if the verdict fails
         return {**record, **_judge(job, record["last_checkpoint"], asked.epochs, folder / "reference", say)}
 
 
@@ -106,12 +106,12 @@ def _summary(machines: Machines) -> Any:
 
 
 def _judge(job: MachineJob, last: dict[str, Any], epochs: int, folder: Path, say: Callable[[str], None]) -> Any:
-    """The surviving line, its reference run, and the two compared."""
+    """Compare the steps that were not rolled back with a reference run of them."""
     lines = Ledger(job.ledger).lines()
     try:
         stretches = surviving(lines, last["digest"])
     except ValueError as error:
-        raise SoakFailed(f"the history of the job cannot be told: {error}") from None
+        raise SoakFailed(f"the history of the job cannot be reconstructed: {error}") from None
     reference = replay(job, merged(stretches), folder, say)
     steps = steps_of(lines, stretches)
     theirs = all_steps(line for each in reference for line in Ledger(each.ledger).lines())
@@ -139,9 +139,9 @@ def _written_at(checkpoint: Path) -> int:
 
 
 def _compare_steps(steps: Any, theirs: Any) -> dict[str, int]:
-    """Steps of a rank: those that one side lacks, and those of which loss or samples differ."""
+    """Steps of a rank: those missing on one side, and those whose loss or samples differ."""
     both = steps.keys() & theirs.keys()
-    # A loss is also fetched where a checkpoint is due, and the reference has fewer of these.
+    # A loss is also fetched when a checkpoint is due, and the reference writes fewer of these.
     fetched = [key for key in both if None not in (steps[key]["loss"], theirs[key]["loss"])]
     return {
         "steps_of_ranks": len(theirs),
@@ -158,13 +158,13 @@ def _samples(steps: Any, epochs: int, number: int) -> dict[str, Any]:
 
 
 def _rolled_back(lines: Any, stretches: Sequence[Stretch]) -> int:
-    """Steps of rank 0 that are in no stretch: trained, and trained again."""
+    """Steps of rank 0 that are in no stretch: rolled back and trained again."""
     made = sum(line["event"] == "step" and line["rank"] == 0 for line in lines)
     return int(made) - sum(rank == 0 for _, rank in steps_of(lines, stretches))
 
 
 def failures_of(record: dict[str, Any]) -> list[str]:
-    """Everything that a sound soak must not show, in words; empty when it has passed."""
+    """What is wrong, one sentence each; empty if the soak passed."""
     same, samples = record["comparison"], record["samples"]
     recovery, faults = record["recovery_seconds"], record["faults"]
     checks = [
@@ -174,9 +174,9 @@ def failures_of(record: dict[str, Any]) -> list[str]:
         (same["tensors"] == 0 or same["tensors_that_differ"], f"tensors that differ: {same['tensors_that_differ']}"),
         (same["steps_that_one_lacks"], f"{same['steps_that_one_lacks']} steps are not in both runs"),
         (same["losses"] == 0 or same["losses_that_differ"], f"{same['losses_that_differ']} losses differ"),
-        (same["batches_that_differ"], f"{same['batches_that_differ']} batches have other samples"),
+        (same["batches_that_differ"], f"{same['batches_that_differ']} batches have different samples"),
         (samples["wrong"], f"samples lost or seen too often, by epoch: {samples['wrong']}"),
-        (recovery["measured"] < len(faults), "not every fault was followed by a step"),
+        (recovery["measured"] < len(faults), "no step followed some faults"),
         (
             recovery.get("longest", 0.0) > NEXT_STEP_WITHIN_SECONDS,
             f"the next step took {recovery.get('longest')} s (bound: {NEXT_STEP_WITHIN_SECONDS:g} s)",
@@ -193,21 +193,21 @@ def page_of(record: dict[str, Any]) -> str:
     rows = [
         *((f"`{kind}`: {MEANINGS[kind]}", number) for kind, number in sorted(kinds.items())),
         ("of the first node; of the machine that led", _two(f["node"] == 0 for f in faults) + "; " + _leading(faults)),
-        ("ended only when the others had gone on without it", sum(fault["until_gone_on"] for fault in faults)),
-        ("launchers that had given up meanwhile and were started again", sum(fault["given_up"] for fault in faults)),
+        ("ended only after the others had trained without it", sum(fault["until_gone_on"] for fault in faults)),
+        ("launchers that had given up meanwhile and were restarted", sum(fault["given_up"] for fault in faults)),
         ("attempts that trained, by machines", ", ".join(f"{worlds[size]} on {size}" for size in sorted(worlds))),
-        ("stretches of history that survived; changes of world size in them", f"{len(line)}; {_changes(line)}"),
-        ("steps trained in vain (behind the last checkpoint)", record["rolled_back"]),
+        ("stretches that were not rolled back; changes of world size in them", f"{len(line)}; {_changes(line)}"),
+        ("steps rolled back (after the last checkpoint)", record["rolled_back"]),
         ("final tensors that differ from the reference's", f"{len(same['tensors_that_differ'])} of {same['tensors']}"),
         ("losses that differ, over all ranks", f"{same['losses_that_differ']} of {same['losses']}"),
-        ("steps of ranks with other samples, or in one run only", f"{_other(same)} of {same['steps_of_ranks']}"),
+        ("steps of ranks with different samples, or in one run only", f"{_other(same)} of {same['steps_of_ranks']}"),
         (
             "epochs in which a sample was lost or seen too often",
             f"{len(record['samples']['wrong'])} of {_epochs(record)}",
         ),
         ("processes, temporary folders, half-written checkpoints left", f"{len(record['orphans'])}, {_left(record)}"),
         ("seconds from a fault to the next step: median, longest", _seconds(record["recovery_seconds"])),
-        ("... to a step of all machines", _seconds(record["full_strength_seconds"])),
+        ("... to a step on all machines", _seconds(record["full_strength_seconds"])),
         ("seconds in all, without the reference", record["seconds"]),
     ]
     network = f"network namespaces, {record['network']['rate']}"
@@ -218,7 +218,7 @@ def page_of(record: dict[str, Any]) -> str:
         f"{record['step_seconds']:g} s of pause before each step until the last fault; each node has its own disk; "
         f"test accuracy {record['summary']['test_accuracy']:.4f}.",
         f"- Reference: {record['reference_runs']} plain jobs one after the other, without faults, restarts, copies and "
-        "relays, each as long and on as many machines as the faulty one went on without a change of world size.",
+        "relays, each for as many steps and machines as the job with faults trained between two changes of world size.",
         *told_circumstances(at),
         f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else 'nothing was lost'}.",
         "",
@@ -235,7 +235,7 @@ def page_of(record: dict[str, Any]) -> str:
 
 
 def _row(fault: dict[str, Any]) -> str:
-    away = f"{fault['away_seconds']}{', others went on' if fault['until_gone_on'] else ''}"
+    away = f"{fault['away_seconds']}{', others trained on' if fault['until_gone_on'] else ''}"
     times = f"{fault['seconds_to_next_step']} | {fault['seconds_to_full_strength']}"
     return f"| {fault['kind']} | {fault['node']}{fault['role']} | {away} | {times} |"
 

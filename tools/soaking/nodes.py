@@ -1,4 +1,4 @@
-"""The machines of a soak: each is a namespace with a disk of its own, a launcher, and a wire that can be pulled."""
+"""The machines of a soak: each is a namespace with its own disk, launcher, and a link that can be taken down."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
 
 @dataclass(frozen=True)
 class MachineJob:
-    """How the job is started: one rank per machine, nothing shared but the wires.
+    """How the job is started: one rank per machine, which share only the network.
 
-    ``folder`` has a folder per node (its disk) and what the soak keeps outside of them: ledger, launchers' output.
+    ``folder`` has a folder per node (its disk), and outside of these the ledger and the launchers' output.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class MachineJob:
         return self.folder / f"launcher{node}.log"
 
     def command(self, node: int) -> list[str]:
-        """The launch command of one machine, as it would be typed there: the same on all but for the place."""
+        """The launch command of one machine, as a user would type it: the same on all machines but for the folder."""
         machine = self.lab.nodes[node]
         nodes = ",".join(self.lab.nodes[each].address for each in self.nodes)
         launch = ["--cluster_node_ips", nodes, "--node_ip", machine.address, "--started_port", str(self.started_port)]
@@ -67,7 +67,7 @@ class MachineJob:
 
 
 class Machines:
-    """The started job. Its launchers are found by their number; a machine whose launcher is away has an ended one."""
+    """The started job. ``launchers`` by node; the entry of a lost machine is a launcher that has ended."""
 
     def __init__(self, job: MachineJob) -> None:
         self.job = job
@@ -78,7 +78,7 @@ class Machines:
         job.ledger.mkdir(parents=True, exist_ok=True)
 
     def start(self, node: int) -> None:
-        """The launcher of a machine, with whatever its disk has."""
+        """Start the launcher of a machine on whatever is on its disk."""
         job = self.job
         job.temporary(node).mkdir(parents=True, exist_ok=True)
         environ = {**environment(), **job.environ, MARK: self.mark, LEDGER: str(job.ledger)}
@@ -91,14 +91,14 @@ class Machines:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches them through us only
+                start_new_session=True,  # they get Ctrl-C only through this process
             )
 
     def start_all(self) -> None:
         for node in self.job.nodes:
             self.start(node)
 
-    # what can happen to a machine
+    # faults
 
     def lose(self, node: int) -> None:
         """Everything on it is killed, and its disk is gone."""
@@ -122,15 +122,15 @@ class Machines:
     def set_wire(self, node: int, state: str) -> None:
         self.job.lab.set_link(node, state)
 
-    # what is seen of it
+    # observations
 
     def ended(self) -> dict[int, int]:
-        """Exit codes of the launchers that have ended, by node."""
+        """Exit codes of the launchers that ended, by node."""
         codes = {node: launcher.poll() for node, launcher in self.launchers.items()}
         return {node: code for node, code in codes.items() if code is not None}
 
     def leader(self) -> int:
-        """The machine that leads by the launchers' own words since the last question; at the start the first one."""
+        """The leader by the launchers' output since the last call; the first machine at the start."""
         for node in self.job.nodes:
             with contextlib.suppress(OSError), self.job.launcher_log(node).open("rb") as log:
                 log.seek(self._heard[node])
@@ -141,7 +141,7 @@ class Machines:
         return self._leader
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """Exit codes of all launchers by node; those that need longer are stopped."""
+        """Exit codes of all launchers by node; any that exceed the timeout are stopped."""
         deadline = time.monotonic() + timeout_seconds
         for launcher in self.launchers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,11 +150,11 @@ class Machines:
         return [int(self.launchers[node].returncode) for node in self.job.nodes]
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL, for launchers that run; wires are put in again."""
+        """Bring links up; SIGTERM, then SIGKILL, to running launchers."""
         end_launchers(self.launchers.values())
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
-        """Command lines of what still runs in a namespace, after a moment to end by itself."""
+        """Command lines of what still runs in a namespace after a short grace period."""
         deadline = time.monotonic() + patience_seconds
         while (pids := self._pids()) and time.monotonic() < deadline:
             time.sleep(0.1)

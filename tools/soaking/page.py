@@ -19,8 +19,8 @@ def page(record: dict[str, Any]) -> str:
     rows = [
         ("ranks killed (`SIGKILL`)", killed),
         ("which ranks", ", ".join(map(str, sorted({kill["rank"] for kill in record["kills"]})))),
-        ("kills while a checkpoint was being written", record["kills_while_a_checkpoint_was_written"]),
-        ("attempts; that went on from a checkpoint", f"{1 + len(record['kills'])}, {len(record['checkpoints_used'])}"),
+        ("kills during a save", record["kills_while_a_checkpoint_was_written"]),
+        ("attempts; resumed from a checkpoint", f"{1 + len(record['kills'])}, {len(record['checkpoints_used'])}"),
         ("final tensors that differ from the undisturbed ones", f"{different} of {same['tensors']}"),
         ("losses of the curve that differ", f"{same['losses_that_differ']} of {same['losses']}"),
         ("half-written checkpoints: used, left", f"{len(used)}, {len(record['half_written_left'])}"),

@@ -1,11 +1,11 @@
-"""What the ranks of a soak with machine faults run: the reference trainer, and a line in the soak's ledger per step.
+"""The script of a soak with machine faults: the reference trainer, with a line in the soak's ledger per step.
 
     python tools/soaking/program.py --model=mlp --data=digits --epochs=3 ...        (flags of ``fleet_train train``)
 
-The trainer computes what it always does; the ledger lies outside the nodes' disks, so it outlives them. Environment:
+The trainer computes what it always does; the ledger is outside the nodes' disks, so it survives them. Environment:
 
 - ``FLEET_TRAIN_SOAK_LEDGER``: the ledger's folder; a file for each process.
-- ``FLEET_TRAIN_SOAK_STEP_SECONDS``: a pause before each step, as if it took so long, until the ledger has ``hurry``.
+- ``FLEET_TRAIN_SOAK_STEP_SECONDS``: a pause before each step, until the ledger has ``hurry``.
 - ``FLEET_TRAIN_SOAK_STOP_AT``: ``epoch:samples``; save and end there (a reference run of one stretch).
 """
 
@@ -24,7 +24,7 @@ HURRY = "hurry"
 
 
 class Book:
-    """One process's file of the ledger: every line is there before the call returns, whatever kills the process."""
+    """One process's file of the ledger: each line is written before the call returns, in case the process is killed."""
 
     def __init__(self, folder: Path) -> None:
         from fleet_train import fleet
@@ -43,7 +43,7 @@ class Book:
 
 
 def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) -> None:
-    """Let every trainer of this process write down where it begins, each step, and each checkpoint."""
+    """Have every trainer of this process record where it starts, each step, and each checkpoint."""
     from fleet_train.errors import Preempted
     from fleet_train.train.checkpoint import storage
     from fleet_train.train.trainer import Trainer

@@ -1,7 +1,7 @@
-"""The reference run of a soak with machine faults: the stretches that survived, one plain job after the other.
+"""The reference run of a soak with machine faults: one plain job per stretch that was not rolled back.
 
-Each job runs on as many machines as its stretch had, from the checkpoint with which the one before it ended, in a
-folder of its own, without faults, restarts, copies or relays.
+Each job runs on as many machines as its stretch had, from the final checkpoint of the job before it, in its own
+folder, without faults, restarts, copies or relays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STRETCH_SECONDS = 600.0
 def replay(
     model: MachineJob, stretches: Sequence[Stretch], folder: Path, say: Callable[[str], None]
 ) -> list[MachineJob]:
-    """The jobs that were run, the last one with the final checkpoint. Raises SoakFailed when one does not end well."""
+    """The jobs in order; the last one has the final checkpoint. Raises SoakFailed if one fails."""
     jobs: list[MachineJob] = []
     for number, stretch in enumerate(stretches):
         is_last = number + 1 == len(stretches)
@@ -58,7 +58,7 @@ def _hand_over(checkpoint: Path, job: MachineJob) -> None:
 
 
 def newest_checkpoint(job: MachineJob, node: int) -> Path:
-    """The one that was written last. Raises SoakFailed where there is none."""
+    """The newest checkpoint. Raises SoakFailed if there is none."""
     found = [path for path in (job.output(node) / "checkpoints").glob("step-*") if (path / "complete.json").is_file()]
     if not found:
         raise SoakFailed(f"there is no checkpoint in {job.output(node)}")

@@ -1,4 +1,4 @@
-"""What a soak proves: the numbers of the killed job beside those of the undisturbed one."""
+"""Compare the results of the killed job with those of the undisturbed one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compare(undisturbed: SoakJob, killed: SoakJob) -> dict[str, Any]:
 
 
 def different_tensors(one: Tensors, other: Tensors) -> list[str]:
-    """Names of those that are not the same bit by bit, or that one side only has."""
+    """Names of tensors that differ in any bit, or that only one side has."""
     return sorted(name for name in one.keys() | other.keys() if not _same_bits(one.get(name), other.get(name)))
 
 
@@ -56,29 +56,29 @@ def _same_bits(one: np.ndarray[Any, Any] | None, other: np.ndarray[Any, Any] | N
 
 
 def loss_curve(job: SoakJob) -> dict[int, float]:
-    """Step -> training loss; what was trained twice counts as it was trained last."""
+    """Step -> training loss; of a step trained twice, the later one."""
     return {r["step"]: r["train/loss"] for r in read_metrics(job.output) if "train/loss" in r}
 
 
 def checkpoints_used(job: SoakJob) -> list[str]:
-    """The checkpoint that each attempt went on from, in order, as rank 0 said it."""
+    """The checkpoint that each attempt resumed from, in order, by rank 0's log."""
     logs = sorted(job.log_dir(0).glob("workerlog.0.attempt*"), key=lambda path: int(path.suffix[8:]))
     texts = [path.read_text(errors="replace") for path in [*logs, job.log_dir(0) / "workerlog.0"]]
     return [Path(found[-1]).name for text in texts if (found := _RESUMED.findall(text))]
 
 
 def half_written(names: Sequence[str]) -> list[str]:
-    """Those that are no published checkpoint: a folder gets its name when it is complete, by a rename."""
+    """Those that are not complete: a checkpoint's folder gets its name by a rename, once it is complete."""
     return [name for name in names if not re.fullmatch(r"step-\d{8}", name)]
 
 
 def leftovers(job: SoakJob) -> list[str]:
-    """Half-written checkpoints that nobody has removed."""
+    """Half-written checkpoints that were not removed."""
     return sorted(path.name for path in job.checkpoints.iterdir() if path.name.startswith("."))
 
 
 def failures_of(record: dict[str, Any]) -> list[str]:
-    """Everything that a sound soak must not show, in words; empty when it has passed."""
+    """What is wrong, one sentence each; empty if the soak passed."""
     found = []
     if any(record["exit_codes"]):
         found.append(f"the launchers ended with {record['exit_codes']}")
@@ -86,11 +86,11 @@ def failures_of(record: dict[str, Any]) -> list[str]:
         found.append(f"left behind: {record['orphans']}")
     same = record["comparison"]
     if same["tensors"] == 0 or same["tensors_that_differ"]:
-        found.append(f"tensors that differ: {same['tensors_that_differ'] or 'there are none'}")
+        found.append(f"tensors that differ: {same['tensors_that_differ'] or 'no tensors found'}")
     if same["losses"] == 0 or same["losses_that_differ"]:
         found.append(f"{same['losses_that_differ']} of {same['losses']} losses differ")
     if used := half_written(record["checkpoints_used"]):
-        found.append(f"went on from {used}, which was not published")
+        found.append(f"resumed from {used}, which is not complete")
     if record["half_written_left"]:
         found.append(f"half-written checkpoints were left: {record['half_written_left']}")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-# This folder is in the path because the script lies in it; fleet_train may be that of another checkout.
+# This folder is in the path because the script is in it; fleet_train may be another checkout's.
 from stamps import BATCH, SIZES, Stamps  # type: ignore[import-not-found]
 
 STAMPS = Stamps()
@@ -28,7 +28,7 @@ def main() -> None:
     STAMPS.stamp("network and conversion")
     distributed = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(distributed.parameters(), lr=0.01, momentum=0.9)
-    STAMPS.stamp("start values")  # rank 0's are sent to all here
+    STAMPS.stamp("start values")  # broadcasts rank 0's parameters
     rank = dist.get_rank()
     generator = np.random.default_rng(rank)
     features = torch.from_numpy(generator.standard_normal((BATCH, SIZES[0]), dtype=np.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# This folder is in the path because the script lies in it; fleet_train may be that of another checkout.
+# This folder is in the path because the script is in it; fleet_train may be another checkout's.
 from stamps import BATCH, SIZES, Stamps  # type: ignore[import-not-found]
 
 STAMPS = Stamps()

@@ -1,4 +1,4 @@
-"""Time stamps of one rank's start, on the clock that all processes of a machine share. Standard library only."""
+"""Time stamps of one rank's start, on the machine-wide monotonic clock. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH = 64
 
 
 class Stamps:
-    """Seconds since the machine's start at which a phase of this process has ended, by the phase's name."""
+    """When each phase of this process ended, in seconds since boot, by name."""
 
     def __init__(self) -> None:
         self.ends: dict[str, float] = {"interpreter": now()}
@@ -22,7 +22,7 @@ class Stamps:
         self.ends[phase] = now()
 
     def write(self, folder: str, rank: int) -> None:
-        """Into ``rank<N>.json``, with this process and those above it."""
+        """Write ``rank<N>.json``, with this process and its ancestors."""
         record = {"ends": self.ends, "processes": processes_above(os.getpid())}
         beside = Path(folder, f"rank{rank}.part")
         beside.write_text(json.dumps(record), encoding="utf-8")
@@ -34,9 +34,9 @@ def now() -> float:
 
 
 def processes_above(pid: int) -> list[tuple[int, float, float]]:
-    """(pid, when it was made, processor seconds so far) of this process, its parent, and so on.
+    """(pid, start time, CPU seconds so far) of this process, its parent, and so on.
 
-    To a hundredth of a second; with what children that have ended had used.
+    To a hundredth of a second, including children that have ended.
     """
     found = []
     ticks = os.sysconf("SC_CLK_TCK")
