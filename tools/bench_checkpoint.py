@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the share of the step time, written in the background and waited for, beside none.
+"""The cost of a checkpoint as a share of the step time: written in the background, and with a wait.
 
 python tools/bench_checkpoint.py --record docs/benchmarks/2026-11-21-checkpoint
 """
@@ -29,7 +29,7 @@ Rounds = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def measure(ranks: int, rounds: int, steps: int, timeout_seconds: float) -> dict[str, Any]:
-    """Run one job on this machine; its blocks by round."""
+    """Run one job on this machine; returns its blocks by round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = [str(WORKER), str(folder), str(rounds), str(steps)]
@@ -108,10 +108,10 @@ def page(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="a job for each number of ranks")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of one block of each kind")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="number of ranks; repeat for more jobs")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds, each with one block of each kind")
     parser.add_argument("--steps", type=int, default=50, help="steps per block, so per checkpoint")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one job may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="timeout of one job in seconds")
     parser.add_argument("--record", type=Path, help="write <path>.json and <path>.md")
     given = parser.parse_args(arguments)
     at = circumstances() | {"command": " ".join(["python", "tools/bench_checkpoint.py", *(arguments or sys.argv[1:])])}

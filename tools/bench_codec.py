@@ -1,4 +1,4 @@
-"""What it costs a processor to turn float32 into few bits and back: one thread, no communication.
+"""CPU cost of coding float32 in few bits and decoding it: one thread, no communication.
 
 python tools/bench_codec.py --record docs/benchmarks/2026-11-22-codec
 """
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def cases() -> dict[str, tuple[QuantisedSettings, Codec]]:
-    """By name: each setting, coded by numpy and by compiled loops. Raises ClickException without numba."""
+    """Cases by name: each setting, coded by numpy and by compiled loops. Raises ClickException without numba."""
     loops = find_loops()
     if isinstance(loops, str):
         raise click.ClickException(loops)
@@ -51,7 +51,7 @@ def cases() -> dict[str, tuple[QuantisedSettings, Codec]]:
 
 
 def once(settings: QuantisedSettings, codec: Codec, gradients: Any, owed: Any) -> tuple[dict[str, float], Any]:
-    """Seconds of one thread for each part of a sum of two ranks, and what is owed behind it."""
+    """Seconds of one thread for each part of a sum of two ranks, with error feedback."""
     seconds = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -68,7 +68,7 @@ def once(settings: QuantisedSettings, codec: Codec, gradients: Any, owed: Any) -
 
 
 def measure(megabytes: float, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Every case once per round in turn; the first round is not kept."""
+    """Every case once per round, interleaved; the first round is discarded."""
     elements = int(megabytes * 2**20) // 4 // max(BLOCKS) * max(BLOCKS)
     gradients, measured = paddle.randn([elements]), cases()
     owed = {name: paddle.zeros([elements]) for name in measured}
@@ -106,8 +106,8 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--megabytes", default=16.0, show_default=True, help="Float32 numbers at a time.")
-@click.option("--rounds", default=15, show_default=True, help="How often each case has its turn.")
+@click.option("--megabytes", default=16.0, show_default=True, help="Number of float32 values coded at a time.")
+@click.option("--rounds", default=15, show_default=True, help="Rounds; each measures every case once.")
 @click.option("--record", "path", type=click.Path(path_type=Path), help="Write PATH.json and PATH.md.")
 def main(megabytes: float, rounds: int, path: Path | None) -> None:
     paddle.set_device("cpu")

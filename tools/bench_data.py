@@ -4,8 +4,8 @@
     python tools/bench_data.py --quick
     python tools/bench_data.py --workers 1 --workers 2 --contestant ours --contestant dali --contestant paddle
 
-Both read the same generated JPEG files with a random resized crop, a mirroring of every second image and a
-normalisation. Takes less than two minutes with the defaults.
+Both read the same generated JPEG files, with a random resized crop, random mirroring and normalisation. Takes less
+than two minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Turn = dict[str, Any]
 
 
 def generate(folder: Path, images: int, width: int, height: int) -> int:
-    """Photograph-like JPEGs (smooth colours, some noise) in ten classes; returns their bytes per image."""
+    """Write photograph-like JPEGs (smooth colours, some noise) in ten classes; returns the bytes per image."""
     generator = np.random.default_rng(0)
     size = 0
     for number in range(images):
@@ -47,12 +47,12 @@ def generate(folder: Path, images: int, width: int, height: int) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(file, quality=90)
         size += file.stat().st_size
-    (folder / "val").symlink_to(folder / "train")  # our folders have both parts; only train/ is read
+    (folder / "val").symlink_to(folder / "train")  # our loader needs both parts; only train/ is read
     return size // images
 
 
 def take_turn(contestant: str, workers: int, folder: Path, batch_size: int, image_size: int, epochs: int) -> Turn:
-    """One contestant in a process of its own."""
+    """Run one contestant in its own process."""
     words = [contestant, str(folder), *map(str, (workers, batch_size, image_size, epochs))]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -68,7 +68,7 @@ def take_turn(contestant: str, workers: int, folder: Path, batch_size: int, imag
 def summarise(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per contestant and number of workers: medians over the rounds.
 
-    Ratios are taken within a round, so that a machine that slows down for a while slows down both sides of them.
+    Ratios are taken within a round, so that a temporary slowdown of the machine affects both sides.
     """
     rows = []
     for workers, contestant in dict.fromkeys((turn["workers"], turn["contestant"]) for turn in turns):
@@ -137,22 +137,22 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--workers", multiple=True, type=int, default=(2,), help="Worker processes; again for more counts.")
+@click.option("--workers", multiple=True, type=int, default=(2,), help="Worker processes; repeat for more counts.")
 @click.option("--contestant", "contestants", multiple=True, type=click.Choice(CONTESTANTS), default=("ours", "paddle"))
-@click.option("--rounds", default=5, help="How often every contestant has its turn.")
-@click.option("--images", default=512, help="JPEG files that are generated.")
-@click.option("--width", default=500, help="Their pixels (500 x 375 is the middle of ImageNet).")
+@click.option("--rounds", default=5, help="Rounds; each runs every contestant once.")
+@click.option("--images", default=512, help="Number of JPEG files to generate.")
+@click.option("--width", default=500, help="Their size in pixels (500 x 375 is typical of ImageNet).")
 @click.option("--height", default=375)
 @click.option("--batch_size", default=32)
 @click.option("--image_size", default=224)
 @click.option("--epochs", default=2, help="Timed passes over the files per turn.")
-@click.option("--quick", is_flag=True, help="One round over few images: to see that it works, not to quote.")
-@click.option("--output", default="docs/benchmarks/data-pipeline", help="The record, without its ending.")
+@click.option("--quick", is_flag=True, help="One round over few images: a smoke test, not to be quoted.")
+@click.option("--output", default="docs/benchmarks/data-pipeline", help="Path of the record, without its ending.")
 def main(
     workers: tuple[int, ...], contestants: tuple[str, ...], rounds: int, images: int, width: int, height: int,
     quick: bool, output: str, **options: int,
 ) -> None:  # fmt: skip
-    """Have every contestant read the same image folder in turn, and write down how fast they were."""
+    """Have every contestant read the same image folder, interleaved, and record the rates."""
     rounds, images = (1, 64) if quick else (rounds, images)
     at = {**circumstances(), "command": " ".join(["python", "tools/bench_data.py", *sys.argv[1:]])}
     turns: list[Turn] = []

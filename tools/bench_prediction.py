@@ -1,9 +1,9 @@
-"""Predicted against measured steps: `recommend` with every profile tried, on emulated networks, in one table.
+"""Predicted and measured steps: `recommend` with trials of every profile, on emulated networks, in one table.
 
     sudo python tools/bench_prediction.py --rounds 3 --output docs/benchmarks/DATE-prediction
 
-Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmark's. The record has, for each
-network, every profile's predicted and measured step, the pick, and the profile whose measured step was the shortest.
+Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmarks'. For each network, the
+record has every profile's predicted and measured step, the recommended profile, and the one with the shortest step.
 A round is one `recommend` on each network; the table has medians over the rounds, and is written after each network.
 """
 
@@ -31,13 +31,13 @@ from tools.lab import Lab
 _FIRST_PORT = 6400
 _SCRIPT = ROOT / "tools" / "examples" / "task_of_the_benchmark.py"
 _BY_DEFAULT = 4
-"""Trials of `recommend` where nothing else is asked for."""
+"""The default number of trials of `recommend`."""
 _RISKS = ("rounding", "lossy", "local_steps")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One profile on one network, in milliseconds, of each round that tried it."""
+    """One profile on one network: milliseconds of each round that tried it."""
 
     rate: str
     name: str
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the medians."""
+        """Relative error of the medians."""
         return abs(statistics.median(self.predicted) / statistics.median(self.measured) - 1)
 
 
@@ -68,13 +68,13 @@ def _command(
     flags += [word for risk in _RISKS for word in ("--allow", risk)]
     flags += ["--record", str(folder / f"runs{node}"), "--output", str(folder / f"node{node}.yaml")]
     command = [*place.lab.nodes[node].prefix, sys.executable, "-m", "fleet_train", "recommend", *flags]
-    # JSON on stdout alone: the lines go into the job's log.
+    # Only JSON on stdout: other lines go to the job's log.
     shell = ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, "--script", str(_SCRIPT), task]
     return shell, {}
 
 
 def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
-    """What most of the rounds have tried: which turns of a profile's knobs pay differs between them."""
+    """The name that most rounds tried: they differ in which changes of a profile's knobs they predict to help."""
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for made in rounds:
         for one in made["profiles"]:
@@ -85,7 +85,7 @@ def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def table(networks: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Markdown: every row, then the errors, and how far each pick is from the best of its round."""
+    """Markdown: every row, then the errors, and how far each recommendation is from the best of its round."""
     rows = [row for rate, rounds in networks.items() for row in rows_of(rate, rounds)]
     lines = [
         "| network | profile | predicted ms | measured ms | error | rounds |",
@@ -126,11 +126,13 @@ def _measured(one: Mapping[str, Any]) -> float:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
-@click.option("--rate", "rates", multiple=True, default=("100mbit", "1gbit", "none"), help="A network; again for more.")
+@click.option(
+    "--rate", "rates", multiple=True, default=("100mbit", "1gbit", "none"), help="A network's rate; repeat for more."
+)
 @click.option("--nodes", default=2, help="Emulated machines.")
-@click.option("--trials", default=20, help="Profiles that are tried on each network.")
-@click.option("--seconds", default=600.0, help="About how long one network may take.")
-@click.option("--rounds", default=1, help="How often every network has its turn; the table has medians.")
+@click.option("--trials", default=20, help="Number of profiles tried on each network.")
+@click.option("--seconds", default=600.0, help="Approximate time limit of one network.")
+@click.option("--rounds", default=1, help="Rounds; each measures every network once. The table has medians.")
 @click.option("--output", type=Path, default=Path("docs/benchmarks/prediction"), help="The record, without its ending.")
 def main(
     task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, rounds: int, output: Path

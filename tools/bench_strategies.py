@@ -5,7 +5,7 @@
     sudo python tools/bench_strategies.py --scenario strategies --rounds 5 --output docs/benchmarks/DATE-mlp-1gbit --add
     sudo python tools/bench_strategies.py --task resnet18 --network 100mbit --ours powersgd --rivals torch:ddp
 
-The record is written after every turn; ``--add`` goes on with it, after an interruption or for more rounds. Needs
+The record is written after every turn; ``--add`` continues it, after an interruption or for more rounds. Needs
 requirements-bench.txt (CPU PyTorch) and root (tools/lab.py).
 """
 
@@ -37,14 +37,14 @@ from tools.benchmarks.scenarios import SCENARIOS, rivals_of
 from tools.benchmarks.task import TASKS, Task
 
 _QUICK = {"steps": 24, "warmup_steps": 4, "evaluate_every": 12}
-# The names of docs/benchmarks, and tc's.
+# Names as in docs/benchmarks -> tc's.
 _NETWORKS = {"unlimited": "none"}
 
 
 def chosen_contestants(
     ours: Sequence[str], rivals: str, explicit: Sequence[str], has_before: bool = False
 ) -> list[Contestant]:
-    """What the flags name, with compute-only runs in front; click's error for a name that nobody knows."""
+    """The contestants that the flags name, after compute-only runs; a click error for an unknown name."""
     try:
         words = list(explicit) or _words(ours or SCENARIOS["strategies"]["ours"], rivals)
         if has_before:
@@ -59,7 +59,7 @@ def chosen_contestants(
 
 
 def _words(ours: Sequence[str], rivals: str) -> list[str]:
-    """Profiles and rivals as contestants; the default rivals are those that fit the profiles."""
+    """Profiles and rivals as contestants; by default the rivals that correspond to the profiles."""
     words = [f"ours:{name}" for name in ours]
     if rivals == "default":
         return words + rivals_of([load_profile(name) for name in ours])
@@ -67,7 +67,7 @@ def _words(ours: Sequence[str], rivals: str) -> list[str]:
 
 
 def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> str | None:
-    """Its words become the defaults of the other flags."""
+    """A scenario's flags become the defaults of the others."""
     del option
     if name is not None:
         ctx.default_map = SCENARIOS[name]
@@ -81,39 +81,49 @@ def _scenario(ctx: click.Context, option: click.Parameter, name: str | None) -> 
     is_eager=True,
     expose_value=False,
     callback=_scenario,
-    help="Who takes part in which task, by one word; other flags win over it.",
+    help="A named set of flags; other flags override it.",
 )
-@click.option("--ours", multiple=True, help="A profile of strategies/ or a YAML file; again for more.")
+@click.option("--ours", multiple=True, help="A profile of strategies/ or a YAML file; repeat for more.")
 @click.option(
-    "--rivals", default="default", help="default (those that fit), none, or words such as torch:ddp,torch:powersgd_2."
+    "--rivals",
+    default="default",
+    help="default (the corresponding ones), none, or a list such as torch:ddp,torch:powersgd_2.",
 )
-@click.option("--contestant", "explicit", multiple=True, help="Exactly these, such as ours:multi_node, torch:ddp.")
+@click.option(
+    "--contestant", "explicit", multiple=True, help="Exactly these contestants, such as ours:multi_node, torch:ddp."
+)
 @click.option(
     "--before",
     type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
-    help="Another checkout of this project: each of ours also takes its turn with the package that is there.",
+    help="Another checkout of this project: each of ours also runs with the package there.",
 )
 @click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--ranks_per_node", default=1, help="Processes on each.")
-@click.option("--network", "rate", default="1gbit", help="What a node may send: 1gbit, 100mbit, or unlimited.")
-@click.option("--rounds", "repeats", default=3, help="How often every contestant has its turn, in all.")
-@click.option("--seeds", type=int, help="The rounds go through so many seeds; default: each has its own.")
+@click.option("--network", "rate", default="1gbit", help="Rate limit of a node: 1gbit, 100mbit, or unlimited.")
+@click.option("--rounds", "repeats", default=3, help="Rounds in total; each runs every contestant once.")
+@click.option("--seeds", type=int, help="Number of seeds that the rounds cycle through; default: one per round.")
 @click.option("--steps", type=int, help="Training steps per turn; default: the task's.")
 @click.option("--evaluate_every", type=int, help="Steps between two evaluations; default: the task's.")
 @click.option("--batch_size", type=int, help="Samples of a step over all ranks; default: the task's.")
 @click.option("--target", type=float, help="Test accuracy whose time is measured; default: the task's.")
-@click.option("--start_iteration", default=10, help="Plain steps before PyTorch's hooks whose name does not say it.")
-@click.option("--measure_seconds", default=8.0, help="How long to measure the links first; 0 predicts no step times.")
-@click.option("--timeout", default=900.0, help="Seconds that a turn may take.")
-@click.option("--quick", is_flag=True, help="One round of few steps: to see that it works, not to quote.")
-@click.option("--add", is_flag=True, help="Go on with the record that is there, up to --rounds.")
-@click.option("--output", type=click.Path(path_type=Path), help="The record without its ending; --quick has a default.")
+@click.option(
+    "--start_iteration", default=10, help="Plain steps before PyTorch's hooks, unless their names give the number."
+)
+@click.option(
+    "--measure_seconds", default=8.0, help="Seconds to measure the links first; with 0 no step time is predicted."
+)
+@click.option("--timeout", default=900.0, help="Timeout of a turn in seconds.")
+@click.option("--quick", is_flag=True, help="One round of few steps: a smoke test, not to be quoted.")
+@click.option("--add", is_flag=True, help="Continue the existing record, up to --rounds.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Path of the record without its ending; --quick has a default."
+)
 def main(
     ours: tuple[str, ...], rivals: str, explicit: tuple[str, ...], task_name: str, quick: bool, output: Path | None,
     before: Path | None, add: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Train the same network with every contestant in turn, and write down what it cost."""
+    """Train the same network with every contestant, interleaved, and record times, bytes and accuracy."""
     task = _task(task_name, quick, **{key: options.pop(key) for key in ("steps", "evaluate_every", "batch_size")})
     options["target"] = options["target"] or task.target
     options["repeats"] = 1 if quick else options["repeats"]
@@ -150,21 +160,23 @@ def _task(name: str, quick: bool, steps: int | None, evaluate_every: int | None,
 
 
 def _output(output: Path | None, quick: bool, add: bool) -> Path:
-    """Where the record goes; a finished one is not written over by accident."""
+    """The path of the record; an existing one is not overwritten by accident."""
     if output is None:
         if not quick:
-            raise click.UsageError("--output is missing: where the record goes, such as docs/benchmarks/DATE-mlp-1gbit")
+            raise click.UsageError(
+                "--output is missing: the path of the record, such as docs/benchmarks/DATE-mlp-1gbit"
+            )
         return Path(tempfile.mkdtemp(prefix="bench_quick_")) / "quick"
     exists = record.beside(output, ".json").exists()
     if exists and not add:
-        raise click.UsageError(f"{output}.json is there already: give --add to go on with it, or another --output")
+        raise click.UsageError(f"{output}.json exists already: give --add to continue it, or another --output")
     if add and not exists:
-        raise click.UsageError(f"--add: there is no {output}.json to go on with")
+        raise click.UsageError(f"--add: there is no {output}.json to continue")
     return output
 
 
 def _go_on(benchmark: Benchmark, path: Path, at: dict[str, Any]) -> None:
-    """Take over the record at ``path``; click's error where it was made by other settings, code or machine."""
+    """Continue the record at ``path``; a click error if it was made with other settings, code or machine."""
     there = json.loads(record.beside(path, ".json").read_text())
     then = there["circumstances"]
     rule = "the rounds of a record have to be comparable: give another --output"
@@ -182,7 +194,7 @@ def _go_on(benchmark: Benchmark, path: Path, at: dict[str, Any]) -> None:
 
 
 def _keep(benchmark: Benchmark, path: Path) -> None:
-    from tools.benchmarks.plot import draw  # matplotlib is slow to import and only needed here
+    from tools.benchmarks.plot import draw  # matplotlib is slow to import and needed only here
 
     summaries = benchmark.summaries()
     record.write(path, benchmark.record(), summaries, benchmark.predictions(summaries))

@@ -1,4 +1,4 @@
-"""What synchronised batch norm costs: its step over the plain one's, on the ranks of this machine over loopback.
+"""The cost of synchronised batch norm: its step over the plain one's, on ranks of this machine over loopback.
 
 python tools/bench_sync_batch_norm.py --record docs/benchmarks/2026-11-23-sync-batch-norm
 """
@@ -23,7 +23,7 @@ from tools.benchmarks.record import circumstances, told_circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "tools" / "benchmarks" / "worker_sync_batch_norm.py"
-# What the worker, which imports Paddle, knows as well.
+# Also in the worker, which imports Paddle.
 SIDE = 64
 # Per rank and step.
 IMAGES = {"ResNet-50": 8, "convnet": 32}
@@ -31,7 +31,7 @@ Round = Mapping[str, Any]
 
 
 def measure(network: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Run one job; the blocks of its ranks."""
+    """Run one job; returns the blocks of its ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         launch = ["-m", "fleet_train", "launch", f"--nproc_per_node={given.ranks}", f"--log_dir={folder / 'log'}"]
@@ -89,7 +89,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"{asked['blocks']} blocks of {asked['steps']} steps of each kind per round.",
         *told_circumstances(at),
         f"- Load average before the rounds: {min(loads):.1f} to {max(loads):.1f}. Ranks that wait for each other in "
-        "every layer lose more where other processes take their processors than ranks that do so once per step: the "
+        "every layer lose more if other processes take their processors than ranks that do so once per step: the "
         "ratio of processor times (all threads of a rank, waiting not counted) says what the work itself costs.",
         f"- Ratio: synchronised over plain, median over {asked['rounds']} rounds (least to largest).",
         "",
@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=IMAGES, default=list(IMAGES))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="jobs per network, in turn")
-    parser.add_argument("--blocks", type=int, default=4, help="blocks of each kind per round, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; each runs one job per network")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of each kind per round, interleaved")
     parser.add_argument("--steps", type=int, default=4, help="steps per block")
-    parser.add_argument("--started_port", type=int, help="where the launcher's own is in use by another job")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one job may take")
+    parser.add_argument("--started_port", type=int, help="the launcher's port, if another job uses the default")
+    parser.add_argument("--timeout", type=float, default=900.0, help="timeout of one job in seconds")
     parser.add_argument("--record", type=Path, help="write <path>.json and <path>.md, after each round")
     given = parser.parse_args(arguments)
     command = ["python", "tools/bench_sync_batch_norm.py", *(sys.argv[1:] if arguments is None else arguments)]

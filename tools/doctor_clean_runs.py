@@ -1,9 +1,9 @@
-"""Does the doctor raise false alarms? Run it again and again on emulated machines without a fault, and record it.
+"""Count the doctor's false alarms in many runs on emulated machines without a fault.
 
     sudo python tools/doctor_clean_runs.py --runs 100 --output docs/benchmarks/DATE-doctor-clean-runs.json
 
-Every WARN and FAIL is an alarm, but ``busy``: emulated machines share the processors of one, and whether those are
-busy is not the doctor's mistake. How often it was said is in the record.
+Every WARN and FAIL is an alarm, except ``busy``: emulated machines share the processors of one, which may really be
+busy. The record counts it separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATE = "1gbit"
 
 
 def run_once(folder: Path, nodes: int, flags: tuple[str, ...]) -> dict[str, Any]:
-    """One clean run in a lab of its own: its alarms, how long it took, how busy the machine was."""
+    """One clean run in its own lab: its alarms, its duration, the machine's load."""
     load = os.getloadavg()[0]
     with Lab(nodes, RATE) as lab:
         first = examine(folder, lab.nodes, [HEALTHY] * nodes, *flags)[0]
@@ -64,7 +64,7 @@ def record_of(runs: list[dict[str, Any]], nodes: int, flags: tuple[str, ...]) ->
 
 
 def page(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """The page of the record."""
     machine, load, seconds = record["machine"], record["load_average"], record["seconds"]
     changes = " with uncommitted changes" * record["uncommitted_changes"]
     alarms = [f"- {number} times: {name}" for name, number in record["alarms"].items()] or ["- none"]
@@ -78,7 +78,7 @@ def page(record: dict[str, Any]) -> str:
         f"- Links of {record['rate']}; commit {record['commit'][:10]}{changes}; flags "
         f"`{' '.join(record['flags']) or 'none'}`.",
         f"- Seconds of a run: median {seconds['median']}, longest {seconds['longest']}.",
-        f"- `busy`, which is counted apart, was said in {record['runs_that_said_busy']} runs: all nodes share these",
+        f"- `busy`, counted separately, was reported in {record['runs_that_said_busy']} runs: all nodes share these",
         "  processors, and other programs ran on them.",
         "",
         "Alarms:",
@@ -96,7 +96,7 @@ def write(output: Path, record: dict[str, Any]) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--runs", default=100, show_default=True, type=click.IntRange(1), help="How often.")
 @click.option("--nodes", default=2, show_default=True, type=click.IntRange(2, 16), help="Emulated machines.")
-@click.option("--group/--no_group", default=False, show_default=True, help="Form a process group in each run, too.")
+@click.option("--group/--no_group", default=False, show_default=True, help="Also form a process group in each run.")
 @click.option("--output", type=Path, help="The record (.json, and a .md beside it), rewritten after every run.")
 def main(runs: int, nodes: int, group: bool, output: Path | None) -> None:
     """Count the doctor's false alarms. Needs root. Exit code 1: there was one."""

@@ -1,8 +1,8 @@
-"""Replay what the engines enqueue on the streams of several GPUs, under random interleavings, on no GPU at all.
+"""Replay what the engines enqueue on the streams of several GPUs, under random interleavings, without a GPU.
 
     nice -n 10 python tools/model_streams.py --out docs/benchmarks/DATE-model-of-streams
 
-Exit code 0: the new engine never stands still, and each negative control does what it must; 1: not so, in words.
+Exit code 0: the new engine never deadlocks, and each negative control does as expected; 1: otherwise, with reasons.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTROL_INTERLEAVINGS = 500
 
 
 def rows_of(case: Case, interleavings: int, steps: int, seed: int, bar: Any) -> list[dict[str, Any]]:
-    """One row per cluster; the interleavings are shared out over them."""
+    """One row per cluster; the interleavings are divided among them."""
     interleavings = round(interleavings * case.share)
     share, rest = divmod(interleavings, len(case.shapes))
     rows = []
@@ -45,7 +45,7 @@ def rows_of(case: Case, interleavings: int, steps: int, seed: int, bar: Any) -> 
 
 
 def control_row(control: Control, seed: int) -> dict[str, Any]:
-    """What was found in a negative control, beside what must be."""
+    """What was found in a negative control, beside what is expected."""
     came = outcome(control, CONTROL_INTERLEAVINGS, seed)
     example = wait_cycle(came.found.example) if came.found.example else came.mismatches[:1]
     return {
@@ -62,14 +62,14 @@ def control_row(control: Control, seed: int) -> dict[str, Any]:
 
 
 def failures_of(record: dict[str, Any]) -> list[str]:
-    """What must not be, in words."""
+    """What is wrong, one sentence each."""
     failures = []
     for row in record["replays"]:
         where = f"{row['profile']} on {row['nodes']} x {row['ranks_per_node']}"
         if row["mismatches"]:
             failures.append(f"{where}: {row['mismatches'][0]}")
         if row["deadlocks"]:
-            failures.append(f"{where}: {row['deadlocks']} standstills; {'; '.join(row['example'])}")
+            failures.append(f"{where}: {row['deadlocks']} deadlocks; {'; '.join(row['example'])}")
     for row in record["controls"]:
         if row["found"] != row["expected"]:
             failures.append(f"control '{row['name']}': found {row['found']}, expected {row['expected']}")
@@ -79,11 +79,11 @@ def failures_of(record: dict[str, Any]) -> list[str]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--interleavings", default=100_000, type=click.IntRange(min=1), help="Per profile.")
 @click.option("--steps", default=5, type=click.IntRange(min=5), help="Steps of each training.")
-@click.option("--seed", default=1, help="Start of the random interleavings.")
-@click.option("--profile", "names", multiple=True, help="Only this one; may be repeated.")
+@click.option("--seed", default=1, help="Seed of the random interleavings.")
+@click.option("--profile", "names", multiple=True, help="Only this profile; repeat for more.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 def main(interleavings: int, steps: int, seed: int, names: tuple[str, ...], out: Path | None) -> None:
-    """Find standstills in what the engines enqueue; 100,000 interleavings take about 20 s of one core per profile."""
+    """Find deadlocks in what the engines enqueue; 100,000 interleavings take about 20 s of one core per profile."""
     warnings.simplefilter("ignore")
     paddle.enable_static()
     chosen, rates = cases(names), Rates()

@@ -1,11 +1,11 @@
 """Write what the records of docs/benchmarks measured into the catalogue's profiles and docs/strategies.md.
 
     python tools/write_measured.py           # after a new record, or a new mark on an old one
-    python tools/write_measured.py --check   # only say what is not as it would be written; exit code 1
+    python tools/write_measured.py --check   # only report what is out of date; exit code 1
 
 A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
 with the knobs that it has now. Refuted records, records with uncommitted changes, and files made for the benchmark give
-no line; lines from records of another kind are people's, and stay. A page has what its blocks ask for
+no line; lines from records of another kind are hand-written, and stay. A page has what its blocks ask for
 (tools/benchmarks/quoted.py).
 """
 
@@ -30,7 +30,7 @@ _SECTION = re.compile(r"\n*^measured:.*\n(?:(?:[ \t]+.*|[ \t]*)\n?)*", re.MULTIL
 
 
 def lines_for(profile: Profile, name: str, records: Sequence[Record]) -> list[str]:
-    """A profile's lines. ``records``: those that may be quoted, the newest first."""
+    """A profile's lines. ``records``: those that may be quoted, newest first."""
     newest: dict[tuple[str, str, int, int], str] = {}
     for record in records:
         if record.setting not in newest and _ran(profile, f"ours:{name}", record):
@@ -39,7 +39,7 @@ def lines_for(profile: Profile, name: str, records: Sequence[Record]) -> list[st
 
 
 def _ran(profile: Profile, contestant: str, record: Record) -> bool:
-    """Whether the contestant finished a turn with the knobs that the profile has now."""
+    """Whether the contestant finished a turn with the profile's current knobs."""
     if contestant not in record.content["summary"]:
         return False
     ran = next(each for each in record.content["rounds"] if each["contestant"] == contestant)
@@ -62,7 +62,7 @@ def with_section(text: str, lines: Sequence[str]) -> str:
 
 
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
-    """The text that each profile whose lines differ, and each page, should have."""
+    """The text that each out-of-date profile or page should have."""
     found: dict[Path, str] = {}
     others = [each.source for each in all_records() if not each.compares_strategies and not each.refutation]
     for name in profile_names():

@@ -180,7 +180,7 @@ def test_what_is_left_is_told_from_each_contestants_own_turns() -> None:
     assert seconds_left(["a", "b"], [("a", 10.0)]) is None
     assert seconds_left([], []) == 0.0
     made = benchmark()
-    assert "9 turns left; how long they take is known after the first round" in made.told_left()
+    assert "9 turns left; the remaining time is known after the first round" in made.told_left()
     made.run(AT, lambda: None)
     assert "nothing left" in made.told_left()
     for each in made.rounds:

@@ -1,1 +1,1 @@
-"""Parts of `make docs`: what mkdocs asks for beside the pages of docs/, and what is generated into docs/."""
+"""Parts of `make docs`: hooks of mkdocs, and generators of pages and pictures."""

@@ -1,4 +1,4 @@
-"""The API reference: which pages there are, and which modules each one shows. Nothing is imported but read."""
+"""The API reference: its pages, and the modules on each. Modules are parsed, not imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def api_pages(root: Path) -> dict[str, str]:
 
 
 def public_names(root: Path) -> list[str]:
-    """Where the public names of the package are defined, in their order there."""
+    """The modules that define the public names of the package, in their order there."""
     tree = ast.parse((root / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     guard = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in guard.body if isinstance(node, ast.ImportFrom)]
@@ -39,7 +39,7 @@ def public_names(root: Path) -> list[str]:
 
 
 def _module(path: Path, root: Path) -> str | None:
-    """The dotted name of a module that shows something: a public definition with a docstring."""
+    """The dotted name of a module, if it has a public definition with a docstring."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     shown = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     public = [node for node in body if isinstance(node, shown) and not node.name.startswith("_")]

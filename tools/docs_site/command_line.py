@@ -1,4 +1,4 @@
-"""The command line's reference: what each command's --help prints."""
+"""The command-line reference: the --help of each command."""
 
 from __future__ import annotations
 

@@ -58,15 +58,15 @@ def page(root: Path) -> str:
 
 
 def problems(root: Path) -> list[str]:
-    """One line for each folder that says nothing, and one if the page is out of date."""
+    """One line for each folder without a docstring, and one if the page is out of date."""
     silent = [
-        f"{folder.relative_to(root)}/__init__.py: needs a docstring that says what lives in the folder"
+        f"{folder.relative_to(root)}/__init__.py: needs a docstring that says what the folder contains"
         for folder in folders(root)
         if not docstring_of(folder)
     ]
     written = root / "docs" / "layout.md"
     if not written.is_file() or written.read_text(encoding="utf-8") != page(root):
-        silent.append("docs/layout.md: is not what the folders say; run: python -m tools.docs_site.folders")
+        silent.append("docs/layout.md is out of date; run: python -m tools.docs_site.folders")
     return silent
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site. Run from the repository's root: ``python -m mkdocs build --strict``."""
+"""Hooks of mkdocs for the site. Run from the repository's root: ``python -m mkdocs build --strict``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shown_files(files: Files) -> list[str]:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make links and lists right in pages that people write; the others are generated right."""
+    """Convert links and lists of hand-written pages; generated pages need no conversion."""
     del config, files
     uri = page.file.src_uri
     source = _SOURCES.get(uri, f"docs/{uri}")

@@ -18,12 +18,12 @@ Table = Mapping[str, frozenset[str]]
 
 BOX_WIDTH, BOX_HEIGHT, GAP, ROW = 112, 34, 36, 86
 MARGIN = 24
-# The same in a light page and in a dark one.
+# The same on a light page and on a dark one.
 PAPER, INK, LINE, PLAIN, WITH_PADDLE = "#ffffff", "#1f2430", "#7b8494", "#eef1f6", "#dbe9ff"
 
 
 def tables(source: str) -> tuple[Table, frozenset[str]]:
-    """``MAY_IMPORT`` and ``LAYERS_WITH_PADDLE`` of the test's source, without the names that are no layers."""
+    """``MAY_IMPORT`` and ``LAYERS_WITH_PADDLE`` of the test's source, restricted to layers."""
     found: dict[str, ast.expr] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
@@ -42,7 +42,7 @@ def tables(source: str) -> tuple[Table, frozenset[str]]:
 
 
 def heights(table: Table) -> dict[str, int]:
-    """How many layers are below each one on the longest way down."""
+    """The number of layers below each one on its longest path."""
 
     @cache
     def height(layer: str) -> int:
@@ -52,7 +52,7 @@ def heights(table: Table) -> dict[str, int]:
 
 
 def drawn_imports(table: Table) -> list[tuple[str, str]]:
-    """(layer, layer below): every import that does not follow from two others."""
+    """(layer, layer below): every import that is not implied by two others."""
 
     @cache
     def reached(layer: str) -> frozenset[str]:
@@ -67,10 +67,10 @@ def drawn_imports(table: Table) -> list[tuple[str, str]]:
 
 
 def places(table: Table) -> dict[str, list[tuple[float, int]]]:
-    """Where things stand: (middle in pixels, height) of each layer, and of each line's way from its layer downwards.
+    """Positions: (middle in pixels, height) of each layer, and of each point of the lines from layers downwards.
 
-    A line that passes a row has a place of its own in it, so that it leads between the boxes and not behind them. Its
-    name is ``layer>layer``. Each row is sorted by what its members lead to.
+    A line that passes a row has its own position in it, so that it runs between the boxes and not behind them. Its
+    name is ``layer>layer``. Each row is sorted by where its members lead.
     """
     level = heights(table)
     ways = {f"{layer}>{below}": (level[layer], level[below], below) for layer, below in drawn_imports(table)}
@@ -89,7 +89,7 @@ def places(table: Table) -> dict[str, list[tuple[float, int]]]:
 
 
 def _in_a_row(wanted: Mapping[str, float], table: Table) -> dict[str, float]:
-    """The middles of the members of a row, side by side, around the mean of where they would like to be."""
+    """The middles of the members of a row, side by side, around the mean of their preferred positions."""
     names = sorted(wanted, key=lambda name: (wanted[name], name))
     widths = [BOX_WIDTH + GAP if name in table else GAP for name in names]
     start = sum(wanted.values()) / len(wanted) - sum(widths) / 2
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return 0
-    print("docs/images/layers.svg: is not what the table says; run: python -m tools.docs_site.layers", file=sys.stderr)
+    print("docs/images/layers.svg is out of date; run: python -m tools.docs_site.layers", file=sys.stderr)
     return 1
 
 

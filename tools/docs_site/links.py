@@ -1,4 +1,4 @@
-"""Markdown that reads well in a checkout -> Markdown whose links and lists are right in the site."""
+"""Convert Markdown as GitHub reads it into Markdown whose links and lists are right in the site."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Pages of the site that lie outside of docs/.
+# Pages of the site that are outside docs/.
 PAGES_OUTSIDE = {
     "README.md": "index.md",
     "README_cn.md": "index_cn.md",
@@ -24,7 +24,7 @@ _ITEM = re.compile(r"^ *([-*+]|\d+\.) ")
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the site, and the file of the repository that it is made from; both relative, with slashes."""
+    """A page of the site and its source file in the repository; both relative, with slashes."""
 
     source: str
     uri: str
@@ -32,13 +32,13 @@ class Page:
 
 @dataclass
 class Rewriter:
-    """Turns the text of pages into the site's; ``shown`` gathers files outside of docs/ that need a page."""
+    """Converts the text of pages; ``shown`` collects files outside docs/ that need a page."""
 
     root: Path
     shown: set[str] = field(default_factory=set)
 
     def rewritten(self, page: Page, text: str) -> str:
-        """The text with links that are valid in the site. A link to what does not exist stays: strict mode names it."""
+        """The text with links that are valid in the site. A broken link stays: strict mode reports it."""
 
         def link(match: re.Match[str]) -> str:
             return self._target(page, match[1], match[2] or "")
@@ -53,7 +53,7 @@ class Rewriter:
         return posixpath.relpath(uri, posixpath.dirname(page.uri) or ".") + (anchor or own_anchor)
 
     def _uri(self, path: str) -> tuple[str, str]:
-        """Where a file or folder of the repository is in the site: (page, anchor)."""
+        """The (page, anchor) of a file or folder of the repository in the site."""
         name = posixpath.basename(path)
         if path in PAGES_OUTSIDE:
             return PAGES_OUTSIDE[path], ""
@@ -75,7 +75,7 @@ def source_uri(path: str) -> str:
 
 
 def source_page(root: Path, path: str) -> str:
-    """A page that shows a file, or names what a folder holds. Not searched: its text is the code's."""
+    """A page that shows a file, or lists a folder. Not in the search index: its text is code."""
     head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n\n# `{path}`\n\n"
     place = root / path
     if place.is_dir():
@@ -89,7 +89,7 @@ def source_page(root: Path, path: str) -> str:
 
 
 def separated_lists(text: str) -> str:
-    """What GitHub reads as lists and tables, as Python-Markdown wants them.
+    """Convert GitHub's lists and tables for Python-Markdown.
 
     A list or table needs an empty line before it, and a list inside an item four spaces.
     """
@@ -105,12 +105,12 @@ def separated_lists(text: str) -> str:
 
 
 def _starts_block(before: str, line: str) -> bool:
-    """Whether a list or table begins right behind a line of another block."""
+    """Whether a list or table starts right after a line of another block."""
     if not before.strip() or before.startswith("#"):
         return False
     if line.startswith("|"):
         return not before.startswith("|")
-    # An item behind an item's continuation, which is indented, goes on with the same list.
+    # An item after an indented continuation line belongs to the same list.
     return bool(re.match(r"([-*+]|1\.) ", line)) and not _ITEM.match(before) and not before.startswith("  ")
 
 

@@ -1,4 +1,4 @@
-"""The profiles' reference: each key of the schema, and each profile of the catalogue."""
+"""The profile reference: each key of the schema, and each profile of the catalogue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _condition(value: Any) -> str:
 
 
 def allowed(row: Mapping[str, Any]) -> str:
-    """In words, what a key of the schema takes."""
+    """The values that a key of the schema takes, in words."""
     if "anyOf" in row:
         return " or ".join(allowed(one) for one in row["anyOf"])
     if "const" in row:
@@ -71,7 +71,7 @@ def _number(value: float) -> str:
 
 
 def catalogue_page(root: Path) -> str:
-    """One section for each profile: its file, which opens with its reason, costs and use."""
+    """One section for each profile: its file, which starts with its reason, costs and use."""
     files = sorted((root / "strategies").glob("*.yaml"))
     return CATALOGUE_HEAD + "".join(
         f"\n## {path.stem} {{ #{path.stem} }}\n\n```yaml\n{path.read_text(encoding='utf-8').rstrip()}\n```\n"

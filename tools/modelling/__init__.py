@@ -1,1 +1,1 @@
-"""Parts of ``tools/model_streams.py``: which cases are replayed, and the page of the record."""
+"""Parts of ``tools/model_streams.py``: the replayed cases, and the page of the record."""

@@ -1,4 +1,4 @@
-"""What is replayed: every profile of the catalogue, and some that it does not have, on clusters of 2 to 8 ranks."""
+"""The replayed cases: every profile of the catalogue, and some others, on clusters of 2 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ BATCH = 2000
 BEYOND_SHARE = 0.2
 FREE_SHARE, WHOLE_SHARE = 10, 20
 """Of the interleavings, one in so many is replayed with kernels that always run side by side, and one in so many with
-the forming of groups and the start values before the steps: a chain in which every collective is waited for."""
+group creation and the broadcast of initial values before the steps: a chain in which every collective is waited for."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A profile as it is modelled."""
+    """A profile and how it is modelled."""
 
     name: str
     profile: Profile
     share: float = 1.0
-    """Of the interleavings of a profile of the catalogue."""
+    """As a share of the interleavings of a profile of the catalogue."""
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -45,7 +45,7 @@ class Case:
         return ONE_NODE if self.profile.name == "single_node" else FLAT
 
 
-# Hierarchy with whatever else talks in a step, and averagings that travel beside steps.
+# Hierarchy with everything else that communicates in a step, and averaging that overlaps with steps.
 _BEYOND: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("hierarchical, statistics", "hierarchical", {"sync_batch_norm": True}),
     ("hierarchical, PowerSGD", "hierarchical", {"compression": "powersgd", "powersgd_start_step": 2}),
@@ -62,7 +62,7 @@ _BEYOND: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def cases(names: tuple[str, ...] = ()) -> list[Case]:
-    """All, or those with these names."""
+    """All cases, or those with these names."""
     found = [Case(name, shortened(load_profile(name))) for name in profile_names()]
     found += [Case(name, _changed(base, settings), BEYOND_SHARE) for name, base, settings in _BEYOND]
     return [case for case in found if not names or case.name in names]
@@ -75,7 +75,7 @@ def _changed(base: str, settings: dict[str, Any]) -> Profile:
 def replay_case(
     case: Case, shape: tuple[int, int], interleavings: int, steps: int, seed: int, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
-    """One row: what random interleavings of the new engine's traces come to."""
+    """One row: the results of random interleavings of the new engine's traces."""
     traces = record(case.profile, Cluster.imagined(*shape), steps)
     row: dict[str, Any] = {
         "profile": case.name,
@@ -105,7 +105,7 @@ def _replay(traces: list[Trace], interleavings: int, seed: int, on_done: Callabl
 
 
 def exposed(case: Case, rates: Rates, steps: int) -> dict[str, Any]:
-    """Milliseconds per step, on the smallest cluster that the profile has something to send on."""
+    """Milliseconds per step, on the smallest cluster on which the profile communicates."""
     cluster = Cluster.imagined(*case.shapes[0])
     ours = [from_first_step(trace) for trace in record(case.profile, cluster, steps)]
     alone = case.profile.with_settings("the old code on NCCL", nccl_comm_num=1)

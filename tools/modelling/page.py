@@ -11,7 +11,7 @@ _RULES = (
         "`process_group_nccl.cc`, Paddle 3.3.1",
     ),
     ("`task.wait()` holds the calculation stream, not the host; `sync_op=True` is a call and a wait", "the same"),
-    ("a stream is first in, first out; an event waits for what stands before it", "CUDA's programming guide"),
+    ("a stream is first in, first out; an event waits for what was enqueued before it", "CUDA's programming guide"),
     ("a collective ends when the group's same one has started on all its ranks", "NCCL's guide on collectives"),
     (
         "a device has one collective resident at a time",
@@ -21,7 +21,7 @@ _RULES = (
         "reading a value, and `paddle.to_tensor` of an array, wait for all of the device's streams",
         "blocking streams, `GpuMemcpySync`; Paddle",
     ),
-    ("meetings wait for all ranks, futures for their thread", "`store/barriers.py`, `worker_thread.py`"),
+    ("barriers wait for all ranks, futures for their thread", "`store/barriers.py`, `worker_thread.py`"),
 )
 
 
@@ -31,15 +31,15 @@ def page(record: Mapping[str, Any]) -> str:
         f"# Model of streams, {at['date'][:10]}",
         "",
         "- Nothing ran on a GPU. Each rank's trace is what the real conversion, `GradientExchange` and engine did as "
-        f"Paddle's executor ran {record['steps']} steps on a CPU, with groups and a store that take notes; the traces "
+        f"Paddle's executor ran {record['steps']} steps on a CPU, with groups and a store that record; the traces "
         "of all ranks were then replayed together. The network has 13 gradients in 5 buckets, warm-ups are 2 steps "
         "long.",
         f"- {record['interleavings']:,} random interleavings per profile of the catalogue, and a fifth of that for "
-        f"what it does not have (names with a comma), seed {record['seed']}, shared out over clusters. One in ten has "
+        f"other cases (names with a comma), seed {record['seed']}, divided among clusters. One in ten has "
         "kernels of all communicators side by side, the others one resident at a time; one in twenty begins with the "
-        "forming of groups, the others with the first step.",
-        "- Where one thread calls and a rank has one communicator, nothing is left to choose, and one interleaving "
-        "decides for all: what can go on stays able to. Choices are which thread calls and which kernel is resident.",
+        "creation of groups, the others with the first step.",
+        "- Where one thread calls and a rank has one communicator, there is no choice, and one interleaving "
+        "stands for all. Choices are which thread calls and which kernel is resident.",
         f"- Machine: {at['processor']}, {at['processors']} processors, Linux {at['kernel']}, load average "
         f"{at['load_average_before'][0]} before the start.",
         f"- Versions: {', '.join(f'{key} {value}' for key, value in at['versions'].items() if value)}; "
@@ -55,7 +55,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "Exposed: what communication adds to a step, in ms, on the smallest cluster of the profile. An operator of the "
         f"program takes {rates['kernel'] * 1e6:.0f} us, the link has {rates['latency'] * 1e6:.0f} us of latency and "
-        f"{rates['bytes_per_second'] / 1e6:.0f} MB/s, a meeting takes {rates['meeting'] * 1e6:.0f} us: assumed, so "
+        f"{rates['bytes_per_second'] / 1e6:.0f} MB/s, a barrier takes {rates['meeting'] * 1e6:.0f} us: assumed, so "
         "that a dense step communicates for about as long as its backward pass computes. *Ideal*: a bucket travels "
         "once its gradients are there, on one link in order, and nothing waits before it uses a result. *Old*: the old "
         "code with one communicator; with two it stands still.",
@@ -82,7 +82,7 @@ def page(record: Mapping[str, Any]) -> str:
         "## Negative controls",
         "",
         *_table(
-            ("control", "profile", "ranks", "one resident", "standstills", "found", "expected"),
+            ("control", "profile", "ranks", "one resident", "deadlocks", "found", "expected"),
             [_control(row) for row in record["controls"]],
         ),
         "",
@@ -95,7 +95,7 @@ def _result(record: Mapping[str, Any]) -> str:
     if record["failures"]:
         return f"**failed**: {'; '.join(record['failures'])}"
     total = sum(row["interleavings"] for row in record["replays"])
-    return f"no standstill and no order mismatch of the new engine in {total:,} replays; every control as expected"
+    return f"no deadlock and no order mismatch of the new engine in {total:,} replays; every control as expected"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -124,9 +124,9 @@ def _clusters(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _control(row: Mapping[str, Any]) -> list[Any]:
-    standstills = f"{row['deadlocks']} of {row['interleavings']}" if row["interleavings"] else ""
+    deadlocks = f"{row['deadlocks']} of {row['interleavings']}" if row["interleavings"] else ""
     resident = "yes" if row["one_resident"] else "no"
-    return [row["name"], row["profile"], row["ranks"], resident, standstills, row["found"], row["expected"]]
+    return [row["name"], row["profile"], row["ranks"], resident, deadlocks, row["found"], row["expected"]]
 
 
 def _examples(controls: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,8 +12,12 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
+from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.price.traffic import traffic
+from fleet_train.plan.quantised import QuantisedSettings
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
+from fleet_train.plan.simulate.compression import DgcSimulation
+from fleet_train.plan.simulate.quantised import QuantisedSum
 from fleet_train.plan.simulate.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
 
@@ -97,6 +101,30 @@ def test_momentum_is_kept_averaged_or_reset(policy: str, velocities: list[float]
     assert found == pytest.approx(velocities)
 
 
+def test_an_overlapped_average_arrives_after_its_overlap() -> None:
+    job = job_of(LOCAL | {"local_sgd_steps": 4, "local_sgd_overlap_steps": 2})
+    seen = []
+    for _ in range(6):
+        job.step(ones_times_rank)
+        seen.append(float(job.ranks[1]["b"][0]))
+    # After 4 steps rank 1 is at -2 and the mean is -1; the difference of 1 is added after 2 more steps.
+    assert seen == [-0.5, -1.0, -1.5, -2.0, -2.5, -2.0]
+    assert every_value(job) == [{-1.0}, {-2.0}]
+
+
+def test_an_adaptive_period_grows_as_the_ranks_mean_loss_does() -> None:
+    knobs = {"local_sgd_schedule": "adaptive", "local_sgd_steps": 2, "local_sgd_max_steps": 16}
+    job, loss = job_of(LOCAL | knobs), 1.0
+
+    def backward(rank: int, values: Values) -> Local:
+        return replace(ones_times_rank(rank, values), loss=2 * rank * loss)
+
+    averaged = [job.step(backward).averaged for _ in range(2)]
+    loss = 4.0  # the next period: sqrt(4) times 2 steps
+    averaged += [job.step(backward).averaged for _ in range(8)]
+    assert [number for number, is_average in enumerate(averaged, 1) if is_average] == [2, 4, 8]
+
+
 def test_statistics_are_averaged_with_the_parameters() -> None:
     gradient, statistic = TensorSpec("w", (2,), "float32"), TensorSpec("mean", (2,), "float32")
     profile = Profile(**LOCAL)
@@ -160,6 +188,61 @@ def test_dgc_refuses_an_optimizer_whose_momentum_it_cannot_take() -> None:
         job_of({"compression": "dgc"}, optimizer=Adam)
 
 
+@pytest.mark.parametrize("use_nesterov", [False, True])
+def test_dgc_before_its_ramp_up_is_plain_momentum(use_nesterov: bool) -> None:
+    early = {"compression": "dgc", "dgc_rampup_begin_step": 100}
+    jobs = [job_of(knobs, optimizer=lambda: Momentum(0.5, use_nesterov)) for knobs in ({}, early)]
+    for _ in range(3):
+        for job in jobs:
+            job.step(ones_times_rank)
+    for plain, other in zip(*(job.ranks for job in jobs), strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(other[name], plain[name], rtol=1e-6)
+
+
+def test_dgc_sends_or_keeps_every_gradient() -> None:
+    plan = build_plan([TensorSpec("w", (200, 100), "float32")], Cluster.imagined(2, 1), Profile(compression="dgc"))
+    simulated = DgcSimulation(plan.buckets[0], 2, DgcSettings(momentum=0.0, sparsity=(0.9,)))
+    random, inputs, outputs = np.random.default_rng(3), np.zeros((200, 100)), np.zeros((200, 100))
+    for _ in range(5):
+        gradients = [random.standard_normal((200, 100), np.float32) for _ in range(2)]
+        inputs += np.mean(gradients, axis=0)
+        (sent,) = simulated.step([[gradient] for gradient in gradients])
+        assert 2000 <= np.count_nonzero(sent) <= 4000  # a tenth of each rank's 20,000
+        outputs += sent
+    pending = np.mean([rank[0] for rank in simulated.pending], axis=0)
+    np.testing.assert_allclose(outputs + pending, inputs, atol=1e-5)
+
+
+def test_adams_first_step_is_that_of_the_paper() -> None:
+    value = Adam(epsilon=0.5, decoupled_decay=0.1).step("w", np.float32([2.0]), np.float32([3.0]), 0.25)
+    # Without bias, the first moments are the gradient and its square: decay, then 3 / (3 + 0.5).
+    np.testing.assert_allclose(value, 2.0 * (1 - 0.25 * 0.1) - 0.25 * 3.0 / 3.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool) -> None:
+    """With error feedback, what was summed so far and what is owed are the sum of all inputs."""
+    settings = QuantisedSettings(8, 32, stochastic=stochastic)
+    simulated, random = QuantisedSum("w", 500, ranks, 1, settings), np.random.default_rng(ranks)
+    inputs, outputs = np.zeros(500), np.zeros(500)
+    for _ in range(20):
+        buffers = [random.standard_normal(500, np.float32) for _ in range(ranks)]
+        inputs += np.sum(buffers, axis=0)
+        outputs += simulated.sum(buffers)
+    owed = np.sum(simulated.owed, axis=0)[:500]
+    assert 0 < np.abs(owed).max() < ranks * 0.2
+    np.testing.assert_allclose(outputs + owed, inputs, atol=1e-4)
+
+
+def test_without_error_feedback_a_quantised_sum_owes_nothing() -> None:
+    simulated = QuantisedSum("w", 64, 3, 1, QuantisedSettings(8, 32, error_feedback=False))
+    buffers = [np.full(64, rank + 0.123, np.float32) for rank in range(3)]
+    np.testing.assert_allclose(simulated.sum(buffers), 3.369, rtol=0.01)
+    assert not np.any(simulated.owed)
+
+
 def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
     profile, cluster = Profile(**knobs), Cluster.imagined(2, 2)
     plan = build_plan([TensorSpec("w", (200, 100), "float32"), TensorSpec("b", (100,), "float32")], cluster, profile)
@@ -175,6 +258,14 @@ def test_a_trial_of_exact_averages_finds_rounding_only() -> None:
         assert trial.gradient_deviation < 1e-6
         assert trial.movement_deviation < 1e-6
         assert trial.sent_bytes_per_step == pytest.approx(traffic(plan, Cluster.imagined(2, 2)).sent)
+    # 20,100 float32 values, of which each of 4 ranks sends 2 * 3 / 4, in MB of 2**20 bytes.
+    assert "the busiest rank sent 0.115 MB per update, at most 0.115 MB in one" in describe(trial_of()[0])
+
+
+def test_a_trial_draws_other_gradients_in_every_update() -> None:
+    """bfloat16's errors average out only if they are not the same each time."""
+    short, long = (trial_of(updates, compression="bf16")[0].movement_deviation for updates in (1, 30))
+    assert long < 0.5 * short
 
 
 def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:

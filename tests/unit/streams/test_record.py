@@ -49,8 +49,8 @@ def test_a_deadlock_a_mismatch_or_an_undetected_control_fails() -> None:
     ]
     record = a_record(replays=replays, controls=[fine["controls"][0] | {"deadlocks": 0, "found": "nothing"}])
     assert record["failures"] == [
-        "multi_node on 2 x 1: 3 standstills; a waits for b; b waits for a",
+        "multi_node on 2 x 1: 3 deadlocks; a waits for b; b waits for a",
         "multi_node on 3 x 1: collective 4 differs",
         "control 'old code': found nothing, expected deadlock",
     ]
-    assert "- Result: **failed**: multi_node on 2 x 1: 3 standstills" in page(record)
+    assert "- Result: **failed**: multi_node on 2 x 1: 3 deadlocks" in page(record)
