@@ -1,4 +1,4 @@
-"""Two workers of Ray Train, twice: undisturbed, and with one of them killed once. Prints how each run has ended."""
+"""Two workers of Ray Train, twice: undisturbed, and with one of them killed once. Prints how each run ended."""
 
 from __future__ import annotations
 

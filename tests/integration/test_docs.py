@@ -1,4 +1,4 @@
-"""The documentation keeps its word: a test runs each command that it prints. How to add one: tests/support/pages.py."""
+"""Every command that a page of the documentation prints is run by a test. How to add one: tests/support/pages.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/data.md keeps its word: its examples and commands are run as printed, in its order, in one folder."""
+"""The examples and commands of docs/data.md run as printed, in order, in one folder."""
 
 from __future__ import annotations
 

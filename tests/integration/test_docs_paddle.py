@@ -1,4 +1,4 @@
-"""What docs/paddle.md says of the installed Paddle is so: each of its examples is run, and what it names is there."""
+"""The statements of docs/paddle.md hold for the installed Paddle: its examples run, and the names in it exist."""
 
 from __future__ import annotations
 

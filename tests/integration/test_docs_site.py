@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: every page is there, every link leads somewhere, nothing comes from the network.
+"""The site that `make docs` builds: every page exists, every link resolves, nothing is loaded from the network.
 
 Skipped where there is no .venv-docs: `make docs` makes it. In CI it must be there.
 """

@@ -1,4 +1,4 @@
-"""docs/spawn.md keeps its word: its examples run as printed, and fail as printed."""
+"""The examples of docs/spawn.md run, or fail, as printed."""
 
 from __future__ import annotations
 

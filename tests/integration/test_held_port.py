@@ -1,4 +1,4 @@
-"""The port of a group's store is nobody else's from its choice to its use: Paddle's store would abort the rank.
+"""The port of a group's store is reserved from its choice to its use; if another process took it, Paddle would abort.
 
 In a network namespace that has twenty ports to give away: whoever asks for one gets all of them but the held one, and
 the held one is never the port of a connection from another of the machine's addresses.

@@ -1,4 +1,4 @@
-"""``pip install .``: what lands in site-packages works far away from the checkout, strategies included."""
+"""``pip install .``: the installed package works outside the checkout, strategies included."""
 
 from __future__ import annotations
 

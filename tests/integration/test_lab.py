@@ -1,4 +1,4 @@
-"""The network lab: nodes that reach each other, links that are as slow as asked, nothing left behind."""
+"""The network lab: nodes that reach each other, links of the requested rate, nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every launch command that people know starts the job it describes: two loopback "machines", real processes."""
+"""Every form of the launch command starts the job it describes: two loopback "machines", real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples learn what they say, on two ranks of the launcher; two ranks come to what one process comes to."""
+"""The examples learn what they promise, on two ranks of the launcher, with the result of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook runs as it is printed, and says what its text promises."""
+"""The notebook runs as printed, and its output is what its text promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/old-programs.md keeps its word: its old lines fail on today's Paddle, its new ones run, its example tests."""
+"""docs/old-programs.md: the old lines fail on today's Paddle, the new ones run, and so does its example."""
 
 from __future__ import annotations
 

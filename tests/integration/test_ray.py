@@ -1,4 +1,4 @@
-"""Ray Train places the ranks, starts them again, and the run is the same as an undisturbed one."""
+"""Ray Train places the ranks and restarts them, and the run equals an undisturbed one."""
 
 from __future__ import annotations
 

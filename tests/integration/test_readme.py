@@ -1,4 +1,4 @@
-"""The READMEs keep their word: both say the same in few lines, the diff is the real one, every path exists.
+"""Both READMEs say the same in few lines, their diff is the real one, and every path in them exists.
 
 That every command is run by a test, test_docs.py sees to.
 """

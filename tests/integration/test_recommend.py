@@ -1,4 +1,4 @@
-"""``python -m fleet_train recommend`` as its user runs it: what it prints and writes, and what it leaves behind."""
+"""``python -m fleet_train recommend`` as a user runs it: output, files, and nothing left behind."""
 
 from __future__ import annotations
 

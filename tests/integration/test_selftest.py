@@ -1,4 +1,4 @@
-"""``python -m fleet_train selftest`` as an owner of a cluster runs it: what it says, writes, and leaves behind."""
+"""``python -m fleet_train selftest`` as a user runs it: output, record, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The selftest's subjects where calls are enqueued, as on GPUs: on an engine of streams whose collectives end late."""
+"""The selftest's checks where calls are enqueued, as on GPUs: on a stream engine whose collectives end late."""
 
 from __future__ import annotations
 

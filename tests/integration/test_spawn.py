@@ -1,4 +1,4 @@
-"""``fleet_train.spawn`` with real ranks: results, failures that are named, and nobody left behind."""
+"""``fleet_train.spawn`` with real ranks: results, failures with the rank's name, and no process left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks: what the trainer puts around an update, over several buckets, with a NaN on one rank."""
+"""Run as ranks: what the trainer adds around an update, over several buckets, with a NaN on one rank."""
 
 from __future__ import annotations
 

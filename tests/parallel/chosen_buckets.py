@@ -1,4 +1,4 @@
-"""Run as ranks: programs whose buckets are left open, large enough to cut, on a link that is measured. argv: ranks."""
+"""Run as ranks: programs without bucket sizes in the profile, large enough to cut, on a measured link. argv: ranks."""
 
 from __future__ import annotations
 

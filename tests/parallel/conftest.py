@@ -1,4 +1,4 @@
-"""What several tests of this folder run their ranks with."""
+"""Fixtures that run ranks for several tests of this folder."""
 
 from __future__ import annotations
 

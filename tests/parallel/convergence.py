@@ -1,4 +1,4 @@
-"""Run as several ranks: the digits learnt with every strategy that takes another path than synchronous training.
+"""Run as several ranks: the digits, trained with every strategy that differs from synchronous training.
 
 Several seeds each, because one test sample more or less is noise. Reported: how many test samples are right, and of how
 many. Strategies that are not here give the numbers of synchronous training to 1e-5 (tests/parallel/strategies.py).

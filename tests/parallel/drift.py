@@ -1,4 +1,4 @@
-"""Run as three ranks: rank 2 changes one parameter behind fleet's back.
+"""Run as three ranks: rank 2 changes one parameter outside of training.
 
 argv: how often the ranks compare, and the run (from 0) before which it does that.
 """

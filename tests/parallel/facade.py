@@ -1,4 +1,4 @@
-"""Run as two ranks: walks through the facade and reports what each call gave; each part checks one promise."""
+"""Run as two ranks: calls the whole facade and reports the results; each part checks one promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks by test_few_bits: gradients in few bits between any number of ranks, and what their sockets send."""
+"""Run as ranks by test_few_bits: quantised gradients between any number of ranks, and what their sockets send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks by test_few_bits: a small network trained in few bits, of the compression that the argument names."""
+"""Run as ranks by test_few_bits: a small network trained with the compression that the argument names."""
 
 from __future__ import annotations
 

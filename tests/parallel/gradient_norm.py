@@ -1,4 +1,4 @@
-"""Run as ranks with the names of cases: the norm that the facade gives, and that of Paddle alone with the joint batch.
+"""Run as ranks with the names of cases: the norm by the facade, and by Paddle alone with the joint batch.
 
 With and without the norm the same cases are trained; on one process with the joint batch each gradient is fetched.
 """

@@ -1,4 +1,4 @@
-"""Run as ranks: each case of the table with its knob and without it, and what this rank sees of both."""
+"""Run as ranks: each case of the table with its knob and without it, and what this rank observes in both."""
 
 from __future__ import annotations
 

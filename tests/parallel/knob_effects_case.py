@@ -1,4 +1,4 @@
-"""One case of a knob: settings, what is looked at in a run of real ranks, and what is seen."""
+"""One case of a knob: settings, what is observed in a run of real ranks, and the expected observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs whose runs show what a knob changes. Each takes a profile and options, and gives what a rank saw."""
+"""The programs whose runs show a knob's effect. Each takes a profile and options, and returns a rank's observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank saw of a run, and looks at it: each function gives plain JSON values. Imports no Paddle."""
+"""One rank's observations of a run, and functions that extract plain JSON values from them. Imports no Paddle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of knobs that say how gradients travel, and of those that run a job; see knob_effects_table."""
+"""Cases of knobs that control how gradients are sent, and of those that run a job; see knob_effects_table."""
 
 from __future__ import annotations
 

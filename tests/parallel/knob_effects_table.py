@@ -1,4 +1,4 @@
-"""Every knob with what it changes in a run of real ranks: settings, what is looked at, and what is seen.
+"""Every knob with its effect in a run of real ranks: settings, what is observed, and the expected values.
 
 A case is also run with its knob left at the default. What is seen then must differ: a knob that nothing reads would
 make the two runs equal. The numbers are small enough to be worked out by hand; parameters have 2048, 32, 256 and 8

@@ -1,4 +1,4 @@
-"""What a rank does while a program runs: every collective, launch, wait and barrier, with its step and thread."""
+"""Records what a rank does while a program runs: every collective, launch, wait and barrier, with step and thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks: the trainer under gradient merge, with ``accumulate_steps``, samples, batch size and folder given.
+"""Run as ranks: the trainer under gradient merge; arguments are ``accumulate_steps``, samples, batch size, folder.
 
 ``joint``: three seeds. ``straight``: with dropout. ``parts``: the same, begun anew after each epoch.
 """

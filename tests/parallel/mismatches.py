@@ -1,4 +1,4 @@
-"""Run as several ranks: rank 1 differs from the others in one thing after another. Reports what each rank is told."""
+"""Run as several ranks: rank 1 differs from the others in one respect after another. Reports each rank's error."""
 
 from __future__ import annotations
 

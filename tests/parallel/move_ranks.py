@@ -1,4 +1,4 @@
-"""Run as several ranks by test_move_ranks.py: trains with `Trainer` and reports which samples each epoch was fed with.
+"""Run as several ranks by test_move_ranks.py: trains with `Trainer` and reports the samples of each epoch.
 
 argv: where the run is, and where it ends: "step", in the step that follows the first, of which it has a checkpoint;
 "epoch", with the first epoch, in the middle of a step; "never".

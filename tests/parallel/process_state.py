@@ -1,4 +1,4 @@
-"""Run as one process or as several ranks: what belongs to the whole process in Paddle, after each call of a script."""
+"""Run as one process or as several ranks: Paddle's process-wide state after each call of a script."""
 
 from __future__ import annotations
 

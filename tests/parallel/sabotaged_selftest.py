@@ -1,4 +1,4 @@
-"""Named ``sitecustomize`` in a folder on PYTHONPATH by a test: spoils what subjects of a selftest communicate.
+"""Named ``sitecustomize`` in a folder on PYTHONPATH by a test: corrupts what checks of a selftest communicate.
 
 FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce), ``one bit`` (rank 1 gets
 averages whose last bit is wrong in one place), ``every average`` (all ranks get the same, 1 % too large).

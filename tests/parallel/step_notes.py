@@ -1,4 +1,4 @@
-"""Run as several ranks: when a stop is known to which rank, and what the clocks say of a rank that sleeps."""
+"""Run as several ranks: when each rank learns of a stop request, and the measured times of a rank that sleeps."""
 
 from __future__ import annotations
 

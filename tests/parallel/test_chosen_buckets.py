@@ -1,4 +1,4 @@
-"""Buckets that nobody has given: measured, chosen and agreed on by real ranks, and averages are what they should be."""
+"""Bucket sizes chosen by real ranks: measured, agreed on, and averages are correct."""
 
 from __future__ import annotations
 

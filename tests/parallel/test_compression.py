@@ -1,4 +1,4 @@
-"""Compression on real ranks: like the numpy reference, the same bits on every rank, and exact after a resume."""
+"""Compression on real ranks: equal to the numpy reference, bit-equal on all ranks, and exact after a resume."""
 
 from __future__ import annotations
 

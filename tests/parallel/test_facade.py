@@ -1,4 +1,4 @@
-"""What the facade promises, on two ranks."""
+"""The facade's promises, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer step barriers change when ranks meet, and no bit of what they train."""
+"""Fewer step barriers change when ranks wait, and no bit of what they train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few bits between 2 to 16 real ranks: what travels is what was planned, and every rank gets the same bits."""
+"""Quantised gradients between 2 to 16 real ranks: bytes as planned, and the same bits on every rank."""
 
 from __future__ import annotations
 

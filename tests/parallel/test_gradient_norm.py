@@ -1,4 +1,4 @@
-"""The norm of the gradient on two ranks is that of one process with the joint batch, and reading it changes nothing."""
+"""The gradient norm on two ranks is that of one process with the joint batch, and reading it changes nothing."""
 
 from __future__ import annotations
 

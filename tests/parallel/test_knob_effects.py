@@ -1,4 +1,4 @@
-"""None is ignored: every knob changes what real ranks send, compute, wait for, fetch, write or say."""
+"""No silent knob: every knob changes what real ranks send, compute, wait for, fetch, write or print."""
 
 from __future__ import annotations
 

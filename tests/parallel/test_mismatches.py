@@ -1,4 +1,4 @@
-"""Ranks that do not have in common what they must are told the first difference, with both ranks, before any step."""
+"""Ranks that differ in what must be equal get the first difference, with both ranks, before any step."""
 
 from __future__ import annotations
 

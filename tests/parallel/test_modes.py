@@ -1,4 +1,4 @@
-"""Static programs only, and said so."""
+"""Only static programs are accepted, with an error that says so."""
 
 from __future__ import annotations
 

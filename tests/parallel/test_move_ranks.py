@@ -1,4 +1,4 @@
-"""A run that ends in the middle of an epoch, or of an update, on two ranks, and goes on on one or three."""
+"""A run that stops in the middle of an epoch, or of an update, on two ranks, and resumes on one or three."""
 
 from __future__ import annotations
 

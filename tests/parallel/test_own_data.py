@@ -1,4 +1,4 @@
-"""Machines with data of their own, of different sizes: all ranks take the same steps, and nobody waits for anybody."""
+"""Machines with their own data of different sizes: all ranks take the same steps, and none waits for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that talk: several ranks train like one process with the joint batch."""
+"""Passes that communicate: several ranks train like one process with the joint batch."""
 
 from __future__ import annotations
 

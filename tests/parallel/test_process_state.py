@@ -1,4 +1,4 @@
-"""Converting and training leave everything that belongs to the whole process as Paddle alone would leave it."""
+"""Converting and training leave Paddle's process-wide state as Paddle alone would leave it."""
 
 from __future__ import annotations
 

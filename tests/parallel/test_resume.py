@@ -1,4 +1,4 @@
-"""Every profile of the catalogue: saved on two ranks, taken up by new processes on two, three and one."""
+"""Every profile of the catalogue: saved on two ranks, resumed by new processes on two, three and one."""
 
 from __future__ import annotations
 

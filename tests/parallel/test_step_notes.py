@@ -1,4 +1,4 @@
-"""What ranks learn from one another at the barriers: stops, and whose steps take how long."""
+"""What ranks exchange at step barriers: stop requests, and the times of steps."""
 
 from __future__ import annotations
 

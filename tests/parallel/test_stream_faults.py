@@ -1,4 +1,4 @@
-"""Ranks whose collectives are enqueued, and one that does not do its part: the others end in time and name it."""
+"""Ranks whose collectives are enqueued, and one that does not take part: the others end in time and name it."""
 
 from __future__ import annotations
 

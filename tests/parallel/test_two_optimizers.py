@@ -1,4 +1,4 @@
-"""Two optimizers in one program: one order of talking on every rank, and the parameters of one process."""
+"""Two optimizers in one program: one order of communication on every rank, and the parameters of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets are updated one by one where that changes no bit, and together where all gradients are needed first."""
+"""Buckets are updated one by one if that changes no bit, and together if all gradients are needed first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as two ranks: a program that minimize cannot know of starts a layer; LocalSGD from the first step."""
+"""Run as two ranks: a startup program unknown to minimize initialises a layer; LocalSGD from the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks: each bucket updated while the next one travels, beside one update behind the last bucket."""
+"""Run as ranks: each bucket updated during the next one's allreduce, beside one update after the last bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks that between them show what a real one can do to gradients. Built into the current program."""
+"""Small networks that cover what real ones do to gradients. Built into the current program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as one process, without fleet_train: every program with the joint batch. What it comes to, ranks must find.
+"""Run as one process, without fleet_train: every program with the joint batch. Its results are what ranks must reach.
 
 Writes one .npz and one line of JSON per program and seed.
 """

@@ -1,4 +1,4 @@
-"""One case: a program with a seed, run from start to end in programs, scope and names of its own; and its record."""
+"""One case: a program with a seed, run in its own programs, scope and names; and its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs are fed with: named inputs and their numbers, the same in every process."""
+"""The programs' feeds: named inputs and their values, the same in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting the processes that run the programs: one launch for many cases, and another one behind a case that dies."""
+"""Start the processes that run the programs: one launch for many cases, and another one after a case that crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks: programs with strategies, one case after the other, each compared with what one process came to.
+"""Run as ranks: programs with strategies, one case after another, each compared with the result of one process.
 
 Arguments: the cases as JSON (program, seed, strategy), and the folder with what ``alone.py`` wrote.
 """

@@ -1,4 +1,4 @@
-"""What a program of the catalogue is given: everything in it that differs between one process and several ranks.
+"""A program's argument: everything in it that differs between one process and several ranks.
 
 Imports no fleet_train: one process is plain Paddle.
 """

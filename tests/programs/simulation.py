@@ -1,4 +1,4 @@
-"""A program with the product's simulator in place of ranks: gradients are Paddle's, everything else is numpy's."""
+"""A program with the simulator in place of ranks: gradients are Paddle's, everything else is numpy's."""
 
 from __future__ import annotations
 

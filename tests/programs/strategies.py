@@ -1,4 +1,4 @@
-"""What the programs are trained with on two ranks. Imports no Paddle."""
+"""The strategies with which the programs are trained on two ranks. Imports no Paddle."""
 
 from __future__ import annotations
 

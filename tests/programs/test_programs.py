@@ -1,4 +1,4 @@
-"""Programs as users write them: two ranks come to what one process comes to, or refuse by name.
+"""Programs as users write them: two ranks reach the result of one process, or refuse with a reason.
 
 One process of plain Paddle with the joint batch is the reference (``alone.py``). Lossy strategies, and programs that
 draw random numbers, are compared with the simulation of all ranks.

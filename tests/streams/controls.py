@@ -1,4 +1,4 @@
-"""Negative controls: what the model must find, so that finding nothing means something."""
+"""Negative controls: deadlocks that the model must find, so that finding none means something."""
 
 from __future__ import annotations
 

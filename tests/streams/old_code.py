@@ -1,4 +1,4 @@
-"""Engines that must be found out: the old one on NCCL, and the new one with a rule taken away."""
+"""Engines that must be found faulty: the old one on NCCL, and the new one without one of its rules."""
 
 from __future__ import annotations
 

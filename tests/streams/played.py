@@ -1,4 +1,4 @@
-"""One rank of a job whose other ranks are not there: real conversion, exchange and engine, noted by a `Recorder`."""
+"""One rank of a job whose other ranks are absent: real conversion, exchange and engine, recorded by a `Recorder`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same replay as ``replay``, for ranks of which one thread alone calls: what an interleaving does is then a table.
+"""The same replay as ``replay``, for ranks with a single calling thread: an interleaving is then a table lookup.
 
 How much stands on each stream follows from how far the host is, so a host does a random number of actions in a turn,
 and a calculation stream goes on by a random number of items. Other threads only meet the other ranks (the barriers):

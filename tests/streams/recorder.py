@@ -1,4 +1,4 @@
-"""Takes notes of what one rank's host threads do, while the real code runs."""
+"""Records what one rank's host threads do while the real code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the traces of all ranks together, many random interleavings at a time.
+"""Replays the traces of all ranks together, many random interleavings at a time.
 
 What each rule follows from (Paddle 3.3.1, ``process_group_nccl.cc``; CUDA; NCCL's documentation):
 

@@ -1,4 +1,4 @@
-"""The traces of all ranks as arrays of integers, which a replay runs through."""
+"""The traces of all ranks as integer arrays, for the replay."""
 
 from __future__ import annotations
 

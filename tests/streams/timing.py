@@ -1,4 +1,4 @@
-"""How long the calculation stream stands still: traces with durations, on one link, without anything random."""
+"""How long the calculation stream waits: traces with durations, on one link, without randomness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does: actions of its host threads, in order, and the collectives that they enqueue."""
+"""A rank's trace: actions of its host threads, in order, and the collectives that they enqueue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why nothing can go on: the cycle of waits."""
+"""The explanation of a deadlock: the cycle of waits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several tests need: ranks and launchers as real processes, free ports, network namespaces."""
+"""Helpers of several tests: ranks and launchers as real processes, free ports, network namespaces."""

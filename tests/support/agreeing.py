@@ -1,4 +1,4 @@
-"""A job without a store, whose other ranks are always there in time and always bring the same as this one."""
+"""A job without a store, whose other ranks are always in time and always send the same as this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real browser without a screen: Chromium, driven through chromedriver's WebDriver protocol (JSON over HTTP)."""
+"""A real headless browser: Chromium, driven through chromedriver's WebDriver protocol (JSON over HTTP)."""
 
 from __future__ import annotations
 

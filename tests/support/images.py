@@ -1,4 +1,4 @@
-"""Small image folders for tests: classes that differ in colour, so that a network can tell them apart."""
+"""Small image folders for tests: classes of different colours, so that a network can learn them."""
 
 from __future__ import annotations
 

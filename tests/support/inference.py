@@ -1,4 +1,4 @@
-"""An exported program in Paddle's inference, in a fresh process that has never seen fleet_train."""
+"""An exported program in Paddle's inference, in a new process without fleet_train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose collectives end late, on a CPU: what NCCL's streams promise and Gloo hides.
+"""A backend whose collectives end late, on a CPU: NCCL's asynchrony, which Gloo does not show.
 
 ``LateBackend`` begins a collective for the stream engine as a GPU would: the call returns at once, and until
 ``wait()`` whoever reads the buffer gets NaN. The collective itself runs on a thread of its group, which stands for the

@@ -1,4 +1,4 @@
-"""Manifests as the command writes them, and what an engine makes of them."""
+"""Manifests as the command writes them, and the environment that an engine makes of them."""
 
 from __future__ import annotations
 

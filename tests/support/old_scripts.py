@@ -1,4 +1,4 @@
-"""The four scripts of the 2020 recipe's guides, as their strategies would be written today, one after the other."""
+"""The four scripts of the 2020 recipe's guides, with their strategies as written today, one after another."""
 
 from __future__ import annotations
 

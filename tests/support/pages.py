@@ -1,4 +1,4 @@
-"""Which test keeps the word of each command that a page of the documentation prints.
+"""Which test runs each command that a page of the documentation prints.
 
 A page with commands (docs/NAME.md, README.md, CONTRIBUTING.md) has a table tests/integration/docs/NAME.yaml:
 

@@ -1,4 +1,4 @@
-"""Processes of a test: a clean environment, output into files, and nobody left behind.
+"""Processes of a test: a clean environment, output into files, and no process left behind.
 
 Every process that a test starts through here carries ``FLEET_TRAIN_TEST_JOB`` in its environment. Its descendants
 inherit it, so that orphans are found whatever sessions, groups or parents they have moved to.

@@ -1,4 +1,4 @@
-"""Several ranks as real processes, started the way the stock launcher starts them, but without its 2 to 3 seconds."""
+"""Several ranks as real processes, started as by the stock launcher, but without its 2 to 3 seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An addition for each recipe of CONTRIBUTING.md, as small as it can be while it is whole: what goes into which file.
+"""The smallest complete addition for each recipe of CONTRIBUTING.md: what goes into which file.
 
 `tests/unit/test_contributing.py` writes them into a copy of the checkout. Each is real: the tests that the recipe names
 pass with it, the ones on several ranks included.

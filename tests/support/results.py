@@ -1,4 +1,4 @@
-"""What ranks hand back to the test: a JSON file and arrays per rank, in a folder that the test gives.
+"""The results that ranks return to a test: a JSON file and arrays per rank, in a folder.
 
 In a script that a test starts:  ``from tests.support.worker import report`` and ``report(loss=0.5, w=numpy_array)``.
 """

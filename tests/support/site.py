@@ -1,4 +1,4 @@
-"""Where the documentation's site can be built."""
+"""Where the documentation site is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``train.py`` of launch tests: join, train five steps, report who this rank is and what its parameters are.
+"""The ``train.py`` of launch tests: join, train five steps, report rank and parameters.
 
 Every rank starts from a seed of its own and sees data of its own: equal digests at the end are the work of fleet.
 """

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: what happens after seconds is seen at once, on any machine."""
+"""An event loop whose clock jumps to the next timer: timeouts of seconds pass at once, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported by scripts that tests start as ranks: hand values back to the test. Imports no Paddle."""
+"""Imported by scripts that tests start as ranks: return values to the test. Imports no Paddle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thresholds of glibc's allocator: which are raised, and whose word comes first."""
+"""The thresholds of glibc's allocator: which are raised, and which setting has precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark under way, with ranks that are only played: what is kept, told, tried again, and gone on with."""
+"""A running benchmark with simulated ranks: what is kept, printed, retried and continued."""
 
 from __future__ import annotations
 

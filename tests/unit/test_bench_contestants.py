@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark, and which batches and weights everybody gets."""
+"""The benchmark's contestants, and the batches and weights that they all share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From records to figures, by hand-made records."""
+"""From records to figures, with hand-made records."""
 
 from __future__ import annotations
 

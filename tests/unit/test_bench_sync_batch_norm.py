@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark of synchronised batch norm, and that a record outlives an interruption."""
+"""The arithmetic of the benchmark of synchronised batch norm, and that a record survives an interruption."""
 
 from __future__ import annotations
 

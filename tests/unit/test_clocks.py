@@ -1,4 +1,4 @@
-"""The clock on the wall is set, by hand and by NTP: nothing is measured, bounded or ordered by it.
+"""The wall clock can be set, by hand and by NTP: nothing is measured, bounded or ordered by it.
 
 What people read may show it; whoever needs it for that is listed here. Runs of different days are ordered by it, where
 no run that is known says otherwise.

@@ -1,4 +1,4 @@
-"""The parts of the documentation's site that need no builder: links, lists, generated pages, the navigation."""
+"""The parts of the documentation site that need no build: links, lists, generated pages, the navigation."""
 
 from __future__ import annotations
 

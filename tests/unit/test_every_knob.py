@@ -1,4 +1,4 @@
-"""No setting is lost on its way: every knob, and every field of a stock strategy, is flipped mechanically.
+"""No setting is lost: every knob, and every field of a stock strategy, is changed mechanically.
 
 That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
 looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the

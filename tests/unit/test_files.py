@@ -1,4 +1,4 @@
-"""Files in folders that others may write to: a link in them leads nowhere, and only so much is read."""
+"""Files in folders that others may write to: links are not followed, and reads are bounded."""
 
 from __future__ import annotations
 

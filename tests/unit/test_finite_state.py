@@ -1,4 +1,4 @@
-"""Looking for NaN in one pass over the parameters."""
+"""Searching for NaN in one pass over the parameters."""
 
 from __future__ import annotations
 

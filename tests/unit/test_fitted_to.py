@@ -1,4 +1,4 @@
-"""What the engine of a job cannot carry out of a profile is mapped, and said."""
+"""What the engine of a job cannot carry out of a profile is mapped, and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which saved tensors a program takes, and the first one that makes it refuse."""
+"""Which saved tensors a program accepts, and the first one that makes it refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every name of Fleet has a fate: the facade has it, or says what to use."""
+"""Every name of Fleet is in the facade, or has an error that says what to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that no program of ours reads, those of GitHub, pre-commit and editors: what they name exists, and agrees."""
+"""Files for GitHub, pre-commit and editors: what they name exists and agrees."""
 
 from __future__ import annotations
 

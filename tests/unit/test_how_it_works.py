@@ -1,4 +1,4 @@
-"""docs/how-it-works.md names functions and files that exist, each name where the page says that it is."""
+"""docs/how-it-works.md names functions and files that exist where the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of docs/design.md: imports go one way, and Paddle stays where it belongs.
+"""The layers of docs/design.md: imports go one way, and only certain layers import Paddle.
 
 Imports inside functions, below TYPE_CHECKING and through import_module("...") count like any other.
 """

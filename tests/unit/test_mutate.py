@@ -1,4 +1,4 @@
-"""The tool that changes the code place by place: which changes it makes, and which of them tests notice."""
+"""The mutation tool: which changes it makes, and which of them tests notice."""
 
 from __future__ import annotations
 

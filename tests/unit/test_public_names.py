@@ -1,4 +1,4 @@
-"""What users import is pinned here, and the command line stays light: it must not pay for Paddle."""
+"""The names that users import are fixed here, and the command line does not import Paddle."""
 
 from __future__ import annotations
 

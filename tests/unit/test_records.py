@@ -1,4 +1,4 @@
-"""What pages and profiles quote is what the newest record says, and no record that is refuted is quoted."""
+"""Pages and profiles quote the newest record, and none that is refuted."""
 
 from __future__ import annotations
 

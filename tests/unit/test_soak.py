@@ -1,4 +1,4 @@
-"""The soak's plan, and that its verdict can say no."""
+"""The soak's plan, and that its verdict can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak with machine faults: its plan, the line of history that survives, and that its verdict can say no."""
+"""The soak with machine faults: its plan, the steps that were not rolled back, and that its verdict can fail."""
 
 from __future__ import annotations
 

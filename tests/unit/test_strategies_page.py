@@ -1,4 +1,4 @@
-"""docs/strategies.md says something of every profile of the catalogue, and of nothing else."""
+"""docs/strategies.md describes every profile of the catalogue, and no others."""
 
 from __future__ import annotations
 

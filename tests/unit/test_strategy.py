@@ -1,4 +1,4 @@
-"""`DistributedStrategy`: Fleet's names, checked when they are assigned; a stock one keeps no field to itself."""
+"""`DistributedStrategy`: Fleet's names, checked on assignment; no field of a stock one is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The helpers of this test suite are held to what they promise."""
+"""The helpers of this test suite do what they promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our safetensors files: the package reads them, and damage is put down to the first tensor that has it."""
+"""Our safetensors files: the package reads them, and damage is attributed to the first damaged tensor."""
 
 from __future__ import annotations
 

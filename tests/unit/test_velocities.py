@@ -1,4 +1,4 @@
-"""Velocities between DGC, which keeps them per rank, and Momentum, which keeps one of each."""
+"""Velocities between DGC, which keeps them per rank, and Momentum, which keeps one for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that Paddle wraps around others: what is asked of the profile, and what is refused with what to use."""
+"""Optimizers that Paddle wraps around others: what is mapped to the profile, and what is refused with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two machines on one wire, as each test wants them."""
+"""Fixtures: two machines on one network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines with a fault: doctors on network namespaces, each with a host name, a hosts file and a folder of its own."""
+"""Machines with a fault: doctors in network namespaces, each with its own host name, hosts file and folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure report of a launch ends with the doctor's line where something fits, and has none where nothing does."""
+"""A launch's failure report ends with the doctor's line if a finding explains the failure, and has none otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines without a fault: no alarm; who prints what; which folder is shared."""
+"""Machines without a fault: no alarm, what each prints, which folder is shared."""
 
 from __future__ import annotations
 

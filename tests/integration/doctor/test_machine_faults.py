@@ -1,4 +1,4 @@
-"""Faults of one machine, each named with its host: limits, memory, folders, processors, leftovers."""
+"""Faults of one machine, each reported with its host: limits, memory, folders, processors, leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the network, each named with its host, or with from where to where."""
+"""Faults of the network, each reported with its host, or with both ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between machines, each named with the host that differs."""
+"""Differences between machines, each reported with the host that differs."""
 
 from __future__ import annotations
 

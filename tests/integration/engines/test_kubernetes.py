@@ -1,4 +1,4 @@
-"""Pods acted out: two network namespaces, each with the variables that an operator sets and the names of its services.
+"""Emulated pods: two network namespaces, each with the variables that an operator sets and the names of its services.
 
 The variables are those of the operators' sources, which `fleet_train.cluster.engines.kubernetes` and ``torchrun`` name.
 """

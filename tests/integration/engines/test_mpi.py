@@ -1,4 +1,4 @@
-"""The same script below mpirun of Open MPI and of MPICH, on two emulated machines; rank 0 is not where mpirun is."""
+"""The same script under mpirun of Open MPI and of MPICH, on two emulated machines; rank 0 is not on mpirun's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same script below a real Slurm of two nodes: ranks of srun, launchers of srun, batch scripts."""
+"""The same script under a real Slurm of two nodes: ranks started by srun, launchers started by srun, batch scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as ranks by test_hanging_disk: saves, and rank 0's disk hangs; the first argument says when that is noticed."""
+"""Run as ranks by test_hanging_disk: saves while rank 0's disk hangs; the first argument says when that is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may speak to a job that was started by real launchers: its own nodes, by address, job and secret."""
+"""Who may connect to a job of real launchers: its own nodes, by address, job and secret."""
 
 from __future__ import annotations
 

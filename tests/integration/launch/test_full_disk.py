@@ -1,4 +1,4 @@
-"""No end record can be written into the folder of the logs: what counts is how the ranks have ended."""
+"""If no end record can be written to the log folder, the ranks' exit codes decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is never written, because a file server is away: the job ends in time, and says why."""
+"""A checkpoint that cannot be written because a file server is down: the job ends in time with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two machines that know each other by a wire only: routes, interfaces, each one's place, a wire that is pulled."""
+"""Two machines connected by a link only: routes, interfaces, own addresses, a link that goes down."""
 
 from __future__ import annotations
 

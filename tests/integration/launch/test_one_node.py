@@ -1,4 +1,4 @@
-"""Jobs on one machine: how ranks end, and what the launcher makes of it."""
+"""Jobs on one machine: how ranks end, and the launcher's exit code and report."""
 
 from __future__ import annotations
 

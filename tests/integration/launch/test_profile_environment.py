@@ -1,4 +1,4 @@
-"""What a profile sets for the workers is there before Paddle starts."""
+"""Environment variables that a profile sets for the workers are set before Paddle starts."""
 
 from __future__ import annotations
 

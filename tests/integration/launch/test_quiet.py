@@ -1,4 +1,4 @@
-"""Real commands: Paddle's own lines are not on the terminal, are with --verbose, and nothing else is hidden."""
+"""Real commands: Paddle's own lines are hidden, --verbose shows them, and nothing else is hidden."""
 
 from __future__ import annotations
 

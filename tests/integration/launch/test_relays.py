@@ -1,4 +1,4 @@
-"""Jobs whose ranks meet over relays: the same training, and the same names for what goes wrong."""
+"""Jobs whose ranks reach barriers through relays: the same training, and the same names in errors."""
 
 from __future__ import annotations
 

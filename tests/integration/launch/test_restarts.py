@@ -1,4 +1,4 @@
-"""Jobs that go on after a fault. The scripts import no Paddle: what is tested is the launchers."""
+"""Jobs that continue after a fault. The scripts import no Paddle: what is tested is the launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who failed first, where the order in which processes end says something else: real ranks, real launchers."""
+"""The root cause, where the order in which processes end is misleading: real ranks, real launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soaks in small: three kills, among them one while a checkpoint is written; three machine faults.
+"""Small soaks: three kills, one of them during a save; three machine faults.
 
 docs/benchmarks has the long ones.
 """

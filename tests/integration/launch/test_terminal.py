@@ -1,4 +1,4 @@
-"""Who reads what the launcher shows, and who does not: neither failures nor signals are missed."""
+"""Launchers whose output is read, or not read: neither failures nor signals are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real training under the launcher: a rank that dies in the middle is named on every node, and nobody hangs."""
+"""Real training under the launcher: a rank that dies is named on every node, and no process hangs."""
 
 from __future__ import annotations
 

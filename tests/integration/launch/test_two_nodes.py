@@ -1,4 +1,4 @@
-"""Jobs over two loopback nodes through the real stock launcher. The scripts import no Paddle: ranks start at once."""
+"""Jobs on two loopback nodes through the real stock launcher. The scripts import no Paddle: ranks start at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A convolutional network as it was written for Paddle 2.0 to 2.4: paddle.distributed.fleet, a loader from a generator."""
+"""A convolutional network as written for Paddle 2.0 to 2.4: paddle.distributed.fleet, a loader from a generator."""
 import os
 
 import numpy as np

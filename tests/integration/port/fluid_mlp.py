@@ -1,5 +1,5 @@
 # -*- coding: utf-8 -*-
-"""A classifier of noise as it was written for Paddle 1.8: Fleet's collective mode, one process per card."""
+"""A classifier of noise as written for Paddle 1.8: Fleet's collective mode, one process per card."""
 from __future__ import print_function
 
 import os

@@ -1,4 +1,4 @@
-"""A small residual network as it was written for Paddle 1.7: functions of layers, reader, feeder, names to fetch."""
+"""A small residual network as written for Paddle 1.7: layer functions, reader, feeder, names to fetch."""
 import argparse
 import os
 

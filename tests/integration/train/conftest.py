@@ -1,4 +1,4 @@
-"""A job that several modules look at. They must not change what it has left."""
+"""A job that several modules inspect. They must not change its results."""
 
 from __future__ import annotations
 

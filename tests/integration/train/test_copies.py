@@ -1,4 +1,4 @@
-"""Checkpoints on more than one node, through the real launcher: nodes with folders of their own lose one of them."""
+"""Checkpoints on several nodes, through the real launcher: nodes with their own folders lose one of them."""
 
 from __future__ import annotations
 

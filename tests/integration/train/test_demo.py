@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it: two real launchers, a result, nobody left behind."""
+"""The demo as `make demo` runs it: two real launchers, a result, no process left behind."""
 
 from __future__ import annotations
 

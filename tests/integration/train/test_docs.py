@@ -1,4 +1,4 @@
-"""The trainer's pages keep their word beyond their commands, which tests/integration/test_docs.py runs."""
+"""The trainer's pages beyond their commands, which tests/integration/test_docs.py runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResNet-18 on a folder of JPEG files, two ranks, through the real launcher: it learns, and a bad file does no harm."""
+"""ResNet-18 on a folder of JPEG files, two ranks, through the real launcher: it learns, and skips a bad file."""
 
 from __future__ import annotations
 

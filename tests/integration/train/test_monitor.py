@@ -1,4 +1,4 @@
-"""`python -m fleet_train monitor` as a real process: the page answers on this machine, and nothing is left of it."""
+"""`python -m fleet_train monitor` as a real process: the page answers on this machine, and nothing is left behind."""
 
 from __future__ import annotations
 

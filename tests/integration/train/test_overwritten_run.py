@@ -1,4 +1,4 @@
-"""A restart after an attempt that has not come as far as putting an earlier run away."""
+"""A restart after an attempt that ended before it had moved an earlier run away."""
 
 from __future__ import annotations
 

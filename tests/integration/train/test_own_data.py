@@ -1,4 +1,4 @@
-"""Two machines, each with images of its own, not equally many: the trainer takes the steps that both can take."""
+"""Two machines with their own images, not equally many: the trainer takes the steps that both can take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop with a program that is not ours, on two ranks: stopped by a signal, it goes on as the same run."""
+"""The loop with a user's program, on two ranks: stopped by a signal, it resumes as the same run."""
 
 from __future__ import annotations
 

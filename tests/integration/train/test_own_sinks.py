@@ -1,4 +1,4 @@
-"""A sink of the user's in a job of two ranks: rank 0 calls it, rank 1 does not, and a broken one ends nothing."""
+"""A user's sink in a job of two ranks: only rank 0 calls it, and an error in it does not end the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of two real ranks on VisualDL's pages, in a real browser: every curve is there and drawn."""
+"""A run of two real ranks on VisualDL's pages, in a real browser: every curve is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real trainings of two ranks, scraped while they run and compared with what they have recorded."""
+"""Real trainings of two ranks, scraped while they run and compared with their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference trainer as real processes: what it writes, that a resumed run is the same run, what it refuses."""
+"""The reference trainer as real processes: its files, a resumed run that equals an uninterrupted one, refusals."""
 
 from __future__ import annotations
 

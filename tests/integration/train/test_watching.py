@@ -1,4 +1,4 @@
-"""What a job of two real ranks reports: the tags of docs/watching.md, and the rank that the other waits for."""
+"""The metrics of a job of two real ranks: the tags of docs/watching.md, and which rank is slow."""
 
 from __future__ import annotations
 

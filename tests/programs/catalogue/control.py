@@ -1,4 +1,4 @@
-"""Control flow, gradients of gradients, layers with a gradient of their own."""
+"""Control flow, gradients of gradients, layers with custom gradients."""
 
 from __future__ import annotations
 

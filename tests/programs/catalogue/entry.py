@@ -1,4 +1,4 @@
-"""What the catalogue knows of a program. Adding a program is adding one function below ``@program``."""
+"""The catalogue's entry for a program. To add a program, add one function with ``@program``."""
 
 from __future__ import annotations
 

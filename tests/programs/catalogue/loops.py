@@ -1,4 +1,4 @@
-"""How scripts feed, fetch, evaluate, save and go on."""
+"""How scripts feed, fetch, evaluate, save and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of single parameters, and of what an optimizer is told to train."""
+"""Settings of single parameters, and an optimizer's parameter lists."""
 
 from __future__ import annotations
 

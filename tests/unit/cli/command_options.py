@@ -1,4 +1,4 @@
-"""What the command line takes, as plain data: each command's name, arguments, options, kinds, defaults and choices.
+"""The command line as plain data: each command's name, arguments, options, kinds, defaults and choices.
 
 ``python -m tests.unit.cli.command_options`` writes it to ``options.json``, which ``test_options.py`` holds it to.
 """

@@ -1,4 +1,4 @@
-"""Options of the reference trainer that would change nothing are refused; beside their companion they are taken."""
+"""Options of the reference trainer that would have no effect are refused; with their companion they are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TAB gives: click's machinery asked directly, and each shell that is installed with the script that we print."""
+"""What TAB completes: click's machinery asked directly, and each installed shell with the script that we print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every `--help` is quick: on a busy machine only the cause can be tested, which is what is imported."""
+"""Every `--help` is fast: since a machine may be busy, the test checks what is imported instead of the time."""
 
 from __future__ import annotations
 

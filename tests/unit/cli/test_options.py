@@ -1,4 +1,4 @@
-"""Scripts of users name these flags: what a command takes changes only knowingly, see ``options.json``."""
+"""Scripts of users depend on these options: changes must be deliberate, see ``options.json``."""
 
 from __future__ import annotations
 

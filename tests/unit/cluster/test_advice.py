@@ -1,4 +1,4 @@
-"""Ranks that an engine has started compute with the settings that the launcher gives its own."""
+"""Ranks that an engine started get the same environment advice as those of the launcher."""
 
 from __future__ import annotations
 

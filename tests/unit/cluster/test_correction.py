@@ -1,4 +1,4 @@
-"""The stock launcher's legacy mode tells every node that it is alone; the import of fleet_train puts that right."""
+"""The stock launcher's legacy mode tells every node that it is alone; importing fleet_train corrects that."""
 
 from __future__ import annotations
 

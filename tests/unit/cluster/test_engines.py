@@ -1,4 +1,4 @@
-"""Who has started this process: what each engine's variables say, and which of them are not believed."""
+"""Which engine started this process: its variables, and which of them are not trusted."""
 
 from __future__ import annotations
 

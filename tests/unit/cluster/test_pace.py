@@ -1,4 +1,4 @@
-"""A server that many arrive at slowly lets them gather; few, or quick ones, are heard at once."""
+"""A server batches slow arrivals of many members; few, or fast ones, are answered at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that an engine has started meet before they know each other's addresses."""
+"""Ranks that an engine started reach barriers before they know each other's addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the members' words at a barrier."""
+"""How the members' payloads of a barrier are combined."""
 
 from __future__ import annotations
 

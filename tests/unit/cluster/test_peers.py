@@ -1,4 +1,4 @@
-"""Where processes that an engine has started may meet, by what it tells them."""
+"""The rendezvous endpoint of processes that an engine started, by its variables."""
 
 from __future__ import annotations
 

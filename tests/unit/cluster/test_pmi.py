@@ -1,4 +1,4 @@
-"""The wire protocol of PMI 1 against a process manager that a thread plays."""
+"""The wire protocol of PMI 1 against a process manager in a thread."""
 
 from __future__ import annotations
 

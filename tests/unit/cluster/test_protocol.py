@@ -1,4 +1,4 @@
-"""What is said between members and the store, word by word: sets of members, times, fields, reports, greetings."""
+"""The protocol between members and the store, byte by byte: member sets, times, fields, reports, greetings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree of real servers: whatever members see over relays is what they would see at one server."""
+"""A tree of real servers: members see the same over relays as at one server."""
 
 from __future__ import annotations
 

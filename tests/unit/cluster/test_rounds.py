@@ -1,4 +1,4 @@
-"""The books of one round, at its root and at a relay, on a clock that jumps: no sockets, no waiting."""
+"""The state of one barrier round, at its root and at a relay, on a virtual clock: no sockets, no waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One connection to a server of the store, on a clock that jumps: what it may say, and what becomes of it."""
+"""One connection to a server of the store, on a virtual clock: which messages it may send, and their effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The helpers beside ranks that were started by another launcher: one for few ranks, one per node for many."""
+"""The helper processes of ranks that another launcher started: one for few ranks, one per node for many."""
 
 from __future__ import annotations
 

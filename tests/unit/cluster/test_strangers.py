@@ -1,4 +1,4 @@
-"""Who is not heard, and what no connection can do: whatever it sends, members go on meeting and nothing is printed."""
+"""Unauthorised connections: whatever they send, members' barriers go on and nothing is printed."""
 
 from __future__ import annotations
 

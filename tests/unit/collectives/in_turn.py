@@ -1,4 +1,4 @@
-"""Several ranks in one process: their stages are taken in turn, and collectives are carried out by numpy."""
+"""Several ranks in one process: their stages run in turn, and numpy carries out the collectives."""
 
 from __future__ import annotations
 

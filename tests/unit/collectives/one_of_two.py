@@ -1,4 +1,4 @@
-"""One rank of two, whose peer always brings the same: what an exchange does to real buffers, in one process.
+"""One rank of two, whose peer always sends the same: an exchange's effect on real buffers, in one process.
 
 Collectives are those of the late group (``tests.support.late``), carried out by arithmetic instead of Gloo.
 """

@@ -1,4 +1,4 @@
-"""Collectives that are written down instead of sent: who began what, and waited for what, in which order."""
+"""Collectives that are recorded instead of sent: who started what, and waited for what, in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of flat buffers over all ranks: flat, over local groups, and in another dtype on the way."""
+"""Sums of flat buffers over all ranks: flat, over local groups, and with another dtype on the wire."""
 
 from __future__ import annotations
 

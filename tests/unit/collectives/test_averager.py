@@ -1,4 +1,4 @@
-"""Averagings of LocalSGD on three ranks in one process, against numbers worked out by hand."""
+"""LocalSGD's averaging on three ranks in one process, against hand-computed numbers."""
 
 from __future__ import annotations
 

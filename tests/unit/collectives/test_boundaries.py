@@ -1,4 +1,4 @@
-"""Which runs end an update: read on the host, or counted along and compared a run later where the host may not read."""
+"""Which runs end an update: read on the host, or counted and verified a run later if the host may not read."""
 
 from __future__ import annotations
 

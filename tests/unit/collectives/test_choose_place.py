@@ -1,4 +1,4 @@
-"""Which device a rank computes on: what its launcher, its scheduler or its local rank says."""
+"""The device of a rank: by its launcher, its scheduler or its local rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled loops give the bits of numpy, are cached for one user, and are done without where they cannot be had."""
+"""Compiled loops give numpy's bits, are cached per user, and are optional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digests that a device makes of parameters: what numpy makes of the same bits, and no change is missed."""
+"""Digests of parameters on a device: equal to numpy's of the same bits, and sensitive to every change."""
 
 from __future__ import annotations
 

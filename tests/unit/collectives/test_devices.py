@@ -1,4 +1,4 @@
-"""Moments and copies of devices; a GPU is as far there as its calls are written down."""
+"""Events and copies of devices; for a GPU the calls are recorded."""
 
 from __future__ import annotations
 

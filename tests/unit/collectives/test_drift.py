@@ -1,4 +1,4 @@
-"""The divergence sentinel: which parameter of which rank is not what the others hold."""
+"""The divergence sentinel: which parameter of which rank differs from the others'."""
 
 from __future__ import annotations
 

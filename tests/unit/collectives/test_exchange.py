@@ -1,4 +1,4 @@
-"""An exchange step by step: what is sent, met and compared when.
+"""An exchange step by step: what is sent, waited for and compared when.
 
 The peer always brings three times what this rank does, so that an average is twice this rank's own.
 """

@@ -1,4 +1,4 @@
-"""Sums in few bits of several ranks, against a simulation in numpy of what each keeps back and what all read."""
+"""Quantised sums of several ranks, against a simulation in numpy of rounding errors and results."""
 
 from __future__ import annotations
 

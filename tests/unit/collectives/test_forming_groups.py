@@ -1,4 +1,4 @@
-"""Making process groups: whose store they publish in, who waits for whom, and what is said where one fails."""
+"""Process groups: which store they use, which ranks wait for which, and the errors."""
 
 from __future__ import annotations
 

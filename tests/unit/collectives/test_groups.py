@@ -1,4 +1,4 @@
-"""Connections to Paddle's stores: what is changed about them, and about no others."""
+"""Connections to Paddle's stores: which options are changed, and for which connections."""
 
 from __future__ import annotations
 

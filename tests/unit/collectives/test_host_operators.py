@@ -1,4 +1,4 @@
-"""Host operators in a program that runs: what each calls with what, and what it hands on."""
+"""Host operators in a running program: what each calls with what, and what it returns."""
 
 from __future__ import annotations
 

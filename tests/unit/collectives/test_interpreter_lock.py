@@ -1,4 +1,4 @@
-"""What the watchdog rests on: while Paddle's executor runs a program, Python's other threads go on."""
+"""The watchdog relies on this: while Paddle's executor runs a program, Python's other threads run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job asks of the store for its callers, and what it says when others are not there."""
+"""A job's requests to the store, and its errors when other ranks are missing."""
 
 from __future__ import annotations
 

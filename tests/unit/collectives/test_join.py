@@ -1,4 +1,4 @@
-"""Joining, step by step: who is met, what is compared, what Paddle is told, and what is undone where it fails."""
+"""Joining, step by step: which ranks wait, what is compared, what Paddle is told, and what is undone on failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The late group and the tripwire themselves: what they are to find, they find."""
+"""The late group and the tripwire themselves: they detect what they are made to detect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured times of several ranks become one."""
+"""Combining the measured times of several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose bytes reach whom in a sum of few bits: over one group, and over pairs."""
+"""Which rank's bytes reach which in a quantised sum: over one group, and over pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods remember, as arrays by parameter: read from one set of buckets, written to another."""
+"""The state of methods as arrays by parameter: read from one set of buckets, written to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which method carries out which compression, with what, and what is refused."""
+"""Which method carries out which compression, with which settings, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outer step of LocalSGD: values that were worked out by hand."""
+"""The outer step of LocalSGD: hand-computed values."""
 
 from __future__ import annotations
 

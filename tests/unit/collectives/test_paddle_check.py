@@ -1,4 +1,4 @@
-"""Which Paddle is refused and with what words, and which backend it is asked for."""
+"""Which Paddle builds are refused with which message, and which backend is requested."""
 
 from __future__ import annotations
 

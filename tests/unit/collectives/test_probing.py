@@ -1,4 +1,4 @@
-"""Timing allreduces: which groups, which sizes, how often, and what becomes of the times. The clock is on paper."""
+"""Timing allreduces: groups, sizes, repeats, and what is made of the times. The clock is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps begin with a barrier under ``barrier_every_steps``, and what the others do without."""
+"""Which steps start with a barrier under ``barrier_every_steps``, and what the others skip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of steps on a device whose moments pass later than they are asked for."""
+"""The step clock on a device whose events complete later than they are queried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others at step barriers, and what it makes of the answers."""
+"""What a rank sends at step barriers, and what it derives from the answers."""
 
 from __future__ import annotations
 

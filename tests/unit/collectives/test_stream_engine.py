@@ -1,4 +1,4 @@
-"""The stream engine on collectives that are written down: what it begins and waits for, when, and in which order."""
+"""The stream engine on recorded collectives: what it starts and waits for, when, and in which order."""
 
 from __future__ import annotations
 

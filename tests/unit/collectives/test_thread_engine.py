@@ -1,4 +1,4 @@
-"""The thread engine on collectives that only take time: what runs on which thread, in which order."""
+"""The thread engine on collectives that only take time: which thread runs what, in which order."""
 
 from __future__ import annotations
 

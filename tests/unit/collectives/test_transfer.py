@@ -1,4 +1,4 @@
-"""Arrays between the ranks, as rank 0 of two that bring the same sees them, and as the last of three does."""
+"""Arrays between ranks: as rank 0 of two that send the same, and as the last of three."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog on tasks that end when the test says so, and a clock that goes when the test says so."""
+"""The watchdog on tasks and a clock that the test controls."""
 
 from __future__ import annotations
 

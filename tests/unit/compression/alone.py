@@ -1,4 +1,4 @@
-"""A method of compression on a job of one rank, step by step."""
+"""A compression method on a job of one rank, step by step."""
 
 from __future__ import annotations
 

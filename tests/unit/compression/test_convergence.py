@@ -1,4 +1,4 @@
-"""Long training on digits, simulated on 4 ranks: compressed gradients reach what whole ones reach."""
+"""Long training on digits, simulated on 4 ranks: compressed gradients reach what uncompressed ones reach."""
 
 from __future__ import annotations
 

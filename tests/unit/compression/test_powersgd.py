@@ -1,4 +1,4 @@
-"""PowerSGD in one process: its numpy reference by hand, and what the real method must do whatever the ranks."""
+"""PowerSGD in one process: its numpy reference by hand, and properties of the real method for any number of ranks."""
 
 from __future__ import annotations
 

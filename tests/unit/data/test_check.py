@@ -1,4 +1,4 @@
-"""`python -m fleet_train check`: what it counts, measures, says and exits with."""
+"""`python -m fleet_train check`: what it counts, measures and prints, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feeds that were copied in the prefetch thread: the executor takes them, and they are the arrays."""
+"""Feeds that the prefetch thread copied to the device: the executor accepts them, and they equal the arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image folders and lists: which files, which labels, what a decoded image is, and what becomes of broken files."""
+"""Image folders and lists: which files, which labels, what a decoded image is, and how broken files are handled."""
 
 from __future__ import annotations
 

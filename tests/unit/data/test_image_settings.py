@@ -1,4 +1,4 @@
-"""Which part of an image is taken, and how it is changed."""
+"""Which part of an image is used, and how it is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From flags to loaders, and what all ranks agree on before the first epoch."""
+"""From options to loaders, and what all ranks agree on before the first epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefetch thread: same order, same exceptions, never more than the queue in advance, gone when closed."""
+"""The prefetch thread: same order, same exceptions, never more than the queue in advance, ended when closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank reads which sample: the cases that people check, as literal lists."""
+"""Which rank reads which sample: the common cases, as literal lists."""
 
 from __future__ import annotations
 

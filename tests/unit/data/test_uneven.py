@@ -1,4 +1,4 @@
-"""Shards of different sizes: how many steps everybody takes, and which samples those are."""
+"""Shards of different sizes: the number of steps, and the samples in them."""
 
 from __future__ import annotations
 

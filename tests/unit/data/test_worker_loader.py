@@ -1,4 +1,4 @@
-"""Worker processes: the same batches as without them, and a clear end whatever happens to whom."""
+"""Worker processes: the same batches as without them, and a clear error when one fails."""
 
 from __future__ import annotations
 

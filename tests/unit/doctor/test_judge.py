@@ -1,4 +1,4 @@
-"""From facts to findings: tables of facts, and the level and host that each must give."""
+"""From facts to findings: tables of facts, with the expected level and host."""
 
 from __future__ import annotations
 

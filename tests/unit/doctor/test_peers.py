@@ -1,4 +1,4 @@
-"""Doctors of one process on loopback addresses: meeting, clocks, streams, packets, who is refused."""
+"""Doctors of one process on loopback addresses: rendezvous, clocks, streams, packets, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random input where files and command lines come in: whatever it is, the answer is one of our errors.
+"""Random input to files and command lines: the answer is always one of our errors.
 
 What is tried: texts and bytes as profiles, files of a checkpoint in which something was changed, flags of ``launch``
 and the environment of ranks. What must hold for each: a `FleetTrainError` (or click's usage error) whose message has no

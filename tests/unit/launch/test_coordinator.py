@@ -1,4 +1,4 @@
-"""What node 0 decides and how the others hear of it, over a real store and without any rank."""
+"""What node 0 decides and how the others learn of it, over a real store and without any rank."""
 
 from __future__ import annotations
 

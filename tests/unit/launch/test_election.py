@@ -1,4 +1,4 @@
-"""Who may lead: every case that a broken network, a dead machine or a late one can make of three and four nodes."""
+"""Who may lead: every case of a broken network, a dead or a late machine, with three and four nodes."""
 
 from __future__ import annotations
 

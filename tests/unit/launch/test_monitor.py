@@ -1,4 +1,4 @@
-"""The monitor's decisions, with everything around it replaced by plain values and a clock that the test turns."""
+"""The monitor's decisions, with everything around it replaced by plain values and a test clock."""
 
 from __future__ import annotations
 

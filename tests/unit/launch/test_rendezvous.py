@@ -1,4 +1,4 @@
-"""Launchers that meet, as threads over a real store."""
+"""The rendezvous of launchers, as threads over a real store."""
 
 from __future__ import annotations
 

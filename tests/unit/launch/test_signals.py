@@ -1,4 +1,4 @@
-"""Which signal ends a launcher with which exit code, by the moment at which it comes."""
+"""Which signal ends a launcher with which exit code, by its time of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a rank's lines the terminal does not show: Paddle's own, and no other."""
+"""Which of a rank's lines the terminal does not show: Paddle's own, and no others."""
 
 from __future__ import annotations
 

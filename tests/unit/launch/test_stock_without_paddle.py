@@ -1,4 +1,4 @@
-"""The stock launcher is Paddle's own, whatever is left out around it; another build, or a question more, ends that."""
+"""Running the stock launcher without the rest of Paddle; with another build, or more use, Paddle is imported."""
 
 from __future__ import annotations
 

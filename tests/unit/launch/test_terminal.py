@@ -1,4 +1,4 @@
-"""Pipes that are read, not read, read late, or closed: whoever says something never waits."""
+"""Pipes that are read, not read, read late, or closed: a writer never blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, sizes and variables as Kubernetes takes them; errors say what was given, the rule and the fix."""
+"""Names, sizes and variables as Kubernetes accepts them; errors say what was given, the rule and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pod finds its place by what its manifest and its controller tell it, and runs the script as it was given."""
+"""Each pod finds its rank from its manifest and its controller, and runs the script as given."""
 
 from __future__ import annotations
 

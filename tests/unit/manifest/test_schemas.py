@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes and Kubeflow's operators take, by their own published schemas."""
+"""The manifests are valid by the published schemas of Kubernetes and Kubeflow's operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch script for Slurm: what it asks for, what it starts, and when it queues itself again.
+"""The batch script for Slurm: what it requests, what it starts, and when it requeues itself.
 
 ``srun`` and ``scontrol`` are programs of the test that write down their arguments and end as they are told.
 """

@@ -1,4 +1,4 @@
-"""What talks in a program is one chain in the order of the program, whoever has put it there and when."""
+"""Everything that communicates in a program is one chain in program order, regardless of who added it and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low precision where it is asked for, float32 parameters and gradients, and training that goes as far."""
+"""Low precision where requested, float32 parameters and gradients, and training as good as without."""
 
 from __future__ import annotations
 

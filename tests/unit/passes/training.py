@@ -1,4 +1,4 @@
-"""A network with its optimizer in programs and a scope of its own, for comparing one way of training with another."""
+"""A network with its optimizer in its own programs and scope, for comparing ways of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan makes of its settings: buckets and bytes that were worked out by hand."""
+"""What the plan makes of its settings: hand-computed buckets and bytes."""
 
 from __future__ import annotations
 

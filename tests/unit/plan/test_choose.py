@@ -1,4 +1,4 @@
-"""What is chosen for a profile that leaves its buckets open."""
+"""The choice of bucket sizes for a profile that leaves them open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compression is whole or not there: bytes, real method, simulated method, compatibility, effect."""
+"""A compression is complete or absent: bytes, real method, simulated method, compatibility, effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compression declines itself where its coding costs more than its bytes; bfloat16 stands in for those judged."""
+"""A compression declines itself if its coding costs more than its bytes; bfloat16 stands in for those judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After which local steps LocalSGD averages: periods that were worked out by hand."""
+"""After which local steps LocalSGD averages: hand-computed periods."""
 
 from __future__ import annotations
 

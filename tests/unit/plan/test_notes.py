@@ -1,4 +1,4 @@
-"""What a plan says of a knob is what happens, and who does it."""
+"""What a plan's notes say of a knob is what happens, and who does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program makes of its plan: found by converting it for a cluster that is not there."""
+"""The plan of a program: found by converting it for an imagined cluster."""
 
 from __future__ import annotations
 

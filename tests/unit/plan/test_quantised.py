@@ -1,4 +1,4 @@
-"""Few bits: layouts, bytes, rounding on the host and on a device, and who meets whom."""
+"""Quantisation: layouts, bytes, rounding on the host and on a device, and the schedule of pairs."""
 
 from __future__ import annotations
 

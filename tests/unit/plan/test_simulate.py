@@ -1,4 +1,4 @@
-"""The simulator by itself, in numbers small enough to do by hand; real ranks are compared with it in tests/parallel."""
+"""The simulator on its own, on hand-computed numbers; tests/parallel compares it with real ranks."""
 
 from __future__ import annotations
 

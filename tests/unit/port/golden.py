@@ -1,4 +1,4 @@
-"""Lines of a script for old Paddle, one function each, to be ported together: a pass over many lines costs as one."""
+"""Lines of a script for old Paddle, one function each, ported together: a pass over many lines costs as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m fleet_train port`: what it prints, writes and exits with."""
+"""`python -m fleet_train port`: its output, files and exit codes."""
 
 from __future__ import annotations
 

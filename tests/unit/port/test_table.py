@@ -1,4 +1,4 @@
-"""Every row of the table: what an old line becomes (golden.yaml), and that what it becomes exists today."""
+"""Every row of the table: the new form of an old line (golden.yaml), whose names exist today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A knob that is refused: at present the table has none, and the rules for one must keep working."""
+"""A refused knob: at present the table has none, and the rules for one must keep working."""
 
 from __future__ import annotations
 

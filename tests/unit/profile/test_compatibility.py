@@ -1,4 +1,4 @@
-"""Which strategies go together: an entry for every pair, and each entry enforced."""
+"""Which strategies can be combined: an entry for every pair, and each entry enforced."""
 
 from __future__ import annotations
 

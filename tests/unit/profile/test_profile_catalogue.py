@@ -1,4 +1,4 @@
-"""The catalogue, what is made from the knob table, and the command that shows both."""
+"""The catalogue, what is generated from the knob table, and the command that shows both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paddle 1.8's communication flags are knobs, wherever they are written; other flags are asked of Paddle."""
+"""Paddle 1.8's communication flags are knobs wherever they are written; other flags are checked with Paddle."""
 
 from __future__ import annotations
 

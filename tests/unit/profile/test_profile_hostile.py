@@ -1,4 +1,4 @@
-"""Files that are no profiles, or are made to do harm: a ProfileError soon, in little memory, that quotes nothing."""
+"""Files that are no profiles, or malicious ones: a ProfileError soon, in little memory, that quotes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile files: what is read, and what each mistake is told."""
+"""Profile files: what is read, and the error of each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Profile` as a value: defaults, digests, copies, and how fast it is there."""
+"""`Profile` as a value: defaults, digests, copies, and how fast it is made."""
 
 from __future__ import annotations
 

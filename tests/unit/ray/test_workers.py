@@ -1,4 +1,4 @@
-"""What the workers of Ray find in their environment, from their addresses alone."""
+"""The environment of Ray's workers, from their addresses alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is priced, what is ruled out, and what is printed and written of it; nothing is measured here."""
+"""What is priced, what is ruled out, and what is printed and written; nothing is measured here."""
 
 from __future__ import annotations
 

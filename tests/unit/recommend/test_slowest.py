@@ -1,4 +1,4 @@
-"""What several ranks have measured becomes one number."""
+"""Measurements of several ranks become one number."""
 
 from __future__ import annotations
 

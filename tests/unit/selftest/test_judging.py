@@ -1,4 +1,4 @@
-"""What the selftest makes of what it has found: lines, verdicts, and whom it blames."""
+"""What the selftest makes of its findings: lines, verdicts, and which rank is blamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a selftest is made to be sent in: it names no machine."""
+"""A selftest's record can be sent in: it names no machine."""
 
 from __future__ import annotations
 

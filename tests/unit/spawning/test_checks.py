@@ -1,4 +1,4 @@
-"""Mistakes in a call of spawn, told before a process starts."""
+"""Mistakes in a call of spawn, reported before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spawned ranks are told, and the messages between them and their parent."""
+"""The environment of spawned ranks, and the messages between them and their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank is named, and what an error says of it: from ends and reports alone."""
+"""Which rank is named, and its error: from exit codes and reports alone."""
 
 from __future__ import annotations
 

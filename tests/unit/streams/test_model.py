@@ -1,4 +1,4 @@
-"""The model of streams on cases small enough to see what must come of them."""
+"""The model of streams on cases small enough to derive the result by hand."""
 
 from __future__ import annotations
 

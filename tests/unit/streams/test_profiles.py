@@ -1,4 +1,4 @@
-"""The new engine, under every profile of the catalogue and some more: no deadlock, one order, and what it exposes."""
+"""The new engine, under every profile of the catalogue and others: no deadlock, one order, and the exposed time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool's verdict and page, from rows as a run gives them."""
+"""The tool's verdict and page, from rows of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0 answers for everybody: the same value, or the same error, on every rank."""
+"""Rank 0 answers for all: the same value, or the same error, on every rank."""
 
 from __future__ import annotations
 
