@@ -66,7 +66,7 @@ def test_two_machines_train_and_rank_0_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_old_tuning_is_carried_out_or_mapped_in_words(tmp_path: Path) -> None:
+def test_old_tuning_is_carried_out_or_mapped_with_a_message(tmp_path: Path) -> None:
     for kind in ("ours", "stock"):
         folder = tmp_path / kind
         result = run_ranks(EXAMPLES / "old_recipe.py", 2, nodes=2, folder=folder, args=[kind])

@@ -68,7 +68,7 @@ for ask in (bind, bind_again, lambda one: one.connect(("127.0.0.1", 30000))):
 
 
 @pytest.mark.root
-def test_a_held_port_is_given_to_nobody_and_can_be_listened_on() -> None:
+def test_a_held_port_is_not_given_away_and_can_be_listened_on() -> None:
     with two_machines() as (machine, _):
         inside = [*machine.prefix, "sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40019"]
         subprocess.run(inside, check=True)

@@ -99,7 +99,7 @@ def test_sentences_are_understood_as_by_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_clicks_are_foretold_as_by_one_process(tmp_path: Path) -> None:
+def test_clicks_are_predicted_as_by_one_process(tmp_path: Path) -> None:
     one, two = one_process("click_through.py", tmp_path), two_ranks(CLICKS, tmp_path)
     pattern = r"held-out AUC ([\d.]+) on \d rank\(s\); the true probabilities have ([\d.]+)"
     reached, best = two.measures(pattern)

@@ -17,7 +17,7 @@ TRAIN = ROOT / "tests" / "support" / "train_few_steps.py"
 
 @pytest.mark.long
 @pytest.mark.root
-def test_old_command_forms_one_job_over_a_wire(tmp_path: Path) -> None:
+def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:
     commands.put_script(tmp_path, 2, TRAIN)
     with two_machines() as machines:
         hosts = [machine.address for machine in machines]

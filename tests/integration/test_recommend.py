@@ -94,7 +94,7 @@ def test_a_trial_that_fails_is_listed_and_the_others_count(script: Path, tmp_pat
     assert costs["codec_seconds_per_byte"]["dgc"] > 0  # sorting takes long on any machine
 
 
-def test_a_script_that_ends_early_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_ends_early_gets_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('no such data')\n")
     ended = run(recommend(script), tmp_path)

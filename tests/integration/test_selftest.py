@@ -93,7 +93,7 @@ def test_figures_say_what_was_done(whole: tuple[Path, dict[str, Any], str]) -> N
     assert figures["a rank is stopped"]["seconds"]["0"] > 2  # it was waited for
 
 
-def test_record_is_what_was_printed_and_names_nobody(whole: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_record_is_what_was_printed_and_names_no_machine(whole: tuple[Path, dict[str, Any], str]) -> None:
     folder, record, _ = whole
     (path,) = (folder / "runs/selftest").glob("*.json")
     assert list((folder / "runs/selftest/log").glob(".outcome*")) == []
@@ -137,7 +137,7 @@ def test_wrong_communication_fails_and_is_named(tmp_path: Path, sabotage: str, g
     assert "\nFAILED: " in ended.output
 
 
-def test_ctrl_c_leaves_nobody_behind(tmp_path: Path, hears_ctrl_c: None) -> None:
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, hears_ctrl_c: None) -> None:
     del hears_ctrl_c
     with Job(tmp_path) as job:
         started = job.start("selftest", selftest("--only", "profiles"), clean_environ())
@@ -178,7 +178,7 @@ def test_a_lost_supervisor_is_named_and_its_peers_end(tmp_path: Path) -> None:
         assert job.orphans() == []
 
 
-def test_a_port_in_use_and_a_foreign_address_are_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_port_in_use_and_a_foreign_address_are_errors_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)

@@ -209,7 +209,7 @@ def ignores_sigterm() -> None:
         (ignores_sigterm, "rank 0 of 2 failed first: OSError: disk full"),
     ],
 )
-def test_every_kind_of_end_is_told_and_the_others_are_ended(train: Callable[[], None], first: str) -> None:
+def test_every_kind_of_exit_is_reported_and_the_others_are_stopped(train: Callable[[], None], first: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed, match=first):
         spawn(train)
@@ -339,7 +339,7 @@ def test_what_rank_0_prints_appears_live_in_a_stdout_without_a_descriptor(tmp_pa
     assert (tmp_path / "log" / "workerlog.1").read_text().splitlines()[-1] == "rank 1 says 2"
 
 
-def test_a_stdout_that_nobody_reads_any_more_is_no_failure() -> None:
+def test_a_closed_stdout_is_no_failure() -> None:
     cell = Cell()
     cell.close()
     with contextlib.redirect_stdout(cell):
@@ -389,7 +389,7 @@ def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_spawns_side_by_side_do_not_meet(tmp_path: Path) -> None:
+def test_two_spawns_side_by_side_do_not_mix(tmp_path: Path) -> None:
     source = """
         import sys
         import numpy as np

@@ -51,7 +51,7 @@ def test_averages_are_exact(ranks: Ranks, name: str) -> None:
     assert all(rank[name]["error"] < 1e-5 for rank in ranks)
 
 
-def test_numbers_that_are_given_are_obeyed_without_a_word(ranks: Ranks) -> None:
+def test_given_sizes_are_used_without_a_message(ranks: Ranks) -> None:
     assert [(rank["all given"]["chosen"], rank["all given"]["said"]) for rank in ranks] == [("", [])] * len(ranks)
     # 0.49 MB each: two in a bucket of 1 MB, the first and last alone.
     assert all(rank["all given"]["buckets"] == 4 for rank in ranks)

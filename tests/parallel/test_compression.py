@@ -59,7 +59,7 @@ def test_every_rank_gets_the_same_bits(result: RanksResult) -> None:
         assert len({rank["updates"] for rank in ranks}) == 1, case
 
 
-def test_resumed_method_goes_on_with_the_same_bits(result: RanksResult) -> None:
+def test_a_resumed_method_continues_with_the_same_bits(result: RanksResult) -> None:
     for case, ranks in each(result):
         assert [rank["resumed"] for rank in ranks] == [rank["second half"] for rank in ranks], case
 

@@ -76,7 +76,7 @@ def test_look_ahead_trains_as_paddles_own_and_buckets_do_not_change_it(two: Rank
     assert digests["looking ahead"] == digests["looking ahead in small buckets"]
 
 
-def test_what_was_mapped_is_said_once_on_rank_0(two: RanksResult) -> None:
+def test_mapped_settings_are_logged_once_on_rank_0(two: RanksResult) -> None:
     for sentence in (
         "paddle.static.amp.decorate is mapped: read as amp_level: O1 and amp_dtype: bfloat16",
         "GradientMergeOptimizer is mapped: read as accumulate_steps: 2",

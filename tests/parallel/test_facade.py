@@ -88,7 +88,7 @@ def test_loaded_state_is_the_saved_one_on_every_rank(ranks: list[dict[str, Any]]
         ("other", "'fc_0.b_0' is [8] float32, this program needs [9] float32"),
     ],
 )
-def test_what_cannot_be_saved_or_loaded_is_told_to_every_rank(
+def test_every_rank_gets_the_error_if_a_file_cannot_be_saved_or_loaded(
     ranks: list[dict[str, Any]], case: str, told: str
 ) -> None:
     for rank in ranks:

@@ -32,7 +32,7 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
         assert "was lost" in last_line(result, rank)
 
 
-def test_exception_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_exception_of_a_rank_reaches_the_others(tmp_path: Path) -> None:
     result = run("throw", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 1]
     assert last_line(result, 0).endswith("stopped with ValueError: boom")
@@ -41,7 +41,7 @@ def test_exception_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_sys_exit_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+def test_sys_exit_of_a_rank_reaches_the_others(tmp_path: Path) -> None:
     result = run("exit with text", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 1], result.report()
     assert last_line(result, 0).endswith(") stopped with sys.exit: no disk left")
@@ -49,7 +49,7 @@ def test_sys_exit_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rank_that_ends_early_is_told_from_one_that_died(tmp_path: Path) -> None:
+def test_a_rank_that_ends_early_is_distinguished_from_one_that_died(tmp_path: Path) -> None:
     result = run("leave early", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code, 0]
     assert "rank 1 (127.0.0.3:" in last_line(result, 0)
@@ -114,7 +114,7 @@ GLOO_SECONDS = 30
         ("leave early, few barriers", "finished and left the job"),
     ],
 )
-def test_rank_that_is_gone_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
+def test_a_rank_that_dies_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
     began = time.monotonic()
     result = run(case, tmp_path, world_size=3)
     assert time.monotonic() - began < GLOO_SECONDS + 5  # with the ranks' start
@@ -192,7 +192,7 @@ def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> N
         pytest.param("other Paddle", "Paddle version: rank 0 (127.0.0.2:", marks=pytest.mark.long),
     ],
 )
-def test_ranks_that_disagree_are_told_what_differs_before_the_first_step(tmp_path: Path, case: str, told: str) -> None:
+def test_ranks_that_disagree_get_the_difference_before_the_first_step(tmp_path: Path, case: str, told: str) -> None:
     result = run(case, tmp_path)
     assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
     for rank in (0, 1):
@@ -214,7 +214,7 @@ def test_two_processes_with_one_rank_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_were_told_other_world_sizes_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_world_sizes_are_refused(tmp_path: Path) -> None:
     lonely = {"PADDLE_TRAINERS_NUM": "3"}
     result = run("train", tmp_path, env_of_rank={1: lonely}, patience_after_failure_seconds=1.0)
     assert result.exit_codes[1] != 0

@@ -56,7 +56,7 @@ def test_every_choice_has_a_case(knob: str) -> None:
     }
 
 
-def test_what_is_mapped_is_seen_to_be_said() -> None:
+def test_mapped_settings_are_logged() -> None:
     mapped = [case for case in CASES.values() if KNOBS[case.knob].fate == "mapped" and not case.is_default]
     assert mapped
     assert all("said" in _looks(case) and len(case.sees) > 1 for case in mapped)

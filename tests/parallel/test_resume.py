@@ -38,7 +38,7 @@ def test_every_profile_of_the_catalogue_is_a_case(straight: Cases) -> None:
     assert set(profile_names()) <= straight[0].keys()
 
 
-def test_rank_0_speaks_for_all_of_what_a_single_card_needs(straight: Cases) -> None:
+def test_rank_0_logs_for_all_what_a_single_card_needs(straight: Cases) -> None:
     for name, first in straight[0].items():
         assert first["at_save"] == straight[1][name]["at_save"], name
 

@@ -160,7 +160,7 @@ def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
 
 
 @each(COMPARED, launched=True)
-def test_two_ranks_come_to_what_one_process_comes_to(alone: Alone, on_two_ranks: Run, name: str) -> None:
+def test_two_ranks_reach_the_result_of_one_process(alone: Alone, on_two_ranks: Run, name: str) -> None:
     program, reference = PROGRAMS[name], alone[1][name]
     found = on_two_ranks(name)
     strategies = exact_cases(program, reference)
@@ -213,7 +213,9 @@ def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found,
 
 @pytest.mark.long
 @each(UNDER_LATE_STREAMS)
-def test_programs_come_to_the_same_where_collectives_end_late(alone: Alone, on_late_streams: Found, name: str) -> None:
+def test_programs_reach_the_same_result_if_collectives_end_late(
+    alone: Alone, on_late_streams: Found, name: str
+) -> None:
     wrong = []
     for strategy in UNDER_LATE_STREAMS[name]:
         wrong += differences(on_late_streams, (name, SEED, strategy), alone[1][name], PROGRAMS[name])

@@ -44,7 +44,7 @@ def test_freed_blocks_up_to_32_mib_stay_until_a_gib_is_free(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("refused", [TRIM, MMAP])
-def test_what_the_library_refuses_is_said(monkeypatch: pytest.MonkeyPatch, refused: tuple[int, int]) -> None:
+def test_what_the_library_refuses_is_logged(monkeypatch: pytest.MonkeyPatch, refused: tuple[int, int]) -> None:
     library(monkeypatch, lambda *asked: int(asked != refused))
     assert keep_freed_memory({}) is False
 

@@ -100,7 +100,7 @@ def written(made: Benchmark, path: Path) -> dict[str, Any]:
     return content
 
 
-def test_everybody_has_a_turn_in_each_round_with_the_rounds_seed(played: Played) -> None:
+def test_every_contestant_runs_in_each_round_with_the_rounds_seed(played: Played) -> None:
     made = benchmark(seeds=2)
     kept: list[int] = []
     made.run(AT, lambda: kept.append(len(made.rounds)))
@@ -110,7 +110,7 @@ def test_everybody_has_a_turn_in_each_round_with_the_rounds_seed(played: Played)
     assert made.whole_rounds() == 3
 
 
-def test_an_interrupted_record_says_what_it_holds_and_is_gone_on_with(played: Played, tmp_path: Path) -> None:
+def test_an_interrupted_record_says_what_it_has_and_is_continued(played: Played, tmp_path: Path) -> None:
     made = benchmark()
 
     def interrupt() -> None:
@@ -166,7 +166,7 @@ def test_figures_of_who_failed_once_are_those_of_its_other_rounds(played: Played
         ({"target": 0.9}, "target"),
     ],
 )
-def test_a_record_of_other_settings_is_not_gone_on_with(changed: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_a_record_with_other_settings_is_not_continued(changed: dict[str, Any], named: str, tmp_path: Path) -> None:
     made = benchmark(repeats=1)
     made.run(AT, lambda: None)
     content = written(made, tmp_path / "x")
@@ -175,7 +175,7 @@ def test_a_record_of_other_settings_is_not_gone_on_with(changed: dict[str, Any],
 
 
 @pytest.mark.usefixtures("played")
-def test_what_is_left_is_told_from_each_contestants_own_turns() -> None:
+def test_the_remaining_time_is_estimated_from_each_contestants_own_turns() -> None:
     assert seconds_left(["a", "b"], [("a", 10.0), ("a", 20.0), ("b", 1.0)]) == 16.0
     assert seconds_left(["a", "b"], [("a", 10.0)]) is None
     assert seconds_left([], []) == 0.0

@@ -108,7 +108,7 @@ def test_torch_starts_every_rank_with_its_place() -> None:
     }
 
 
-def test_everybody_gets_one_thread_and_nothing_of_the_outer_shell() -> None:
+def test_every_contestant_gets_one_thread_and_nothing_of_the_outer_shell() -> None:
     environ = {"PATH": "/bin", "FLAGS_x": "1", "OMP_NUM_THREADS": "8", "https_proxy": "p", "RANK": "7"}
     amd, other = shared_environment(environ, is_amd=True), shared_environment(environ, is_amd=False)
     assert (amd["PATH"], amd["OMP_NUM_THREADS"], amd["MKL_DEBUG_CPU_TYPE"]) == ("/bin", "1", "5")

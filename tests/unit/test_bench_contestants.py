@@ -15,7 +15,7 @@ from tools.benchmarks.networks import judged, parameters
 from tools.benchmarks.task import TASKS, Batches, Task
 
 
-def test_words_become_contestants() -> None:
+def test_names_become_contestants() -> None:
     assert parse("ours:multi_node") == Contestant("ours", "multi_node")
     assert parse("ours:profiles/mine.yaml") == Contestant("ours", "profiles/mine.yaml")
     assert parse("torch:powersgd_4").baseline == "alone:torch"
@@ -33,7 +33,7 @@ def test_words_become_contestants() -> None:
         ("alone:jax", "alone takes ours, torch or paddle"),
     ],
 )
-def test_unknown_words_are_refused(word: str, message: str) -> None:
+def test_unknown_names_are_refused(word: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(word)
 

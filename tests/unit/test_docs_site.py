@@ -133,7 +133,7 @@ def test_keys_page_has_every_key_of_the_schema() -> None:
         ({"type": "array", "items": {"type": "string"}}, "a list of texts"),
     ],
 )
-def test_what_a_key_takes_is_said_in_words(row: dict[str, Any], words: str) -> None:
+def test_the_values_of_a_key_are_described(row: dict[str, Any], words: str) -> None:
     assert allowed(row) == words
 
 

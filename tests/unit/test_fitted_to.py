@@ -34,7 +34,7 @@ def test_threads_carry_out_any_number_of_communicators(number: int) -> None:
     assert fitted_to(THREADS, profile) == (profile, [])
 
 
-def test_one_communicator_needs_no_words() -> None:
+def test_one_communicator_needs_no_message() -> None:
     profile = Profile()
     fitted, said = fitted_to(STREAMS, profile)
     assert fitted is profile
@@ -54,7 +54,7 @@ def test_streams_have_one_communicator_and_say_why(number: int) -> None:
     assert profile.nccl_comm_num == number
 
 
-def test_what_is_said_names_the_profile_that_asked() -> None:
+def test_messages_name_the_profile_that_asked() -> None:
     asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=4)
     fitted, said = fitted_to(STREAMS, asked)
     assert asked.origin("nccl_comm_num") in said[0]

@@ -181,11 +181,11 @@ def test_links_of_the_security_page_lead_to_headings() -> None:
         assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}, (path, anchor)
 
 
-def test_security_page_tells_nobodys_address() -> None:
+def test_the_security_page_contains_no_address() -> None:
     assert "@" not in (ROOT / "SECURITY.md").read_text()
 
 
-def test_servers_listen_on_this_machine_alone_unless_told_otherwise() -> None:
+def test_servers_listen_on_this_machine_alone_by_default() -> None:
     defaults = {
         (name, parameter.name): parameter.default
         for name, flag in (("monitor", "host"), ("train", "prometheus_host"))

@@ -91,6 +91,6 @@ def test_a_name_that_is_not_there_is_found(text: str, complaint: str) -> None:
     assert wrong(text) == [complaint]
 
 
-def test_a_file_that_was_moved_is_said_where_it_is() -> None:
+def test_a_moved_file_is_reported_with_its_new_place() -> None:
     (line,) = wrong("`mistakes/errors.py`")
     assert line == "`mistakes/errors.py` is not in fleet_train/; of that name there is ['errors.py']"

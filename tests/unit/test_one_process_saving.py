@@ -95,7 +95,7 @@ def test_exported_training_program_is_the_evaluation_program(tmp_path: Path, set
 @pytest.mark.parametrize(
     "minimize", [with_profile(), with_profile(accumulate_steps=3), with_loss_scale], ids=["plain", "merge", "scale"]
 )
-def test_loaded_run_goes_on_bit_by_bit(tmp_path: Path, minimize: Callable[[Any], Any]) -> None:
+def test_a_loaded_run_continues_bit_by_bit(tmp_path: Path, minimize: Callable[[Any], Any]) -> None:
     straight, resumed = Network(minimize), Network(minimize)
     for seed in range(4):
         straight.run(seed)
@@ -153,7 +153,7 @@ def test_description_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
         network.load(tmp_path)
 
 
-def test_momentum_stays_with_the_optimizer_where_there_is_nobody_to_send_to() -> None:
+def test_momentum_stays_with_the_optimizer_without_other_ranks() -> None:
     assert "linear_0.w_0_velocity_0" in Network(with_profile(compression="dgc")).state()
 
 

@@ -23,7 +23,7 @@ LAUNCHED = {
 }
 
 
-def test_a_cluster_in_the_scripts_own_words_needs_no_launcher() -> None:
+def test_a_cluster_given_by_the_script_needs_no_launcher() -> None:
     cluster = UserDefinedRoleMaker(True, current_id=1, role=Role.WORKER, worker_endpoints=ENDPOINTS).cluster({})
     assert (cluster.rank, cluster.world_size, cluster.node_num) == (1, 2, 2)
     assert cluster.endpoints == ENDPOINTS

@@ -86,7 +86,7 @@ HISTORY = [
 ]  # fmt: skip
 
 
-def test_the_surviving_line_is_told_backwards_from_the_last_checkpoint() -> None:
+def test_stretches_are_followed_backwards_from_the_last_checkpoint() -> None:
     stretches = surviving(HISTORY, "d")
     assert stretches == [
         Stretch(0, 3, (0, 0), (0, 6)),
@@ -105,7 +105,7 @@ def test_a_rank_that_was_killed_before_its_line_for_a_checkpoint_is_known_by_its
     assert surviving([*lines, *told], "d") == surviving(HISTORY, "d")
 
 
-def test_a_checkpoint_that_nobody_has_written_is_an_error() -> None:
+def test_a_checkpoint_that_no_attempt_wrote_is_an_error() -> None:
     with pytest.raises(ValueError, match="no attempt wrote the checkpoint"):
         surviving([each for each in HISTORY if each.get("digest") != "b"], "d")
 

@@ -258,7 +258,7 @@ def test_a_strategy_from_a_name_or_a_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_assignment_is_told_at_once(name: str, value: object, message: str) -> None:
+def test_a_wrong_assignment_is_an_error_at_once(name: str, value: object, message: str) -> None:
     assert refusal(name, value) == message
 
 
@@ -276,7 +276,7 @@ def test_recompute_without_checkpoints_says_that_nothing_is_recomputed() -> None
     assert any("without any, nothing is recomputed" in sentence for sentence in sentences)
 
 
-def test_the_loss_scales_numbers_of_fleet_are_taken_over() -> None:
+def test_the_loss_scales_numbers_of_fleet_are_adopted() -> None:
     numbers = {"incr_every_n_steps": 10, "decr_every_n_nan_or_inf": 1, "incr_ratio": 4.0, "decr_ratio": 0.5}
     profile = DistributedStrategy(amp=True, amp_configs=numbers).to_profile()
     assert {name: getattr(profile, f"amp_{name}") for name in numbers} == numbers
@@ -371,7 +371,7 @@ def test_mixed_precision_is_the_same_whichever_comes_first(configs: dict[str, An
     assert first.to_profile().settings() == second.to_profile().settings() == {"name": "strategy"} | settings
 
 
-def test_a_loss_scale_in_fleet_1_8s_words_is_taken_over() -> None:
+def test_a_loss_scale_in_fleet_1_8s_names_is_adopted() -> None:
     strategy = DistributedStrategy(use_amp=True, amp_loss_scaling=2**10)
     assert strategy.to_profile().amp_init_loss_scaling == 1024.0
 
@@ -385,7 +385,7 @@ def test_a_loss_scale_in_fleet_1_8s_words_is_taken_over() -> None:
         ("gradient_merge_configs.k_steps", {"k_steps": 4}, "gradient_merge"),
     ],
 )
-def test_a_configuration_without_its_switch_is_told(name: str, configs: dict[str, Any], switch: str) -> None:
+def test_a_configuration_without_its_switch_is_reported(name: str, configs: dict[str, Any], switch: str) -> None:
     strategy = DistributedStrategy(**{f"{switch}_configs": configs})
     with pytest.raises(ProfileError) as caught:
         strategy.to_profile()
@@ -410,7 +410,7 @@ def test_the_same_switch_over_a_profile_that_has_it_on_changes_nothing() -> None
     assert strategy.to_profile() == Profile(name="mine", accumulate_steps=2, amp_level="O1")
 
 
-def test_a_compression_that_a_later_field_takes_away_is_told() -> None:
+def test_a_compression_that_a_later_field_removes_is_reported() -> None:
     strategy = DistributedStrategy(dgc=True, fp16_allreduce=True)
     with pytest.raises(ProfileError) as caught:
         strategy.to_profile()
@@ -468,7 +468,7 @@ def test_a_switch_that_is_left_off_asks_for_nothing(name: str) -> None:
     assert applied_mappings(strategy.to_profile()) == []
 
 
-def test_a_wrong_execution_setting_is_told() -> None:
+def test_a_wrong_execution_setting_is_reported() -> None:
     strategy = DistributedStrategy()
     with pytest.raises(
         ProfileError, match=r"^exec_strategy\.num_thread: unknown attribute; did you mean 'num_threads'\?$"
@@ -504,7 +504,7 @@ def test_an_execution_strategy_moves_from_one_strategy_to_another() -> None:
     assert second.num_threads == 5
 
 
-def test_contradictions_are_told_when_the_strategy_is_used() -> None:
+def test_contradictions_are_reported_when_the_strategy_is_used() -> None:
     strategy = DistributedStrategy(fuse_grad_size_in_MB=4)
     strategy.fuse_all_reduce_ops = False
     message = r"^DistributedStrategy\.fuse_grad_size_in_MB: has no effect while fuse_all_reduce_ops is false"
@@ -512,7 +512,7 @@ def test_contradictions_are_told_when_the_strategy_is_used() -> None:
         strategy.to_profile()
 
 
-def test_a_contradiction_is_told_under_the_name_that_was_assigned() -> None:
+def test_a_contradiction_is_reported_under_the_name_that_was_assigned() -> None:
     strategy = DistributedStrategy()
     strategy.localsgd_configs = {"k_steps": 2}
     message = r"^DistributedStrategy\.localsgd_configs\.k_steps \(read as local_sgd_steps\): has no effect while"
@@ -520,7 +520,7 @@ def test_a_contradiction_is_told_under_the_name_that_was_assigned() -> None:
         strategy.to_profile()
 
 
-def test_a_setting_that_does_nothing_beside_a_choice_is_told_when_the_strategy_is_used() -> None:
+def test_a_setting_without_effect_beside_a_choice_is_reported_when_the_strategy_is_used() -> None:
     strategy = DistributedStrategy(use_local_sgd=True, outer_lr=0.7)
     with pytest.raises(ProfileError) as caught:
         strategy.to_profile()
@@ -639,7 +639,7 @@ def change(message: Any, path: str) -> None:
         setattr(message, name, f"{value}x" if isinstance(value, str) else value + 1)
 
 
-def test_knobs_of_the_stock_strategy_are_taken_over(stock: Callable[[], Any]) -> None:
+def test_knobs_of_the_stock_strategy_are_adopted(stock: Callable[[], Any]) -> None:
     given = stock()
     given.nccl_comm_num = 2
     given.fuse_grad_size_in_num = 10
@@ -671,7 +671,7 @@ def test_fleets_own_default_counts_when_it_was_assigned(stock: Callable[[], Any]
     assert DistributedStrategy.from_stock(given).to_profile().fuse_grad_size_in_MB == 32.0
 
 
-def test_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs(stock: Callable[[], Any]) -> None:
+def test_local_sgd_of_the_stock_strategy_is_adopted_with_its_configs(stock: Callable[[], Any]) -> None:
     given = stock()
     given.localsgd = True
     given.localsgd_configs = {"k_steps": 4, "begin_step": 30}
@@ -689,7 +689,7 @@ def test_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs(stock: C
     ]
 
 
-def test_adaptive_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs(stock: Callable[[], Any]) -> None:
+def test_adaptive_local_sgd_of_the_stock_strategy_is_adopted_with_its_configs(stock: Callable[[], Any]) -> None:
     given = stock()
     given.adaptive_localsgd = True
     given.adaptive_localsgd_configs = {"init_k_steps": 4, "begin_step": 30}
@@ -737,7 +737,7 @@ def test_adaptive_local_sgd_of_the_stock_strategy_is_taken_over_with_its_configs
         ("amp", {"use_pure_bf16": True}, {"amp_level": "O2", "amp_dtype": "bfloat16"}),
     ],
 )
-def test_a_switch_of_the_stock_strategy_is_taken_over_with_its_configs(
+def test_a_switch_of_the_stock_strategy_is_adopted_with_its_configs(
     switch: str, configs: dict[str, Any], settings: dict[str, Any], stock: Callable[[], Any]
 ) -> None:
     given = stock()
@@ -802,7 +802,7 @@ def test_two_fields_of_a_stock_strategy_that_ask_for_different_things_are_refuse
     )
 
 
-def test_hierarchical_allreduce_of_the_stock_strategy_is_taken_over(stock: Callable[[], Any]) -> None:
+def test_hierarchical_allreduce_of_the_stock_strategy_is_adopted(stock: Callable[[], Any]) -> None:
     given = stock()
     given.use_hierarchical_allreduce = True
     given.hierarchical_allreduce_inter_nranks = 4
@@ -815,7 +815,7 @@ def test_hierarchical_allreduce_of_the_stock_strategy_is_taken_over(stock: Calla
     }
 
 
-def test_fields_that_the_stock_class_keeps_outside_its_protobuf_are_heard(stock: Callable[[], Any]) -> None:
+def test_fields_that_the_stock_class_keeps_outside_its_protobuf_are_read(stock: Callable[[], Any]) -> None:
     given = stock()
     given.fuse_grad_size_in_TFLOPS = 3
     given.hybrid_configs = {"order": ["mp", "dp"]}

@@ -44,7 +44,7 @@ def test_test_processes_side_by_side_are_given_different_ports() -> None:
     assert max(slice_of({})) < lowest
 
 
-def test_values_and_arrays_come_back_by_rank(tmp_path: Path) -> None:
+def test_values_and_arrays_are_returned_by_rank(tmp_path: Path) -> None:
     script = """
         import os
         import numpy as np

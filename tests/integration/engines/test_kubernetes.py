@@ -149,7 +149,7 @@ def test_a_launcher_in_each_pod_finds_the_others(
         pods.remove()
 
 
-def test_ranks_in_pods_meet_without_a_launcher(job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path) -> None:
+def test_ranks_in_pods_join_without_a_launcher(job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path) -> None:
     pods = Pods(machines, NAMES[volcano])
     try:
         both = [start(job, pods, pod, volcano, [str(SCRIPT)], tmp_path) for pod in (1, 0)]

@@ -47,7 +47,7 @@ def steps(output: Path) -> list[int]:
     return [line["step"] for line in lines if "train/loss" in line]
 
 
-def test_a_rank_that_is_killed_goes_on_from_the_newest_checkpoint(bench: Bench) -> None:
+def test_a_killed_rank_resumes_from_the_newest_checkpoint(bench: Bench) -> None:
     output = start(bench, "--epochs=20", "--evaluate_every=20")
     bench.wait_for(lambda: len(list(output.glob("checkpoints/step-*"))) > 3, "checkpoints", 60.0)
     os.kill(json.loads(bench.log("node1/log/workerend.0.json"))["pid"], signal.SIGKILL)

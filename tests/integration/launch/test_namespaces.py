@@ -53,7 +53,7 @@ def test_each_machine_finds_its_place_and_the_interface_to_the_other(tmp_path: P
 
 
 @pytest.mark.root
-def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path: Path) -> None:
+def test_a_machine_whose_link_is_down_is_named_in_time_and_rejoins(tmp_path: Path) -> None:
     script = write_script(_WAIT, tmp_path)
     with two_machines() as machines, Job(tmp_path) as job:
         flags = "--max_restarts=1 --lost_node_timeout=3 --rejoin_timeout=60".split()
@@ -82,7 +82,7 @@ def test_a_machine_whose_wire_is_pulled_is_named_in_time_and_taken_back(tmp_path
 
 
 @pytest.mark.root
-def test_training_goes_on_from_its_checkpoint_on_the_machine_that_is_left(tmp_path: Path) -> None:
+def test_training_resumes_from_its_checkpoint_on_the_remaining_machine(tmp_path: Path) -> None:
     output = tmp_path / "out"
     train = f"--model=mlp --data=digits --epochs=20 --checkpoint_every=1 --evaluate_every=20 --output_dir={output}"
     flags = "--max_restarts=1 --min_nodes=1 --lost_node_timeout=3 --rejoin_timeout=2".split()

@@ -52,7 +52,7 @@ time.sleep(120)
         ("wait", "wrapper", 137, 1, "ended without a trace (its wrapper process was killed)"),
     ],
 )
-def test_the_root_cause_decides_the_exit_code_and_nobody_is_left(
+def test_the_root_cause_decides_the_exit_code_and_no_process_is_left(
     bench: Bench, rank_0: str, rank_1: str, exit_code: int, root_cause: int, how: str
 ) -> None:
     (bench.folder / "here").mkdir()

@@ -75,7 +75,7 @@ def test_train_is_quiet_unless_verbose(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_user_asks_for_comes_first(tmp_path: Path) -> None:
+def test_the_users_settings_have_precedence(tmp_path: Path) -> None:
     shown = paddles(run(tmp_path, *TRAIN, "--output_dir=a", GLOG_minloglevel="0", PYTHONWARNINGS="default"))
     assert any("pir_interpreter.cc" in line for line in shown)
     assert any("ccache" in line for line in shown)
@@ -89,7 +89,7 @@ def test_plan_of_a_script_shows_the_scripts_lines_alone(tmp_path: Path) -> None:
     assert paddles(run(tmp_path, "plan", "--nodes=2", "--verbose", f"--script={script}")) != []
 
 
-def test_launch_shows_the_scripts_lines_alone_and_the_log_has_all(bench: Bench) -> None:
+def test_launch_shows_only_the_scripts_lines_and_the_log_has_all(bench: Bench) -> None:
     launcher = bench.start(SCRIPT, flags=["--nproc_per_node=2"])
     assert launcher.process.wait(timeout=90) == 0, launcher.output
     assert paddles(launcher.output) == []

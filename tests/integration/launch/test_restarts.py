@@ -115,7 +115,7 @@ def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Benc
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_killed_during_a_restart_leaves_nobody(bench: Bench) -> None:
+def test_a_launcher_that_is_killed_during_a_restart_leaves_no_process(bench: Bench) -> None:
     first, second = start_two(bench, "kill")
     bench.wait_for_output("restart 1 of 3", "node0.log")
     time.sleep(1.5)  # the stock launchers of the second attempt are starting

@@ -34,7 +34,7 @@ def test_three_kills_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]
 
 @pytest.mark.root
 @pytest.mark.timeout(420)  # twelve starts of a rank, and more than a minute of waiting for lost machines
-def test_a_lost_first_disk_a_frozen_leader_and_a_pulled_wire_lose_nothing(tmp_path: Path) -> None:
+def test_a_lost_first_disk_a_frozen_leader_and_a_cut_link_lose_nothing(tmp_path: Path) -> None:
     small = "--faults machine:0,frozen:leader,cut --epochs 8 --step_seconds 0.2".split()
     command = [str(ROOT / "tools" / "soak.py"), *small, "--output", str(tmp_path / "record"), "--keep", str(tmp_path)]
     done = subprocess.run(

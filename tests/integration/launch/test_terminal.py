@@ -40,7 +40,7 @@ def pipe(bench: Bench) -> Iterator[Path]:
     os.close(reader)
 
 
-def test_a_failure_is_noticed_while_nobody_reads(bench: Bench, pipe: Path) -> None:
+def test_a_failure_is_noticed_while_no_one_reads_the_output(bench: Bench, pipe: Path) -> None:
     launcher = bench.start(_SCRIPT, "7", str(bench.folder), flags=_TWO, shell=f'"$@" >{pipe}')
     assert launcher.process.wait(timeout=120) == 7, launcher.output
     assert "rank 1" in next(line for line in launcher.output.splitlines() if "the job has failed" in line)
@@ -48,7 +48,7 @@ def test_a_failure_is_noticed_while_nobody_reads(bench: Bench, pipe: Path) -> No
     assert bench.job.leftovers() == []
 
 
-def test_a_signal_is_heard_while_nobody_reads_anything(bench: Bench, pipe: Path) -> None:
+def test_a_signal_is_handled_while_no_one_reads_the_output(bench: Bench, pipe: Path) -> None:
     launcher = bench.start(_SCRIPT, "wait", str(bench.folder), flags=_TWO, shell=f'exec "$@" >{pipe} 2>&1')
     bench.wait_for((bench.folder / "said").exists, "rank 0 has said all")
     send(launcher, signal.SIGTERM)

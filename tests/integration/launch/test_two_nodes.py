@@ -85,7 +85,7 @@ def test_every_node_shows_the_same_root_cause(bench: Bench) -> None:
     bench.no_orphans_within(1.0)
 
 
-def test_a_launcher_that_is_killed_leaves_nobody_and_the_others_are_told(bench: Bench) -> None:
+def test_a_killed_launcher_leaves_no_process_and_the_others_get_an_error(bench: Bench) -> None:
     first, second = bench.start_two(_SLEEP)
     bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
     assert len(list(bench.temporary.glob("fleet_train-launch-*"))) == 2
@@ -111,7 +111,7 @@ def test_kill_of_one_launcher_ends_the_job_on_all_nodes(bench: Bench) -> None:
     bench.no_orphans_within(1.0)
 
 
-def test_nodes_that_were_started_differently_are_told_before_a_rank_starts(bench: Bench) -> None:
+def test_nodes_that_were_started_differently_are_refused_before_a_rank_starts(bench: Bench) -> None:
     script = "print('a rank ran')"
     bench.start(script, node=0, flags=["--nproc_per_node=1"])
     bench.start(script, node=1, flags=["--nproc_per_node=1", "--strategy=multi_node"])

@@ -101,7 +101,7 @@ def copies_made(run: Path) -> float:
 
 
 @pytest.mark.long
-def test_a_job_that_was_killed_goes_on_without_the_disk_of_its_first_node(nodes: Nodes, undisturbed: Path) -> None:
+def test_a_killed_job_resumes_without_the_disk_of_its_first_node(nodes: Nodes, undisturbed: Path) -> None:
     with Job(nodes.folder / "killed") as job:
         nodes.start(job, [0, 1], COPIES, "--background_checkpoints")
         nodes.wait_for_copy(job)
@@ -116,7 +116,7 @@ def test_a_job_that_was_killed_goes_on_without_the_disk_of_its_first_node(nodes:
 
 
 @pytest.mark.long
-def test_others_go_on_without_the_first_node_and_take_it_in_again_with_an_empty_disk(
+def test_others_continue_without_the_first_node_and_it_rejoins_with_an_empty_disk(
     nodes: Nodes, undisturbed: Path
 ) -> None:
     nodes.train([0, 1], COPIES, "--stop_after_epochs=1")
@@ -164,7 +164,7 @@ def test_three_nodes_keep_what_three_are_asked_for(nodes: Nodes) -> None:
 
 
 @pytest.mark.long
-def test_an_older_run_that_a_node_has_kept_does_not_come_back(nodes: Nodes) -> None:
+def test_an_older_run_that_a_node_has_kept_is_not_resumed(nodes: Nodes) -> None:
     nodes.train([0, 1], COPIES)
     older = nodes.files(1)
     shutil.copytree(nodes.run(1), nodes.folder / "kept")

@@ -61,7 +61,7 @@ def assert_its_command_shows_the_curves(folder: Path, output: str) -> None:
 
 
 @pytest.mark.long
-def test_interrupted_demo_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         demo = job.start("demo", python(str(DEMO)), clean_environ())
         job.wait_until(lambda: "epoch  1/20" in demo.output, 60, "the first epoch is done")

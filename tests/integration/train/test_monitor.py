@@ -74,7 +74,7 @@ def ends_without_a_trace(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_page_answers_once_the_address_is_printed_and_nobody_else_is_asked(tmp_path: Path) -> None:
+def test_the_page_answers_once_the_address_is_printed_and_loads_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_NO_INTERNET)
     connections = tmp_path / "connections"

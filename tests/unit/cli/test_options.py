@@ -75,6 +75,6 @@ def test_bounds_are_part_of_a_kind(of: click.ParamType, shown: str) -> None:
     assert kind(of) == shown
 
 
-def test_differences_name_what_is_gone_new_and_changed() -> None:
+def test_differences_name_what_is_removed_added_and_changed() -> None:
     told = differences({"--a": {"kind": "flag"}, "--b": {"kind": "text"}}, {"--b": {"kind": "integer"}, "--c": {}})
     assert told == ["--a: is gone", "--c: is new: {}", "--b: was {'kind': 'text'}, is {'kind': 'integer'}"]

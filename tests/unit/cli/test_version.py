@@ -59,7 +59,7 @@ def test_text_has_one_line_for_each_fact() -> None:
     assert {"cgroup", "container", "gpus", "engine", "variables"} <= set(names)
 
 
-def test_commit_of_a_checkout_is_told_and_its_changes() -> None:
+def test_the_commit_of_a_checkout_and_its_changes_are_reported() -> None:
     told = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     own = installed.own_version()
     if told.returncode != 0:
@@ -100,7 +100,7 @@ def test_names_of_variables_are_shown_and_no_value() -> None:
         ),
     ],
 )
-def test_engine_is_told_by_the_name_that_launch_takes(environ: dict[str, str], told: str) -> None:
+def test_engines_are_named_as_launch_names_them(environ: dict[str, str], told: str) -> None:
     assert facts_of(environ)["engine"] == told
 
 

@@ -59,7 +59,7 @@ def test_a_gpu_build_gets_threads_alone() -> None:
     assert advice.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1"}
 
 
-def test_a_process_that_an_engine_has_started_alone_is_left_as_it_is() -> None:
+def test_a_process_that_an_engine_started_alone_is_not_changed() -> None:
     environ = {**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"}
     advice.advise_this_process(environ, loaded=())
     assert "OMP_NUM_THREADS" not in environ

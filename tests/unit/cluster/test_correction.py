@@ -77,7 +77,7 @@ def test_a_script_that_reads_its_rank_above_the_import_is_warned_with_the_line(l
     assert line not in warning
 
 
-def test_without_a_correction_nothing_is_said() -> None:
+def test_without_a_correction_nothing_is_logged() -> None:
     assert warning_of("RANK = os.environ['PADDLE_TRAINER_ID']", {}) == ""
 
 
@@ -92,7 +92,7 @@ def uncorrected(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return before
 
 
-def test_a_process_is_corrected_once_and_its_launchers_words_are_kept(
+def test_a_process_is_corrected_once_and_its_launchers_values_are_kept(
     uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(correction, "parent_command", lambda: RECIPE)
@@ -113,7 +113,7 @@ def test_a_process_is_corrected_once_and_its_launchers_words_are_kept(
     assert warning_of(None).startswith("the stock launcher set PADDLE_TRAINER_ID")
 
 
-def test_where_nothing_was_corrected_the_launchers_words_are_the_environment(
+def test_without_a_correction_the_launchers_values_are_the_environment(
     uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(correction, "parent_command", lambda: ["bash"])

@@ -123,7 +123,7 @@ def test_one_task_in_a_larger_allocation_is_a_job_of_one_process() -> None:
     assert isinstance(cluster_from_environ({**SLURM, **one}), Cluster)
 
 
-def test_a_shell_of_an_allocation_is_told_of_its_nodes() -> None:
+def test_a_shell_of_an_allocation_gets_its_nodes_in_the_message() -> None:
     shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
     assert (detect(shell), allocated_nodes(shell), allocated_nodes(SLURM)) == (None, 2, 0)
 
@@ -250,7 +250,9 @@ def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
         (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
     ],
 )
-def test_what_an_engine_must_have_said_is_named_and_blank_is_not_said(environ: dict[str, str], name: str) -> None:
+def test_a_missing_variable_of_an_engine_is_named_and_blank_counts_as_missing(
+    environ: dict[str, str], name: str
+) -> None:
     with pytest.raises(ClusterError, match=name):
         detect({**environ, name: " "})
 

@@ -33,7 +33,7 @@ def test_an_exception_is_this_ranks_own_failure() -> None:
     assert max(map(len, report.traceback)) <= 240
 
 
-def test_who_is_missed_has_failed_and_who_was_told_has_nothing_to_report() -> None:
+def test_a_missing_rank_has_failed_and_a_notified_one_reports_nothing() -> None:
     error = WorkerFailed("step 4: rank 0, rank 1 did not arrive within 2 s")
     with_absent(error, [Absence(0, "missing", "did not arrive"), Absence(1, "missing", "did not arrive")], " at step 4")
     reports = reports_of(error, THIS, NAME, "stopped with {kind}")

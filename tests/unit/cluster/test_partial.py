@@ -58,7 +58,7 @@ def test_three_ranks_learn_where_they_are(tmp_path: Path, free_ports: Callable[.
     ]
 
 
-def test_slurms_nodes_are_told_apart_on_one_machine(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+def test_slurms_nodes_on_one_machine_are_distinguished(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port = free_ports(2, ["127.0.0.2", "127.0.0.3"])
     common = {
         "SLURM_JOB_ID": "1",
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, free_ports: Callable
         assert "within 3 s" in one.output
 
 
-def test_rank_0_on_another_machine_than_said_is_told_so(tmp_path: Path) -> None:
+def test_rank_0_on_another_machine_than_configured_is_an_error(tmp_path: Path) -> None:
     (one,) = meet(tmp_path, [variables(0, 2, 6170, MASTER_ADDR="198.51.100.7")])
     assert "says that it is on 198.51.100.7, which is not one of this machine's addresses" in one.output
     (one,) = meet(tmp_path, [variables(0, 2, 6170, FLEET_TRAIN_MASTER="198.51.100.8:6170")])
@@ -98,14 +98,14 @@ def test_the_master_given_goes_before_what_the_engine_says() -> None:
         locate(started, {"FLEET_TRAIN_MASTER": ":7"})
 
 
-def test_an_own_name_that_means_the_own_machine_only_is_no_place_to_meet_at() -> None:
+def test_a_host_name_that_resolves_to_loopback_is_no_endpoint() -> None:
     started = Started("an engine", 0, 2, master="localhost")
     assert locate(started, {}).is_alias
     assert not locate(Started("an engine", 0, 2, local_count=2, master="localhost"), {}).is_alias
     assert not locate(Started("an engine", 0, 2, master="127.0.0.1"), {}).is_alias
 
 
-def test_names_that_nobody_knows_are_named() -> None:
+def test_unknown_names_are_named() -> None:
     with pytest.raises(ClusterError, match="the names of the nodes cannot be resolved here"):
         resolve_hosts(["no-such-node.invalid"], by_slurm=False)
     with pytest.raises(ClusterError, match=r"no-such-node\.invalid"):
@@ -133,7 +133,7 @@ def test_names_that_nobody_knows_are_named() -> None:
         ),
     ],
 )
-def test_ranks_from_what_each_has_told(told: dict[int, list[object]], expected: list[tuple[str, int, int]]) -> None:
+def test_ranks_from_what_each_reported(told: dict[int, list[object]], expected: list[tuple[str, int, int]]) -> None:
     found = ranks_of(dict(reversed(told.items())), 7000)
     assert [(rank.host, rank.node_index, rank.local_index) for rank in found] == expected
     assert len({rank.endpoint for rank in found}) == len(found)
@@ -162,7 +162,7 @@ def test_a_name_that_gets_another_address_is_looked_up_again(monkeypatch: pytest
     assert not Callers(["10.0.0.9"]).may_change
 
 
-def test_strangers_make_nobody_look_up_names_more_often_than_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_cause_a_lookup_of_names_at_most_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     looks: list[float] = []
     monkeypatch.setattr(callers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))

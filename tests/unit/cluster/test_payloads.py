@@ -25,7 +25,7 @@ def test_the_slowest_member_has_the_longest_step(told: list[float | None], slowe
     assert barrier.result() == barrier.part() == ({"slowest": slowest, "stop": None}, b"")
 
 
-def test_the_lowest_member_that_asks_for_a_stop_is_heard() -> None:
+def test_the_lowest_member_that_requests_a_stop_counts() -> None:
     barrier = reduced({"slowest": 1.0}, {"slowest": 1.0, "stop": [1, "z"]}, {"slowest": 1.0, "stop": [2, "a"]})
     assert barrier.stop == (1, "z")
     barrier = reduced({"slowest": 1.0, "stop": [2, "a"]}, {"slowest": 1.0, "stop": [1, "z"]}, {"slowest": 1.0})

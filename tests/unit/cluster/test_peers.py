@@ -71,7 +71,7 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
 
 
 @pytest.mark.usefixtures("machine")
-def test_open_mpis_processes_ask_over_pmix_or_meet_where_mpirun_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_mpis_processes_use_pmix_or_the_host_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["10.0.0.1:7001/abc", "", "", ""]
     monkeypatch.setattr(peers.pmix, "exchange", lambda *_: told.pop(0))
     started = Started("Open MPI", 1, 2, port=7000)
@@ -120,7 +120,7 @@ def test_names_of_slurm_are_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_hosts(("n1", "n2"), by_slurm=False)
 
 
-def test_who_trains_alone_in_an_allocation_of_several_nodes_is_told() -> None:
+def test_a_single_process_in_an_allocation_of_several_nodes_gets_a_hint() -> None:
     shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
     assert "Slurm allocated 2 nodes to the job, but srun did not start this" in alone_in_allocation(shell)
     for environ in ({}, shell | {"SLURM_JOB_NUM_NODES": "1"}, shell | {"FLEET_TRAIN_STORE": "10.0.0.1:6171"}):

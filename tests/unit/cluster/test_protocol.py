@@ -169,7 +169,7 @@ def test_values_of_members_travel_in_their_order() -> None:
             unpack(body)
 
 
-def test_a_part_that_is_said_again_replaces_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_part_replaces_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet_train.cluster.store.protocol.payloads.MOST_GATHERED_BYTES", 10)
     gathered = Gathered()
     for value in (b"12345", b"1234567", b"123"):
@@ -182,7 +182,7 @@ def test_a_part_that_is_said_again_replaces_what_was_said(monkeypatch: pytest.Mo
         Gathered().add(Word(0b11, 2, Fields({"part": True}), pack({0: b""})))
 
 
-def test_of_very_many_different_values_the_last_ones_are_told_together() -> None:
+def test_of_very_many_different_values_the_last_ones_are_summarised() -> None:
     compared = Compared()
     for member in range(70):
         compared.add(Word(1 << member, 70, Fields({}), str(member).encode()))
@@ -196,7 +196,7 @@ def test_of_very_many_different_values_the_last_ones_are_told_together() -> None
     assert len(above.variants) == 64
 
 
-def test_of_equal_values_nothing_but_that_is_told() -> None:
+def test_equal_values_are_reported_as_equal_only() -> None:
     compared = Compared()
     for member in range(3):
         compared.add(Word(1 << member, 3, Fields({}), b"[1]"))
@@ -345,7 +345,7 @@ def test_refusals_say_why_and_whether_to_try_again(answer: dict[str, Any], is_te
     assert (refusal.value.kind, refusal.value.is_temporary) == (answer["error"], is_temporary)
 
 
-def test_the_job_of_a_process_is_its_launchers_or_what_it_is_told() -> None:
+def test_the_job_of_a_process_is_its_launchers_or_the_given_one() -> None:
     assert Access.of({"FLEET_TRAIN_JOB_ID": "launched"}, job="told") == Access("launched")
     assert Access.of({}, "10.0.0.1", "told") == Access("told", None, "10.0.0.1")
     assert Access.of({}) == Access()
@@ -385,7 +385,7 @@ def test_few_are_named_and_many_are_counted() -> None:
     assert str(many) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (9 in all) did not arrive"
 
 
-def test_who_is_gone_is_named_with_the_reason() -> None:
+def test_a_lost_member_is_named_with_the_reason() -> None:
     error = said({"error": "gone"}, [[[[3, 3]], "left"], [[[1, 2]], "its connection broke"]])
     assert str(error) == (
         "rank 3 finished and left the job while others still wait for it (unequal numbers of steps, or an exit?); "
@@ -399,13 +399,13 @@ def test_who_is_gone_is_named_with_the_reason() -> None:
     assert "rank 1 was lost (silent: the process" in str(left)
 
 
-def test_many_that_are_gone_are_told_by_their_reasons() -> None:
+def test_many_lost_members_are_grouped_by_their_reasons() -> None:
     error = said({"error": "gone"}, [[[[0, 4]], "silent"], [[[6, 9]], "left"]])
     assert str(error).startswith("rank 0, rank 1, rank 2, rank 3, rank 4: was lost (silent: ")
     assert len(error.absent) == 8
 
 
-def test_members_at_different_places_are_told_what_to_mend() -> None:
+def test_members_at_different_places_get_the_fix() -> None:
     steps = said({"error": "crossed"}, [[[[1, 1]], "step 2", ""], [[[0, 0]], "step 3", ""]])
     assert str(steps) == (
         "the ranks wait for each other at different points: rank 0 at 'step 3', rank 1 at 'step 2'; every rank must "
@@ -437,18 +437,18 @@ def test_members_at_different_places_are_told_what_to_mend() -> None:
         ({"error": "odd"}, ClusterError, "answered 'odd'"),
     ],
 )
-def test_other_refusals_in_words(answer: dict[str, Any], kind: type[FleetTrainError], words: str) -> None:
+def test_messages_of_other_refusals(answer: dict[str, Any], kind: type[FleetTrainError], words: str) -> None:
     error = said(answer)
     assert type(error) is kind
     assert words in str(error)
 
 
-def test_a_failure_is_told_by_its_message_or_as_it_is() -> None:
+def test_a_failure_is_reported_by_its_message_or_as_it_is() -> None:
     assert str(said({"error": "failed"}, {"message": "out of memory"})) == "out of memory"
     assert str(said({"error": "failed"}, {"exit_code": 7})) == "{'exit_code': 7}"
 
 
-def test_a_secret_that_is_too_short_is_told_by_the_name_of_its_variable(tmp_path: Path) -> None:
+def test_a_secret_that_is_too_short_is_named_by_its_variable(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("short")
     file.chmod(0o600)

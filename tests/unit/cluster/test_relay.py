@@ -79,7 +79,7 @@ def test_every_member_gets_the_value_of_one(tree: Tree, source: int) -> None:
     assert found == [source * 10] * SIZE
 
 
-def test_equal_values_are_equal_and_others_are_told_with_those_who_bring_them(tree: Tree) -> None:
+def test_different_values_are_reported_with_the_members_that_have_them(tree: Tree) -> None:
     assert tree.all(lambda client: client.compare("facts", {"a": 1}, SIZE, 10)) == [[]] * SIZE
     found = tree.all(lambda client: client.compare("facts", client.member in (3, 4, 9), SIZE, 10))
     assert found == [[([[0, 2], [5, 8], [10, 13]], False), ([[3, 4], [9, 9]], True)]] * SIZE
@@ -92,7 +92,7 @@ def test_of_many_different_values_the_first_few_are_shown(tree: Tree) -> None:
     assert sum(value is not None for _, value in found[0]) == 4
 
 
-def test_a_step_barrier_reduces_and_what_each_has_told_is_read_when_asked(tree: Tree) -> None:
+def test_a_step_barrier_reduces_and_each_members_payload_can_be_read(tree: Tree) -> None:
     def step(client: StoreClient, number: int) -> Any:
         stop = "SIGTERM" if number == 2 and client.member in (6, 11) else None
         note = StepNote(1 + client.member % 2, 10.0 * client.member, float(number), stop)
@@ -137,7 +137,7 @@ def test_a_member_that_dies_is_named_to_all_at_once(tree: Tree) -> None:
     assert tree.clients[0].gone() == {11: "its connection broke"}
 
 
-def test_a_member_that_leaves_is_told_apart(tree: Tree) -> None:
+def test_a_member_that_leaves_is_distinguished(tree: Tree) -> None:
     tree.clients[8].leave()
     error = tree.all(lambda client: client.barrier("step 4", None, SIZE, 60), [0])[0]
     assert "rank 8 finished and left the job" in str(error)
@@ -175,7 +175,7 @@ def test_a_frozen_relay_is_named_within_its_silence(tree: Tree) -> None:
     assert all("the relay of node 2 was not heard of for 1 s" in str(error) for error in found), found
 
 
-def test_members_below_a_frozen_root_are_told(tree: Tree) -> None:
+def test_members_below_a_frozen_root_get_an_error(tree: Tree) -> None:
     resume = threading.Event()
     tree.servers[0]._loop.call_soon_threadsafe(resume.wait)
     try:
@@ -185,7 +185,7 @@ def test_members_below_a_frozen_root_are_told(tree: Tree) -> None:
     assert all("no longer answers" in str(error) for error in found), found
 
 
-def test_members_at_different_points_are_told(tree: Tree) -> None:
+def test_members_at_different_points_get_an_error(tree: Tree) -> None:
     def meet(client: StoreClient) -> Any:
         return client.barrier("step 12" if client.member < 9 else "all_reduce 0", None, SIZE, 30)
 
@@ -196,7 +196,7 @@ def test_members_at_different_points_are_told(tree: Tree) -> None:
     )
 
 
-def test_a_disagreement_on_the_number_of_members_is_told(tree: Tree) -> None:
+def test_a_disagreement_on_the_number_of_members_is_an_error(tree: Tree) -> None:
     found = tree.all(lambda client: client.barrier("join", None, SIZE if client.member else 20, 5))
     assert any("says that the job has" in str(error) for error in found)
     assert all(isinstance(error, FleetTrainError) for error in found)

@@ -554,7 +554,7 @@ async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -
         answer(relay, {"to": to})
 
 
-def test_what_is_more_than_can_be_held_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet_train.cluster.store.protocol.payloads.MOST_GATHERED_BYTES", 10)
 
     @in_virtual_time

@@ -50,7 +50,7 @@ def test_get_of_unknown_key_is_none(server: StoreServer) -> None:
     assert connect(server, 0).get("nothing") is None
 
 
-def test_gather_gives_everybody_all_values(server: StoreServer) -> None:
+def test_gather_gives_every_member_all_values(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     thread, results = in_thread(lambda: two.all_gather("join", "b", 2, 5))
     assert one.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
@@ -108,7 +108,7 @@ def test_member_that_dies_inside_a_gather_is_named(server: StoreServer) -> None:
     assert results
 
 
-def test_member_that_left_is_told_apart_from_one_that_died(server: StoreServer) -> None:
+def test_a_member_that_left_is_distinguished_from_one_that_died(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     two.leave()
     with pytest.raises(WorkerFailed, match="rank 1 finished and left the job"):
@@ -124,7 +124,7 @@ def test_connection_that_is_not_watched_may_close(server: StoreServer) -> None:
     thread.join()
 
 
-def test_first_failure_report_stands_and_wakes_the_waiters(server: StoreServer) -> None:
+def test_the_first_failure_report_counts_and_wakes_the_waiters(server: StoreServer) -> None:
     one, two, three = (connect(server, i) for i in range(3))
     thread, results = in_thread(lambda: one.all_gather("step", None, 3, 30))
     time.sleep(0.05)
@@ -203,7 +203,7 @@ time.sleep(60)
 """
 
 
-def test_a_forked_child_neither_speaks_for_its_parent_nor_hides_its_death(server: StoreServer) -> None:
+def test_a_forked_child_neither_sends_for_its_parent_nor_hides_its_death(server: StoreServer) -> None:
     one = connect(server, 0)
     command = [sys.executable, "-c", _FORKS, server.endpoint]
     options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": clean_environ()}
@@ -221,7 +221,7 @@ def test_a_forked_child_neither_speaks_for_its_parent_nor_hides_its_death(server
             os.killpg(parent.pid, signal.SIGKILL)
 
 
-def test_disagreement_on_the_world_size_is_told_to_both(server: StoreServer) -> None:
+def test_both_get_a_disagreement_on_the_world_size(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     thread, results = in_thread(lambda: one.all_gather("join", None, 4, 30))
     time.sleep(0.05)
@@ -255,7 +255,7 @@ def test_server_that_stops_is_named_to_its_clients(server: StoreServer) -> None:
         client.get("x")
 
 
-def test_stranger_that_speaks_another_protocol_does_no_harm(server: StoreServer) -> None:
+def test_a_stranger_with_another_protocol_does_no_harm(server: StoreServer) -> None:
     import socket
 
     with socket.create_connection((server.host, server.port)) as stranger:
@@ -266,7 +266,7 @@ def test_stranger_that_speaks_another_protocol_does_no_harm(server: StoreServer)
     assert client.get("a") == 1
 
 
-def test_members_that_wait_for_each_other_at_different_points_are_told(server: StoreServer) -> None:
+def test_members_that_wait_for_each_other_at_different_points_get_an_error(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     thread, results = in_thread(lambda: one.all_gather("step 12", None, 2, 30))
     with pytest.raises(ScheduleMismatch, match="rank 0 at 'step 12', rank 1 at 'all_reduce 0'"):
@@ -288,7 +288,7 @@ def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
     assert server.connected_members(scope="1") >= {0}
 
 
-def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreServer) -> None:
+def test_a_silent_member_is_lost_in_every_scope_and_may_return(server: StoreServer) -> None:
     def participant() -> StoreClient:
         return connect(server, 1, machine="b", silence_seconds=0.3)
 
@@ -307,7 +307,7 @@ def test_a_silent_member_is_lost_in_every_scope_and_may_come_back(server: StoreS
     elsewhere.close()
 
 
-def test_members_at_a_step_and_in_a_call_are_told_which_call_it_is(server: StoreServer) -> None:
+def test_members_at_a_step_and_in_a_call_get_the_name_of_the_call(server: StoreServer) -> None:
     one, two = connect(server, 0), connect(server, 1)
     thread, results = in_thread(lambda: two.all_gather("step 5", None, 2, 10))
     with pytest.raises(ScheduleMismatch) as caught:
@@ -329,7 +329,7 @@ def test_members_at_different_steps_are_asked_for_their_batches(server: StoreSer
     thread.join()
 
 
-def test_member_that_does_not_come_to_a_call_is_told_with_the_call(server: StoreServer) -> None:
+def test_a_member_missing_in_a_call_is_reported_with_the_call(server: StoreServer) -> None:
     one, _ = connect(server, 0), connect(server, 1)
     with pytest.raises(
         JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not arrive within 0\.2 s; call fleet\."

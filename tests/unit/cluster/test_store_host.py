@@ -43,7 +43,7 @@ def test_more_than_32_ranks_on_several_nodes_have_relays(nodes: int, ranks_per_n
     assert needs_relays(Cluster.imagined(nodes, ranks_per_node)) == relays
 
 
-def test_where_a_nodes_server_listens_and_whom_it_speaks_for() -> None:
+def test_where_a_nodes_server_listens_and_which_ranks_it_serves() -> None:
     root = Place.of(cluster(5, 12, 7000), 60.0)
     # 32 relays below it at most, and as many members.
     assert root == Place("127.0.0.2", 7000, HOSTS, 64, timeout_seconds=60.0)
@@ -85,7 +85,7 @@ def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -
         os.close(reader)
 
 
-def test_many_ranks_meet_over_the_helpers_of_their_nodes(free_ports: Callable[..., int]) -> None:
+def test_many_ranks_reach_barriers_over_the_helpers_of_their_nodes(free_ports: Callable[..., int]) -> None:
     each = 12
     port = free_ports(each, HOSTS)
     size = each * len(HOSTS)

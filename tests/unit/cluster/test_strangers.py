@@ -72,7 +72,7 @@ def members_meet(server: StoreServer, turns: int = 3) -> None:
 # addresses, jobs, secrets
 
 
-def test_an_address_outside_the_node_list_is_refused_and_told_once() -> None:
+def test_an_address_outside_the_node_list_is_refused_and_logged_once() -> None:
     said: list[str] = []
     server = started(callers=Callers(["127.0.0.2"]), say=said.append)
     try:
@@ -450,7 +450,9 @@ _FRAMES = st.builds(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(role=st.sampled_from(["member", "relay"]), frames=st.lists(_FRAMES | st.binary(max_size=40), max_size=6))
-def test_whatever_a_connection_says_the_others_meet(server: StoreServer, role: str, frames: list[bytes]) -> None:
+def test_whatever_a_connection_sends_the_others_pass_the_barrier(
+    server: StoreServer, role: str, frames: list[bytes]
+) -> None:
     assert server._state is not None
     server.open_root("fuzzed")
     with greet(server, role=role, round="fuzzed") as member:

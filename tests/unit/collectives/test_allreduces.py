@@ -105,7 +105,7 @@ def test_what_is_flat_has_no_cast_to_leave_out() -> None:
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize(("wire", "expected"), [("bfloat16", 2.0), ("float16", 2 + 2.0**-8)])
-def test_sum_in_16_bits_comes_back_in_the_buffers_dtype(wire: str, expected: float, on_host: bool) -> None:
+def test_a_sum_in_16_bits_has_the_buffers_dtype(wire: str, expected: float, on_host: bool) -> None:
     """Each brings 1 + 2**-9, which bfloat16 rounds to 1 and float16 holds."""
     every = [CastAllreduce(FlatAllreduce(Group(0)), wire, cast_for(on_host)) for _ in range(2)]
     found, sent = in_turn([one.sum([paddle.full([3], 1 + 2.0**-9)], more=True) for one in every])

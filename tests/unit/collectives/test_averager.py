@@ -284,7 +284,7 @@ def test_few_bits_carry_whole_numbers_exactly_and_belong_to_their_parameters(mor
         assert memory.state()["one.w.sums"].tolist() == [1]
 
 
-def test_few_bits_go_on_where_only_the_optimizers_state_follows() -> None:
+def test_a_quantised_averaging_has_more_stages_if_the_optimizers_state_follows() -> None:
     every = averagers(local_sgd_dtype="int8", quantised_block_size=32, local_sgd_momentum="average")
     for one in every:
         one.before_update(full(1.0))

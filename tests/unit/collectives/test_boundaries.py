@@ -62,7 +62,7 @@ def test_host_reads_along_up_to_the_first_update_and_never_again() -> None:
     assert program.device.early_reads == 3
 
 
-def test_count_that_was_loaded_is_taken_up_after_forgetting() -> None:
+def test_a_loaded_count_is_used_after_forgetting() -> None:
     program = Program(4)
     program.runs(6)
     program.counted = 3
@@ -72,7 +72,7 @@ def test_count_that_was_loaded_is_taken_up_after_forgetting() -> None:
 
 
 @pytest.mark.parametrize(("before", "counted"), list(itertools.product((4, 5, 6), (0, 1, 2))))
-def test_count_that_changes_between_two_steps_is_told_a_run_after_one_was_taken_for_another(
+def test_a_count_that_changes_between_two_steps_is_reported_a_run_after_the_first_mismatch(
     before: int, counted: int
 ) -> None:
     program = Program(3)

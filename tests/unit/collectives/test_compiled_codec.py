@@ -149,7 +149,7 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_numba")
-def test_without_numba_numpy_codes_and_that_is_said() -> None:
+def test_without_numba_numpy_codes_and_that_is_logged() -> None:
     assert type(make_codec(QuantisedSettings(8), on_host=True)) is HostCodec
     (notice,) = notices_of(on_host=True)
     assert notice.startswith("numpy encodes int8 and int4 and takes several times the processor time: numba does not ")
@@ -157,7 +157,7 @@ def test_without_numba_numpy_codes_and_that_is_said() -> None:
     assert notices_of(on_host=False) == []
 
 
-def test_with_numba_nothing_is_said() -> None:
+def test_with_numba_nothing_is_logged() -> None:
     assert type(make_codec(QuantisedSettings(8), on_host=True)) is CompiledCodec
     assert notices_of(on_host=True) == []
 
@@ -179,7 +179,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
-def test_loops_are_kept_in_a_folder_of_this_user_that_nobody_else_may_write_to(
+def test_loops_are_cached_in_a_folder_that_only_this_user_may_write_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loops_module = importlib.import_module("fleet_train.collectives.codec.loops")

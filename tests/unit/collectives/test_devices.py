@@ -79,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_moments_of_a_gpu_are_events_whose_milliseconds_are_told_as_seconds(gpu: Gpu) -> None:
+def test_a_gpus_events_give_seconds(gpu: Gpu) -> None:
     device = GpuDevice("gpu:0")
     first, second = device.moment(), device.moment()
     assert gpu.did == ["record 1", "record 2"]

@@ -53,12 +53,12 @@ def test_the_first_parameter_that_differs_and_the_ranks_in_the_minority_are_name
     assert told.endswith("(divergence_check_steps)")
 
 
-def test_equal_details_of_unequal_wholes_blame_nobody() -> None:
+def test_equal_details_of_unequal_wholes_blame_no_rank() -> None:
     told = replica_check.explain_drift(job_of({}), "step 7", NAMES, {rank: [1, 2] for rank in range(4)})
     assert told == "replicas have diverged at step 7"
 
 
-def test_equal_ranks_meet_once_and_unequal_ones_bring_their_digests() -> None:
+def test_equal_ranks_need_one_barrier_and_unequal_ones_send_their_digests() -> None:
     tensors = [paddle.to_tensor([1.0, 2.0]), paddle.to_tensor([[3]], dtype="int64")]
     mine = [zlib.crc32(np.array([1.0, 2.0], "<f4").tobytes()), zlib.crc32(np.array([3], "<i8").tobytes())]
     assert replica_check.digests(tensors) == mine

@@ -69,7 +69,7 @@ def finish(exchange: GradientExchange, held: Held) -> None:
     exchange.finish(held, NAMES, paddle.ones([1]))
 
 
-def test_averages_of_each_bucket_come_back_whatever_is_launched_between(job: OneOfTwo) -> None:
+def test_averages_of_each_bucket_are_right_whatever_is_launched_between(job: OneOfTwo) -> None:
     exchange = exchange_of(job, SHAPES, fuse_all_reduce_ops=False)
     assert len(exchange.methods) == 2
     exchange.arrive()
@@ -128,7 +128,7 @@ def test_second_program_says_so_at_its_barriers(job: OneOfTwo, met: list[str]) -
 
 
 @pytest.mark.parametrize(("slowest_ms", "early"), [(4999.0, True), (5000.0, False)])
-def test_slow_ranks_meet_before_the_first_bucket_and_quick_ones_at_the_start(
+def test_slow_ranks_wait_before_the_first_bucket_and_fast_ones_at_the_start(
     job: OneOfTwo, slowest_ms: float, early: bool
 ) -> None:
     job.slowest_ms = slowest_ms
@@ -292,7 +292,7 @@ def test_after_a_period_what_was_agreed_is_compared(job: OneOfTwo, met: list[str
 
 
 @pytest.mark.parametrize(("settings", "period"), [({}, 1), (LOCAL, 3), ({**LOCAL, "local_sgd_is_warm_steps": 9}, 1)])
-def test_cost_of_communication_is_told_for_a_period(
+def test_the_cost_of_communication_is_given_for_a_period(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], period: int
 ) -> None:
     exchange = exchange_of(job, SHAPES, **settings)

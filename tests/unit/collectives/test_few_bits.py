@@ -231,7 +231,7 @@ def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
 
 
 @WORLDS
-def test_method_that_takes_back_a_state_goes_on_with_the_same_bits(world_size: int) -> None:
+def test_a_method_with_restored_state_continues_with_the_same_bits(world_size: int) -> None:
     every = methods(ranks_of(world_size))
     averaged(every, gradients(world_size, 0))
     states = [one.state() for one in every]

@@ -129,7 +129,7 @@ def test_nccl_shares_one_store(paddles: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("interface", "told"), [("eth7", "eth7"), (None, "chosen by the backend")])
-def test_group_that_fails_is_told_with_its_interface_and_leaves_the_shared_store(
+def test_a_failed_group_is_reported_with_its_interface_and_leaves_the_shared_store(
     paddles: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, interface: str | None, told: str
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -173,7 +173,7 @@ def test_first_sum_is_one_collective() -> None:
     assert [one.kind for one in in_turn([stages])[1]] == ["all_reduce"]
 
 
-def test_held_port_can_be_listened_on_and_is_given_to_nobody_else() -> None:
+def test_a_held_port_can_be_listened_on_and_is_not_given_away() -> None:
     with held_port() as port:
         with socket.socket() as store:
             store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -162,7 +162,7 @@ class Job:
             )  # rank 0 has them the other way round
 
 
-def test_ranks_meet_under_a_name_and_within_the_jobs_bound(main: Any) -> None:
+def test_ranks_pass_a_named_barrier_within_the_jobs_timeout(main: Any) -> None:
     job: Any = Job()
     chain = emit_barrier(job, "before the epoch", token())
     (operator,) = [one for one in main.global_block().ops if passes_a_token(one)]

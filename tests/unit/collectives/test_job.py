@@ -105,7 +105,7 @@ def alone() -> Iterator[Job]:
     made.leave()
 
 
-def test_one_process_meets_nobody(alone: Job) -> None:
+def test_one_process_passes_barriers_alone(alone: Job) -> None:
     found = [meet(alone) for meet in MEETINGS.values()]
     assert found == [None, {0: 7}, 7, []]
     assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
@@ -140,7 +140,7 @@ def test_barrier_waits_for_all_ranks_and_names_the_call(
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_two_ranks_meet_already(meeting: str) -> None:
+def test_two_ranks_pass_a_barrier(meeting: str) -> None:
     store: Any = Store()
     job = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=store)
     MEETINGS[meeting](job)
@@ -197,7 +197,7 @@ def test_step_barrier_uses_its_own_connection_and_is_no_sync_point(make: Callabl
     assert (made.job.sync_points, made.store.asked) == (0, [])
 
 
-def test_rank_that_does_not_come_to_a_step_is_a_failure_that_names_it(make: Callable[..., Made]) -> None:
+def test_a_rank_missing_at_a_step_is_a_failure_that_names_it(make: Callable[..., Made]) -> None:
     made = make(barrier=missing())
     with pytest.raises(WorkerFailed) as raised:
         made.job.step_barrier("step 4", 9.0)
@@ -310,7 +310,7 @@ def test_collective_is_hopeless_where_a_rank_is_lost_or_has_given_up(
     assert made.store.asked == made.barriers.asked == []
 
 
-def test_gone_ranks_are_asked_for_on_a_connection_of_their_own_until_this_one_leaves(make: Callable[..., Made]) -> None:
+def test_lost_ranks_are_polled_on_a_separate_connection_until_this_rank_leaves(make: Callable[..., Made]) -> None:
     made = make(gone={1: "left"})
     assert made.job.gone() == {1: "left"}
     assert made.store.asked == []
@@ -361,7 +361,7 @@ def test_collective_that_never_ends_ends_the_process_without_a_store_too(
     assert capsys.readouterr().err == f"fleet_train: WorkerFailed: {told}\n"
 
 
-def test_failure_of_this_rank_is_told_once(make: Callable[..., Made]) -> None:
+def test_a_failure_of_this_rank_is_reported_once(make: Callable[..., Made]) -> None:
     made = make()
     made.job.report_failure(ValueError("no such file"))
     made.job.report_failure(KeyError("later"))
@@ -378,7 +378,7 @@ def test_own_error_is_kept_as_the_failure_and_a_silent_store_is_no_other(make: C
     assert made.store.asked[0][1]["message"] == f"{CLUSTER.describe(0)} could not join: no optimizer"
 
 
-def test_nothing_is_told_after_leaving_or_without_a_store(make: Callable[..., Made], alone: Job) -> None:
+def test_nothing_is_reported_after_leaving_or_without_a_store(make: Callable[..., Made], alone: Job) -> None:
     made = make()
     made.job.leave()
     made.job.report_failure(ValueError("late"))
@@ -387,7 +387,7 @@ def test_nothing_is_told_after_leaving_or_without_a_store(make: Callable[..., Ma
     assert str(alone.failure) == "alone"
 
 
-def test_script_that_ends_itself_is_told_unless_it_ends_well(make: Callable[..., Made]) -> None:
+def test_a_script_that_ends_itself_is_reported_unless_it_succeeds(make: Callable[..., Made]) -> None:
     made = make()
     made.job.report_exit(0)
     assert (made.store.asked, made.job.failure) == ([], None)
@@ -423,7 +423,7 @@ def test_failed_rank_does_not_report_its_departure(make: Callable[..., Made]) ->
     assert made.store.names == ["close"]
 
 
-def test_no_departure_is_reported_to_a_store_that_is_gone(make: Callable[..., Made]) -> None:
+def test_no_departure_is_reported_to_a_lost_store(make: Callable[..., Made]) -> None:
     made = make(leave=WorkerFailed("the store is gone"))
     made.job.leave()
     assert made.host.released == 1

@@ -131,7 +131,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_one_process_joins_nobody(world: World) -> None:
+def test_one_process_joins_alone(world: World) -> None:
     job = join(cluster_of(0, ("10.0.0.1",)), 30.0)
     assert (job.world_size, world.did, world.connections) == (1, [], [])
     job.leave()
@@ -181,7 +181,7 @@ def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> Non
 
 
 @pytest.mark.usefixtures("world")
-def test_paddle_is_told_what_it_needs_and_no_other_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paddle_gets_the_variables_it_needs_and_no_other_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
     monkeypatch.setenv("MASTER_PORT", "1")
     join(cluster_of(1), 30.0).leave()
@@ -235,7 +235,7 @@ def test_versions_backend_and_endpoints_are_compared(world: World) -> None:
     }
 
 
-def test_ranks_that_differ_form_nothing_and_everybody_is_told(world: World) -> None:
+def test_ranks_that_differ_create_no_group_and_all_get_the_error(world: World) -> None:
     world.brought = [([[0, 0]], {"backend": "gloo"}), ([[1, 1]], {"backend": "nccl"})]
     with pytest.raises(ScheduleMismatch, match=r"backend: .* has gloo, .* has nccl; all ranks must agree"):
         join(cluster_of(0), 30.0)
@@ -297,7 +297,9 @@ NEWER = {"Paddle version": "3.4.0", "backend": "gloo"}
         ([([[0, 2]], FACTS), ([[3, 3]], None)], "Paddle version: {0} has 3.3.1, {3} has None; all"),
     ],
 )
-def test_first_fact_in_which_a_rank_differs_from_rank_0_is_told_with_all_that_differ(brought: Any, told: str) -> None:
+def test_the_first_fact_that_differs_from_rank_0_is_reported_with_all_ranks_that_differ(
+    brought: Any, told: str
+) -> None:
     cluster = Cluster.imagined(4, 1)
     with pytest.raises(ScheduleMismatch) as raised:
         refuse_other_ranks(brought, cluster)

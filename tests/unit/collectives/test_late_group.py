@@ -115,7 +115,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.usefixtures("tripwire")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_method_that_reads_a_value_in_a_step_trips_the_wire(
+def test_a_method_that_reads_a_value_in_a_step_trips_the_tripwire(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any]
 ) -> None:
     mutate(monkeypatch, early=read)
@@ -126,7 +126,7 @@ def test_method_that_reads_a_value_in_a_step_trips_the_wire(
 
 
 @pytest.mark.usefixtures("tripwire")
-def test_method_that_reads_behind_its_collective_trips_the_wire_too(
+def test_a_method_that_reads_after_its_collective_trips_the_tripwire_too(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch, late=READS["item"])
@@ -145,7 +145,7 @@ def test_reading_between_two_steps_trips_nothing(job: OneOfTwo) -> None:
     assert local[0].sum().item() == pytest.approx(float(local[0].numpy().sum()), rel=1e-5)
 
 
-def test_writing_what_is_being_received_is_told(job: OneOfTwo) -> None:
+def test_writing_what_is_being_received_is_detected(job: OneOfTwo) -> None:
     buffer = paddle.ones([4])
     task = job.backend(Collective("all_reduce", Pair(), buffer))
     assert task is not None
@@ -155,7 +155,7 @@ def test_writing_what_is_being_received_is_told(job: OneOfTwo) -> None:
         task.wait()
 
 
-def test_changing_what_is_being_sent_is_told(job: OneOfTwo) -> None:
+def test_changing_what_is_being_sent_is_detected(job: OneOfTwo) -> None:
     mine, rows = paddle.ones([4]), paddle.zeros([8])
     task = job.backend(Collective("all_gather", Pair(), mine, output=rows))
     assert task is not None

@@ -43,7 +43,7 @@ def idle(stages: int) -> Stages[None]:
 
 @BACKENDS
 @MEMBERS
-def test_everybody_gets_everybodys_wire_in_the_order_of_members(
+def test_each_member_gets_all_wires_in_the_order_of_members(
     monkeypatch: pytest.MonkeyPatch, backend: str, members: list[int]
 ) -> None:
     links = linked(monkeypatch, backend, members)

@@ -58,7 +58,7 @@ def test_what_is_read_does_not_change_with_the_method() -> None:
     assert alike["dgc/step"].tolist() == [1.0, 1.0]
 
 
-def test_each_method_gets_what_belongs_to_its_parameters_and_its_kind() -> None:
+def test_each_method_gets_the_state_of_its_parameters_and_kind() -> None:
     """Also where buckets are cut in another way, parameters' names contain dots, and one name begins another."""
     arrays = {
         name: np.full(1, float(index))

@@ -77,7 +77,7 @@ def test_each_compression_sends_what_it_is_called_for(
 
 
 @pytest.mark.parametrize(("compression", "dtype"), [("none", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
-def test_leaders_of_local_groups_send_in_16_bits_and_nobody_else(compression: str, dtype: str) -> None:
+def test_only_leaders_of_local_groups_send_in_16_bits(compression: str, dtype: str) -> None:
     every = methods(compression, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=1)
     assert sent_by(every) == [("all_reduce", dtype, 600)]
 

@@ -17,7 +17,7 @@ def test_the_installed_one_can_be_used(environ: dict[str, str]) -> None:
     require_paddle(environ)
 
 
-def test_missing_paddle_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paddle_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(util, "find_spec", lambda _: None)
     with pytest.raises(PaddleUnusable, match=r"Paddle is not installed; .* pip install paddlepaddle=="):
         require_paddle({})

@@ -46,7 +46,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.mark.parametrize("sync_op", [True, False])
 @pytest.mark.parametrize("kind", CALLS)
-def test_each_kind_is_one_call_whose_task_comes_back(streams: Streams, kind: str, sync_op: bool) -> None:
+def test_each_kind_is_one_call_that_returns_its_task(streams: Streams, kind: str, sync_op: bool) -> None:
     collective = Collective(kind, GROUP, TENSOR, root=3, op="max", output=OUTPUT, parts=PARTS)
     name, arguments, options = CALLS[kind]
     assert collective.begin(sync_op) == f"task of {name}"

@@ -108,7 +108,7 @@ def test_step_after_local_steps_of_another_program_has_one(job: OneOfTwo) -> Non
     assert job.barriers == at(1, 2, 5)
 
 
-def test_loaded_position_goes_on_counting_and_begins_with_two(job: OneOfTwo) -> None:
+def test_a_loaded_position_continues_and_starts_with_two(job: OneOfTwo) -> None:
     exchange = exchange_of(job, SHAPES, barrier_every_steps=5)
     exchange.step = 101
     run(exchange, 102, 112)

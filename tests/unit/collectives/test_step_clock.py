@@ -147,7 +147,7 @@ def test_wait_that_is_read_before_the_device_has_passed_it_is_not_lost(
     assert clock.tell().busy_seconds == pytest.approx(2.0 + 1.5)
 
 
-def test_telling_and_reading_start_anew_each_for_itself(stream: Stream, clock: StepClock) -> None:
+def test_telling_and_reading_restart_independently(stream: Stream, clock: StepClock) -> None:
     clock.add_barrier(0.25)
     clock.add_sent(100)
     step(clock)
@@ -172,7 +172,7 @@ def test_on_the_host_every_step_is_counted_at_once() -> None:
     assert told.busy_seconds >= 0.0 <= read.exposed_seconds
 
 
-def test_step_that_nobody_has_begun_takes_no_time(stream: Stream, clock: StepClock) -> None:
+def test_a_step_that_was_not_started_takes_no_time(stream: Stream, clock: StepClock) -> None:
     clock.end_step()
     stream.work(*[1.0] * stream.asked)
     told = clock.tell()

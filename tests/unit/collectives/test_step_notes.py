@@ -70,7 +70,7 @@ def test_a_note_is_what_was_done_since_the_last_one() -> None:
     assert rank.notes.own() == StepNote(1, 1.23, 0.0, None)
 
 
-def test_the_first_reason_for_a_stop_stands_and_is_known_once_all_know_it() -> None:
+def test_the_first_reason_for_a_stop_counts_once_all_ranks_know_it() -> None:
     rank = Told()
     rank.notes.request_stop("the machine is needed")
     rank.notes.request_stop("not heard")
@@ -88,7 +88,7 @@ def test_one_process_alone_stops_at_once() -> None:
     assert notes.stop == f"{Cluster.imagined(1, 1).describe(0)}: enough"
 
 
-def test_the_longest_step_is_unknown_until_every_rank_has_told_of_one() -> None:
+def test_the_longest_step_is_unknown_until_every_rank_has_reported_one() -> None:
     rank = Told()
     assert rank.notes.slowest_step_ms == math.inf
     rank.notes.take(StepAnswer(12.5, None, 1))
@@ -116,7 +116,7 @@ def test_a_reading_has_every_ranks_times_per_step_since_the_last_reading() -> No
     assert (read.rank_step_ms, read.rank_wait_ms) == ([300.0, 50.0], [10.0, 50.0])
 
 
-def test_a_reading_before_any_barrier_asks_nobody() -> None:
+def test_a_reading_before_any_barrier_sends_nothing() -> None:
     rank = Told()
     rank.step(0.5)
     read = rank.notes.read(1)
@@ -149,7 +149,7 @@ def ask_at(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, barrier: str) -> None
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 1, 2])
-def test_a_stop_that_is_asked_for_at_an_averaging_is_heard_when_it_is_taken_in(
+def test_a_stop_requested_at_an_averaging_takes_effect_when_the_average_is_applied(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, overlap_steps: int
 ) -> None:
     ask_at(job, monkeypatch, "averaging after step 3 0")
@@ -163,7 +163,7 @@ def test_a_stop_that_is_asked_for_at_an_averaging_is_heard_when_it_is_taken_in(
     assert job.clock.read().barrier_seconds == pytest.approx(0.25 * (1 if overlap_steps else 2))
 
 
-def test_a_stop_is_heard_though_the_averaging_is_dropped(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_takes_effect_though_the_averaging_is_dropped(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_at(job, monkeypatch, "averaging after step 2 0")
     settings = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2}
     exchange = exchange_of(job, [(4,)], divergence_check_steps=0, local_sgd_overlap_steps=1, **settings)

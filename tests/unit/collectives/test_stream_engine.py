@@ -81,7 +81,7 @@ def test_stage_with_more_behind_it_ends_at_the_next_step_on_and_the_last_one_doe
     assert recorder.events[3:] == ["wait right"]
 
 
-def test_result_lets_the_others_go_on_to_their_next_stage_where_it_has_more_itself(engine_of: Make) -> None:
+def test_waiting_for_a_result_starts_the_others_next_stage_if_it_has_more_stages_itself(engine_of: Make) -> None:
     recorder = Recorder()
     engine = engine_of(recorder)
     first = engine.start(stages(one("a1", ALL, more=True), one("a2", ALL)), PLACE)
@@ -135,7 +135,7 @@ def test_first_part_of_stages_runs_in_the_call_that_starts_them(engine_of: Make)
     assert seen == [threading.current_thread()] * 2
 
 
-def test_nothing_is_computed_or_begun_before_the_barrier_is_passed(engine_of: Make) -> None:
+def test_nothing_is_computed_or_started_before_the_barrier_is_passed(engine_of: Make) -> None:
     recorder, barrier = Recorder(), Future[None]()
     engine = engine_of(recorder)
     computed, started = [], []
@@ -153,7 +153,7 @@ def test_nothing_is_computed_or_begun_before_the_barrier_is_passed(engine_of: Ma
     assert (computed, recorder.events, len(started)) == ([True], ["begin a"], 1)
 
 
-def test_barrier_that_fails_is_raised_as_it_is_and_nothing_is_begun(engine_of: Make, blamed: Attributed) -> None:
+def test_a_failed_barrier_is_raised_unchanged_and_nothing_is_started(engine_of: Make, blamed: Attributed) -> None:
     recorder, barrier = Recorder(), Future[None]()
     barrier.set_exception(ScheduleMismatch("another step"))
     with pytest.raises(ScheduleMismatch, match="another step"):
@@ -161,7 +161,7 @@ def test_barrier_that_fails_is_raised_as_it_is_and_nothing_is_begun(engine_of: M
     assert (recorder.events, blamed.places) == ([], [])
 
 
-def test_collective_that_cannot_be_begun_is_blamed_once_with_its_place(engine_of: Make, blamed: Attributed) -> None:
+def test_a_collective_that_cannot_start_is_reported_once_with_its_place(engine_of: Make, blamed: Attributed) -> None:
     with pytest.raises(WorkerFailed, match="bucket 0: a cannot be begun") as raised:
         engine_of(Recorder(refused="a")).start(stages(one("a", ALL)), PLACE)
     assert isinstance(raised.value.__cause__, RuntimeError)

@@ -60,7 +60,7 @@ def test_one_communicator_keeps_the_order_of_the_calls(engine: ThreadEngine) -> 
     assert order == ["first", "second"]
 
 
-def test_another_communicator_goes_on_meanwhile(engine: ThreadEngine) -> None:
+def test_another_communicator_continues_meanwhile(engine: ThreadEngine) -> None:
     released = threading.Event()
     held = engine.start(stages(calling(lambda: released.wait(SECONDS))), PLACE, communicator=0)
     assert engine.start(stages(calling(lambda: None), result=2), PLACE, communicator=2).result() == 2
@@ -105,7 +105,7 @@ def test_start_returns_before_the_barrier_is_passed_and_the_first_collective_wai
     assert begun.is_set()
 
 
-def test_barrier_that_fails_is_raised_by_the_result_and_nothing_is_begun(
+def test_a_failed_barrier_is_raised_by_the_result_and_nothing_is_started(
     engine: ThreadEngine, blamed: Attributed
 ) -> None:
     barrier, begun = Future[None](), list[int]()
@@ -142,7 +142,7 @@ def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
     assert threads == [threading.current_thread()]
 
 
-def test_what_runs_beside_stands_in_the_line_of_the_first_communicator(engine: ThreadEngine) -> None:
+def test_overlapped_work_is_queued_on_the_first_communicator(engine: ThreadEngine) -> None:
     released = threading.Event()
     barrier = engine.beside(lambda: released.wait(SECONDS))
     behind = engine.start(stages(calling(lambda: None), result=1), PLACE, communicator=0)

@@ -72,7 +72,7 @@ def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypa
     )
 
 
-def test_each_call_meets_under_a_name_of_its_own(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_has_a_barrier_with_its_own_name(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(job, "met", names.append)
     for _ in range(2):

@@ -88,7 +88,7 @@ def test_oldest_that_has_not_ended_is_named_once_after_its_time(scene: Scene) ->
     assert len(scene.stuck) == 1
 
 
-def test_nothing_is_said_before_that_time(scene: Scene) -> None:
+def test_nothing_is_reported_before_the_timeout(scene: Scene) -> None:
     task = scene.watch()
     scene.now += FIRST.timeout_seconds - 0.1
     scene.looked_at(task)
@@ -133,7 +133,7 @@ def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(sc
     assert scene.stuck == []
 
 
-def test_somebody_who_is_gone_ends_it_long_before_the_time(scene: Scene) -> None:
+def test_a_lost_rank_ends_it_long_before_the_timeout(scene: Scene) -> None:
     scene.watch()
     scene.gone = True
     scene.now += ASK_SECONDS + 0.1
@@ -155,7 +155,7 @@ def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
     assert (scene.asked, scene.stuck) == (0, [])
 
 
-def test_store_that_cannot_be_asked_is_somebody_who_is_gone(scene: Scene) -> None:
+def test_an_unreachable_store_counts_as_a_lost_rank(scene: Scene) -> None:
     scene.watch()
     scene.gone = WorkerFailed("the store does not answer")
     scene.now += ASK_SECONDS + 0.1
@@ -200,7 +200,7 @@ def test_stopped_watchdog_says_nothing_and_leaves_no_thread(scene: Scene) -> Non
     assert (task.looks, scene.stuck) == (seen, [])
 
 
-def test_whoever_is_told_may_stop_it(scene: Scene) -> None:
+def test_a_callback_may_stop_it(scene: Scene) -> None:
     """Ending the process stops the engine, on the watchdog's own thread."""
     stopped = threading.Event()
 

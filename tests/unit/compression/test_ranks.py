@@ -139,7 +139,7 @@ METHODS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 @HOST
 @METHODS
-def test_method_that_takes_back_a_state_goes_on_with_the_same_bits(make: Make, reads_values: bool) -> None:
+def test_a_method_with_restored_state_continues_with_the_same_bits(make: Make, reads_values: bool) -> None:
     every = make(reads_values)
     for number in range(3):
         step(every, gradients(number))

@@ -103,7 +103,7 @@ def test_shift_moves_each_image_by_at_most_one_pixel_and_fills_with_zeros() -> N
     assert shifted.sum() == 200.0
 
 
-def test_a_sample_is_augmented_alike_on_every_rank_and_anew_in_each_epoch() -> None:
+def test_a_sample_is_augmented_alike_on_every_rank_and_differently_in_each_epoch() -> None:
     data = synthetic(num_samples=8).train
 
     def images(rank: int, world_size: int, epoch: int) -> dict[int, bytes]:

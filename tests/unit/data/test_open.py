@@ -63,7 +63,7 @@ def test_data_in_memory_is_read_by_a_thread_and_images_by_processes(tmp_path: Pa
     assert loader.workers == 3
 
 
-def test_unknown_words_are_refused_with_the_known_ones() -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(DataError, match="--loader 'dall' is unknown; use one of auto, thread, workers"):
         LoaderSettings(loader="dall")
     with pytest.raises(DataError, match="--workers -1"):
@@ -118,7 +118,7 @@ def test_own_folders_settle_on_the_steps_of_the_policy(tmp_path: Path) -> None:
     assert "steps per epoch by rank: 5, 3; with --uneven error" in str(told[0])
 
 
-def test_machines_with_different_files_are_told_apart(tmp_path: Path) -> None:
+def test_machines_with_different_files_are_distinguished(tmp_path: Path) -> None:
     told = settled(machines(tmp_path, [5, 3]))
     assert told[0] == told[1]
     assert str(told[0]) == (
@@ -127,7 +127,7 @@ def test_machines_with_different_files_are_told_apart(tmp_path: Path) -> None:
     )
 
 
-def test_machines_with_renamed_files_are_told_apart(tmp_path: Path) -> None:
+def test_machines_with_renamed_files_are_distinguished(tmp_path: Path) -> None:
     loaders = machines(tmp_path, [3, 3])
     (tmp_path / "machine1/train/class0/0.jpg").rename(tmp_path / "machine1/train/class0/9.jpg")
     images = open_splits(data_dir=tmp_path / "machine1", images=SMALL).train
@@ -135,7 +135,7 @@ def test_machines_with_renamed_files_are_told_apart(tmp_path: Path) -> None:
     assert "differs between ranks in its file names and labels" in str(settled(loaders)[0])
 
 
-def test_machines_whose_labels_mean_other_classes_are_told_apart(tmp_path: Path) -> None:
+def test_machines_whose_labels_mean_other_classes_are_distinguished(tmp_path: Path) -> None:
     loaders = machines(tmp_path, [3, 3], shard_by="folder")
     for part in ("train", "val"):
         (tmp_path / "machine1" / part / "class1").rename(tmp_path / "machine1" / part / "another")

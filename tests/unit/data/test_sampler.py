@@ -147,7 +147,7 @@ def test_an_epoch_resumed_at_any_step_on_any_ranks_loses_and_repeats_nothing(
 
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"last_batch": "merge"}])
 @pytest.mark.parametrize("num_samples", [23, 48, 97])
-def test_an_epoch_resumed_on_the_same_ranks_goes_on_as_if_undisturbed(num_samples: int, options: Any) -> None:
+def test_an_epoch_resumed_on_the_same_ranks_equals_an_undisturbed_one(num_samples: int, options: Any) -> None:
     sampler = {"num_samples": num_samples, "batch_size": 4, "seed": 3, **options}
     whole, _ = joint_steps(sampler, 3, epoch=1, consumed=0)
     first = ShardedBatchSampler(rank=0, world_size=3, **sampler)

@@ -79,7 +79,7 @@ def test_ranks_of_one_machine_share_its_shard() -> None:
 
 
 @pytest.mark.parametrize("policy", ["truncate", "pad"])
-def test_resume_in_the_middle_of_an_epoch_goes_on_as_if_undisturbed(policy: str) -> None:
+def test_a_resume_in_the_middle_of_an_epoch_equals_an_undisturbed_run(policy: str) -> None:
     ranks = job([11, 8, 6], policy, seed=4)
     for rank in ranks:
         rank.set_epoch(5)
@@ -93,7 +93,7 @@ def test_resume_in_the_middle_of_an_epoch_goes_on_as_if_undisturbed(policy: str)
         assert again[0].consumed_after(len(again[0])) == 6 * len(whole[0])
 
 
-def test_one_more_rank_per_machine_goes_on_where_the_machine_was() -> None:
+def test_with_one_more_rank_per_machine_each_machine_continues_its_shard() -> None:
     one_each = job([12, 12], "truncate", shuffle=False)[0]
     assert one_each.consumed_after(2) == 8
     two_each = [OwnDataSampler(12, 2, rank, 2, total_ranks=4, shuffle=False) for rank in range(2)]

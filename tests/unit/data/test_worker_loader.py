@@ -104,7 +104,7 @@ def test_all_workers_have_work_whatever_the_batch_size() -> None:
     assert [batches_ahead(16, size) for size in (2, 8, 32, 256)] == [33, 33, 9, 2]
 
 
-def test_memory_comes_back_when_the_last_array_goes() -> None:
+def test_memory_is_freed_with_the_last_array() -> None:
     slots = SlotPool()
     slot = slots.take(64)
     view = slots.lend(slot, (4, 4))[1:2]
@@ -186,7 +186,7 @@ def test_an_epoch_with_a_stuck_worker_can_be_left(folder: Path, loaders: list[Wo
     assert len(epochs(loaders[0], 1)) == 15
 
 
-def test_workers_are_gone_after_close_and_between_epochs_if_asked(folder: Path, loaders: list[WorkerLoader]) -> None:
+def test_workers_end_on_close_and_between_epochs_if_requested(folder: Path, loaders: list[WorkerLoader]) -> None:
     data, sampler = images(folder), ShardedBatchSampler(NUM_SAMPLES, 8)
     loaders += [WorkerLoader(data, sampler, "none", 2, keep_workers=keep) for keep in (True, False)]
     for loader in loaders:

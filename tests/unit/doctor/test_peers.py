@@ -52,7 +52,7 @@ def meeting(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
     return [met[peer_group.participants.index] for peer_group in groups]
 
 
-def test_all_meet_and_learn_what_each_knows() -> None:
+def test_all_doctors_gather_all_facts() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
         assert meeting([one, two, three], 10.0) == [(0, 1, 2)] * 3

@@ -76,7 +76,7 @@ def test_defaults() -> None:
         ([], "SCRIPT"),
     ],
 )
-def test_flags_that_nobody_knows_end_with_2_and_a_hint(arguments: list[str], said: str) -> None:
+def test_unknown_flags_end_with_2_and_a_hint(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(cli.command, arguments)
     assert result.exit_code == 2
     assert said in result.output

@@ -85,7 +85,7 @@ def begin(seats: Participants) -> list[Coordinator]:
     return coordinators
 
 
-def test_all_nodes_go_on_after_a_rank_was_killed(seats: Participants) -> None:
+def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
     lead, one, two = begin(seats)
     found = together(
         lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED), two=lambda: two.next(FIRST, FAILED)
@@ -96,7 +96,7 @@ def test_all_nodes_go_on_after_a_rank_was_killed(seats: Participants) -> None:
     ]
 
 
-def test_a_node_that_stays_away_is_left_behind_and_taken_in_at_the_next_restart(seats: Participants) -> None:
+def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
     found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
@@ -142,7 +142,7 @@ def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Participants) 
     assert caught.value.exit_code == 137
 
 
-def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Participants) -> None:
+def test_a_deliberate_exit_between_two_attempts_reaches_node_0(seats: Participants) -> None:
     lead, one, two = begin(seats)
     two.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
 
@@ -157,7 +157,7 @@ def test_an_end_on_purpose_between_two_attempts_is_heard_by_node_0(seats: Partic
     assert seats.said[1][-1] == f"node 0 (127.0.0.1) ended the job: {why}"
 
 
-def test_the_end_of_a_launcher_that_only_waits_to_be_taken_in_does_not_end_the_job(seats: Participants) -> None:
+def test_the_exit_of_a_launcher_that_waits_to_join_does_not_end_the_job(seats: Participants) -> None:
     lead, one, two = begin(seats)
     two.membership.close()
     seats.memberships.remove(two.membership)
@@ -209,7 +209,7 @@ def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants
     assert waiting[0].nodes == (0, 1, 2)
 
 
-def test_a_new_leader_goes_on_counting_restarts(seats: Participants) -> None:
+def test_a_new_leader_continues_the_count_of_restarts(seats: Participants) -> None:
     lead, one, two = begin(seats)
     attempt = FIRST
     for number in (1, 2):

@@ -50,12 +50,12 @@ def test_the_latest_term_leads() -> None:
     assert leader_among(heard, 5) is None
 
 
-def test_a_job_is_at_work_where_somebody_has_known_a_leader() -> None:
+def test_a_job_is_running_if_a_node_has_known_a_leader() -> None:
     assert not is_at_work({0: FRESH, 1: Unheard.DEAD})
     assert is_at_work({0: FRESH, 1: LOOKING})
 
 
-def test_never_may_both_sides_of_a_broken_network_go_on() -> None:
+def test_both_sides_of_a_broken_network_never_continue() -> None:
     for count in range(2, 7):
         everybody = set(range(count))
         for bits in range(1, 2**count - 1):

@@ -56,7 +56,7 @@ def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: 
     assert len(said) == 1
 
 
-def test_a_file_system_without_locks_is_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def has_none(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -66,7 +66,7 @@ def test_a_file_system_without_locks_is_everybodys(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "log").is_dir()
 
 
-def test_a_link_that_somebody_has_placed_is_not_written_through(tmp_path: Path) -> None:
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / ".lock").symlink_to(tmp_path / "precious")

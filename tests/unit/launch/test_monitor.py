@@ -186,7 +186,7 @@ def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() ->
         assert look_at(world, monitored(world), 2.0) == Verdict(Cause.TOLD, world.word)
 
 
-def test_whoever_misses_a_rank_that_was_asked_to_stop_waits_for_that_stop() -> None:
+def test_a_node_that_misses_a_rank_that_was_stopped_waits_for_that_stop() -> None:
     notice = {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 10.0}
     world = World(reports=[missed(2, 0.9, "left")], ended={0: end(0, 1.0, code=11)}, notice=notice)
     monitor = monitored(world)
@@ -252,7 +252,7 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
         assert look_at(world, monitor, 1.1 + patience) == Verdict(Cause.STOPPED)
 
 
-def test_nodes_that_have_come_back_are_reason_for_a_graceful_stop_once_the_ranks_have_settled() -> None:
+def test_nodes_that_returned_cause_a_graceful_stop_once_the_ranks_have_settled() -> None:
     world = World(waiting_nodes="node 2 (10.0.0.3) can join again")
     monitor = monitored(world)
     assert look_at(world, monitor, 19.0) is None

@@ -122,7 +122,7 @@ def test_a_taken_port_is_reported_with_its_purpose_and_owner(free_ports: Callabl
     check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
 
 
-def test_with_fewer_nodes_ranks_are_counted_anew_and_nodes_keep_their_numbers() -> None:
+def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() -> None:
     node = Node(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 2, 6170, 2, None, "eth0")
     fewer = node.among((0, 2))
     assert (fewer.addresses, fewer.index, list(fewer.ranks), fewer.world_size) == (

@@ -21,7 +21,7 @@ def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
-def test_names_that_no_file_can_have_are_told(name: str) -> None:
+def test_invalid_file_names_are_errors(name: str) -> None:
     with pytest.raises(ClusterError, match=r"the training script .* cannot be used: "):
         prepare.check_program(LaunchRequest((name,)))
     with pytest.raises(ClusterError, match=r"--log_dir=.* cannot be used: "):

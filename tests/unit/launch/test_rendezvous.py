@@ -83,7 +83,7 @@ def test_the_highest_proposed_number_counts(pair: list[Rendezvous]) -> None:
     assert together(*joins) == [4, 4]
 
 
-def test_nodes_that_differ_are_both_told_what_differs(pair: list[Rendezvous]) -> None:
+def test_nodes_that_differ_both_get_the_difference(pair: list[Rendezvous]) -> None:
     other = {**FACTS, "the number of processes per node": 4}
     first, second = together(lambda: pair[0].join(FACTS, 0, 5.0, quiet), lambda: pair[1].join(other, 0, 5.0, quiet))
     assert isinstance(first, ScheduleMismatch)
@@ -118,7 +118,7 @@ def test_a_shared_folder_is_noticed_by_the_later_node(pair: list[Rendezvous], tm
     assert list(tmp_path.rglob(".launcher-*")) == []
 
 
-def test_ends_are_told_and_a_silent_node_is_named(pair: list[Rendezvous]) -> None:
+def test_exits_are_reported_and_a_silent_node_is_named(pair: list[Rendezvous]) -> None:
     pair[0].tell_results([END])
     assert pair[1].results_of_others(2.0) == ([END], [])
     assert pair[0].results_of_others(0.3) == ([], ["node 1 (127.0.0.2)"])
@@ -136,7 +136,7 @@ def test_the_first_failure_reaches_the_other_node(pair: list[Rendezvous]) -> Non
 REPORT = FailureReport(1, 0, "missing", "did not arrive at step 4", "step 4: rank 1 ...", 11)
 
 
-def test_reports_of_ranks_are_one_story_on_all_nodes_and_a_launchers_word_comes_first(
+def test_the_failure_report_is_the_same_on_all_nodes_and_a_launchers_report_has_precedence(
     pair: list[Rendezvous], server: StoreServer
 ) -> None:
     together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in pair))
@@ -192,7 +192,7 @@ def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: Stor
         pair[1].failure()
 
 
-def test_whoever_has_ended_well_waits_for_the_others_within_a_bound(pair: list[Rendezvous]) -> None:
+def test_a_node_that_succeeded_waits_for_the_others_within_a_timeout(pair: list[Rendezvous]) -> None:
     said: list[str] = []
     began = time.monotonic()
     assert pair[0].exit_barrier(2.2, said.append) is None
@@ -204,7 +204,7 @@ def test_whoever_has_ended_well_waits_for_the_others_within_a_bound(pair: list[R
     assert time.monotonic() - began < 30.0
 
 
-def test_whoever_waits_without_a_bound_waits_neither_for_who_has_left_nor_for_who_is_lost(
+def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(
     pair: list[Rendezvous],
 ) -> None:
     def leave_later() -> None:
@@ -222,7 +222,7 @@ def test_whoever_waits_without_a_bound_waits_neither_for_who_has_left_nor_for_wh
 
 
 @pytest.mark.parametrize("how", ["left", "lost"])
-def test_nobody_waits_for_a_leader_that_is_gone_whichever_node_it_is(nodes: list[Node], how: str) -> None:
+def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node], how: str) -> None:
     led = [node.led_by(1) for node in nodes]
     server = StoreServer(led[1].address, led[1].store_port).start()
     waiting, leader = (Rendezvous.open(node, 0, 5.0) for node in led)

@@ -37,7 +37,7 @@ def test_device_lists_that_cannot_be_meant_are_refused(text: str, said: str) -> 
         parse_devices(text)
 
 
-def test_what_happens_after_a_fault_in_words() -> None:
+def test_the_message_after_a_fault() -> None:
     assert FaultPolicy().in_words(2) == "when a rank or node fails: the job ends (--max_restarts)"
     assert FaultPolicy(max_restarts=3).in_words(1) == "when a rank or node fails: 3 restarts at most"
     assert FaultPolicy(max_restarts=3, min_nodes=2).in_words(3) == (

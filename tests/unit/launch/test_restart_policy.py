@@ -67,7 +67,7 @@ def test_restarts_are_counted() -> None:
     assert why_not_again(failed(signal=9), [LOST] * 3, 3, THREE) == "all restarts are used up (--max_restarts=3)"
 
 
-def test_without_restarts_or_after_a_stop_on_purpose_nothing_needs_to_be_said() -> None:
+def test_without_restarts_or_after_a_deliberate_stop_there_is_no_message() -> None:
     assert why_not_again(failed(signal=9), [], 0, FaultPolicy()) == ""
     assert why_not_again(RunResult(Kind.FAILED, 130, "stopped by Ctrl-C", final=True), [], 0, THREE) == ""
 

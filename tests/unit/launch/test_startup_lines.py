@@ -94,7 +94,7 @@ def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> No
     assert end_of(log).count("ccache") == 2
 
 
-def test_a_follower_that_is_told_nothing_shows_everything(tmp_path: Path) -> None:
+def test_a_follower_without_patterns_shows_everything(tmp_path: Path) -> None:
     log, shown = tmp_path / "workerlog.0", bytearray()
     log.write_text(PADDLES)
     follower = Follower(log, show=shown.extend)

@@ -68,7 +68,7 @@ def test_what_the_stock_launcher_writes_about_the_environment_goes_nowhere() -> 
     assert not private.path.exists()
 
 
-def test_only_folders_whose_launcher_is_gone_are_removed(temporary: Path) -> None:
+def test_only_folders_of_dead_launchers_are_removed(temporary: Path) -> None:
     made_by_another = (
         "from fleet_train.launch.workers.paddle_launch import PrivateFolder; print(PrivateFolder(range(1)).path)"
     )

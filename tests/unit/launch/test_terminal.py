@@ -67,7 +67,7 @@ def test_two_streams_of_one_screen_keep_their_order(pipes: Pipes) -> None:
     assert pipes.read(0) == b"".join(b"%d a\n%d b\n" % (number, number) for number in range(200))
 
 
-def test_a_stream_that_nobody_reads_holds_up_neither_the_caller_nor_the_other_one(pipes: Pipes) -> None:
+def test_an_unread_stream_blocks_neither_the_caller_nor_the_other_stream(pipes: Pipes) -> None:
     fill(pipes.one)
     pipes.one.put(b"lost\nlost\n")
     pipes.two.put(b"the job has failed\n", after=pipes.one)
@@ -76,7 +76,7 @@ def test_a_stream_that_nobody_reads_holds_up_neither_the_caller_nor_the_other_on
     assert pipes.read(1) == b"the job has failed\n"
 
 
-def test_a_late_reader_is_told_how_many_lines_it_has_missed(pipes: Pipes) -> None:
+def test_a_late_reader_gets_the_number_of_lines_it_missed(pipes: Pipes) -> None:
     fill(pipes.one)
     pipes.one.put(b"lost\nlost\n")
     pipes.one.leave_out(3)
@@ -87,7 +87,7 @@ def test_a_late_reader_is_told_how_many_lines_it_has_missed(pipes: Pipes) -> Non
     assert read.splitlines()[-1] == b"fleet_train: 5 lines could not be shown here in time"
 
 
-def test_what_is_left_out_is_said_also_when_nothing_else_is(pipes: Pipes) -> None:
+def test_dropped_lines_are_counted_even_if_nothing_follows(pipes: Pipes) -> None:
     pipes.one.leave_out(2)
     assert pipes.one.drain()
     assert pipes.read(0) == b"fleet_train: 2 lines could not be shown here in time\n"

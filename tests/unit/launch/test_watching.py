@@ -35,7 +35,7 @@ def test_an_end_is_placed_in_the_job(tmp_path: Path) -> None:
     assert (end.exit_code, end.log_file, end.asked_to_stop) == (2, str(tmp_path / "workerlog.1"), False)
 
 
-def test_an_end_that_was_told_counts_where_the_file_has_none(tmp_path: Path) -> None:
+def test_a_reported_exit_counts_if_the_file_has_none(tmp_path: Path) -> None:
     began = {"token": "7-new", "rank": 3, "local_rank": 1, "wrapper_pid": 42}
     (tmp_path / "workerend.1.json").write_text(json.dumps(began))
     ended = {**began, "ended_monotonic": 12.5, "exit_code": 0, "signal": None, "asked_to_stop": None}
@@ -92,7 +92,7 @@ def test_the_follower_copies_what_is_there_and_what_comes(tmp_path: Path) -> Non
     assert screen.left_out == 0
 
 
-def test_a_slow_reader_gets_everything_one_that_does_not_read_is_told_what_it_misses(tmp_path: Path) -> None:
+def test_a_slow_reader_gets_everything_and_a_blocked_one_the_number_of_missed_lines(tmp_path: Path) -> None:
     path = tmp_path / "workerlog.0"
     path.write_bytes(b"x" * 65_535 + b"\n" + b"y" * 65_535 + b"\n" + b"z\nz\nz\n")
     slow, stuck = Screen(room=1, reads=9), Screen(room=1)

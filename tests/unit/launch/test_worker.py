@@ -47,7 +47,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_links_that_somebody_has_placed_in_the_log_folder_are_not_followed(tmp_path: Path) -> None:
+def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "logs").mkdir()
@@ -137,7 +137,7 @@ def test_the_script_dies_with_its_wrapper(tmp_path: Path) -> None:
     assert os.path.exists(tmp_path / "logs" / "workerlog.1")
 
 
-def test_what_no_disk_takes_is_told_to_the_launcher_directly(tmp_path: Path) -> None:
+def test_what_cannot_be_written_to_a_disk_is_sent_to_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "logs" / "workerlog.1").mkdir(parents=True)  # no log can be opened there
     (tmp_path / "logs" / "workerend.1.json.tmp").mkdir()
     said: list[str] = []
@@ -154,6 +154,6 @@ def test_what_no_disk_takes_is_told_to_the_launcher_directly(tmp_path: Path) -> 
     ]
 
 
-def test_a_wrapper_whose_launcher_is_gone_ends_with_its_scripts_code(tmp_path: Path) -> None:
+def test_a_wrapper_whose_launcher_died_ends_with_its_scripts_code(tmp_path: Path) -> None:
     (tmp_path / "logs" / "workerend.1.json.tmp").mkdir(parents=True)
     assert start(tmp_path, "raise SystemExit(7)").wait(timeout=120) == 7

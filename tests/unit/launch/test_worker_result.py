@@ -69,7 +69,7 @@ def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
         (end(1, 9.0, signal=9, asked=True), missed(1, 2.0, "lost", "cut off"), 11, "cut off, then stopped by SIGKILL"),
     ],
 )  # fmt: skip
-def test_who_was_reported_is_the_root_cause_whoever_ended_first(
+def test_a_reported_rank_is_the_root_cause_whichever_ended_first(
     guilty: WorkerResult, report: FailureReport, shell_code: int, how: str
 ) -> None:
     root_cause = choose_root_cause(with_reports([SECONDARY, guilty], [report], NODE))
@@ -86,7 +86,7 @@ def test_a_report_of_a_rank_that_has_not_ended_names_its_place() -> None:
     assert with_reports([SECONDARY], [missed(4, 2.0, "missing", "froze")], NODE) == [SECONDARY]  # not of this job
 
 
-def test_a_ranks_own_words_stand_before_those_of_others_and_the_earlier_time_counts() -> None:
+def test_a_ranks_own_report_has_precedence_over_others_and_the_earlier_time_counts() -> None:
     (one,) = with_reports([end(1, 9.0, code=1)], [missed(1, 2.0, "missing", "froze"), own(1, 6.0), own(1, 7.0)], NODE)
     assert one.report == own(1, 2.0)
 
@@ -99,7 +99,7 @@ def test_a_process_that_died_before_the_first_report_is_the_root_cause() -> None
     assert root_cause.rank == 2
 
 
-def test_the_report_shows_the_traceback_when_the_log_has_other_last_words() -> None:
+def test_the_report_shows_the_traceback_if_the_log_ends_with_other_lines() -> None:
     ends = with_reports([SECONDARY, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
     assert failure_report(ends).splitlines() == [
         "rank 1 reported (10.0.0.1:/job/workerlog.1):",

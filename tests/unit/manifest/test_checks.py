@@ -65,7 +65,7 @@ def test_processors_are_counted_in_thousandths() -> None:
 
 
 @pytest.mark.parametrize(("text", "shown"), [("400m", "0.4"), ("512", "512"), ("1.00001k", "1000.01")])
-def test_memory_that_nobody_can_mean(text: str, shown: str) -> None:
+def test_absurd_memory_sizes_are_refused(text: str, shown: str) -> None:
     with pytest.raises(ClusterError, match=rf"--memory={text} is {shown} bytes; .* did you mean [\d.]+Gi"):
         check_memory("--memory", text)
 

@@ -157,7 +157,7 @@ def test_trainer_2_2_has_no_field_for_that() -> None:
     assert "give --grace_seconds=10 or less, or use Trainer 2.3" in str(refused.exception)
 
 
-def test_a_trainjob_has_a_bound_on_its_words() -> None:
+def test_a_trainjobs_arguments_are_limited() -> None:
     result = run(*needed("trainjob"), "train.py", *map(str, range(200)))
     assert "a TrainJob's args are at most 128 words" in str(result.exception)
     assert run(*needed("job"), "train.py", *map(str, range(200))).exit_code == 0

@@ -200,7 +200,7 @@ def test_without_its_environment_nothing_is_started(cluster: Cluster) -> None:
     assert "/nowhere/bin/activate" in said
 
 
-def test_bash_alone_is_told_to_use_sbatch(cluster: Cluster) -> None:
+def test_running_the_script_with_bash_alone_says_to_use_sbatch(cluster: Cluster) -> None:
     code, said = cluster.run("train.py", SLURM_JOB_ID="")
     assert (code != 0, cluster.told("srun")) == (True, [])
     assert "start this script with sbatch" in said
@@ -245,7 +245,7 @@ def test_errors_say_what_was_given_and_the_rule(flags: list[str], said: str) -> 
     assert said in str(caught.value)
 
 
-def test_the_trainer_is_told_to_resume_where_the_engine_does_not_count_starts() -> None:
+def test_the_trainer_gets_resume_if_the_engine_does_not_count_starts() -> None:
     trainer = ["-m", "fleet_train", "train", "--model=mlp"]
     note = "the reference trainer is started without --resume"
     in_pods = ["job", "--nodes=2", "--image=registry.local/train:1"]

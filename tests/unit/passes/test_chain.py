@@ -41,7 +41,7 @@ def is_one_chain(program: Any) -> bool:
     return before == [link.id() for link in found[:-1]]
 
 
-def test_chains_that_stand_among_one_another_become_one_in_the_order_of_the_program() -> None:
+def test_interleaved_chains_become_one_in_program_order() -> None:
     main, job = paddle.static.Program(), Job()
     with paddle.static.program_guard(main):
         x = paddle.static.data("x", [2], "float32")

@@ -182,7 +182,7 @@ def test_o1_lowers_products_only() -> None:
         assert set(dtypes_of(trained, f"pd_op.{name}")) == {"float32"}, name
 
 
-def test_o2_goes_on_until_an_operator_that_needs_float32() -> None:
+def test_o2_continues_until_an_operator_that_needs_float32() -> None:
     trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2, emulated=False), convolutional)
     assert dtypes_of(trained, "pd_op.gelu") == ["bfloat16"] * 2
     for name in ("batch_norm_", "relu", "layer_norm", "cross_entropy_with_softmax"):

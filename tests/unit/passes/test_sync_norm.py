@@ -102,7 +102,7 @@ def test_every_batch_norm_but_the_frozen_one_is_replaced() -> None:
     assert trained.operators().count("pd_op.batch_norm_grad") == 1
 
 
-def test_kernels_go_over_the_values_as_often_as_said() -> None:
+def test_kernels_pass_over_the_values_as_often_as_documented() -> None:
     """Forward once for the statistics and once to normalise, backward once more for what the sums change."""
     trained = Trained(momentum, minimize_synchronized(SameBatchOn(2)), normalised)
     assert trained.operators().count("pd_op.batch_norm_") == 1

@@ -122,14 +122,14 @@ def test_a_number_that_is_given_is_obeyed(given: dict[str, Any]) -> None:
         assert found.edge_megabytes <= found.megabytes
 
 
-def test_nothing_is_said_where_all_is_given() -> None:
+def test_nothing_is_logged_if_all_sizes_are_given() -> None:
     profile = Profile(nccl_comm_num=1, fuse_grad_size_in_MB=4, last_comm_group_size_MB=1)
     choice = choose(profile, layers(), PAIR, over(1.0))
     assert choice.profile is profile
     assert choice.sentences == ()
 
 
-def test_the_choice_is_said_with_its_reason_and_explained_by_the_plan() -> None:
+def test_the_choice_is_logged_with_its_reason_and_explained_by_the_plan() -> None:
     choice = choose(Profile(), layers(), PAIR, over(1.0, source="measured"))
     (sentence,) = choice.sentences
     settled = buckets_of(choice.profile)

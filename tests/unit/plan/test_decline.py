@@ -34,7 +34,7 @@ def test_what_pays_on_a_slow_link_is_carried_out(gigabits: float) -> None:
     assert judged(gigabits) == Choice(Profile(compression="bf16"))
 
 
-def test_what_does_not_pay_is_declined_and_said() -> None:
+def test_a_compression_that_does_not_pay_is_declined_with_a_message() -> None:
     choice = judged(100.0)
     assert choice.profile.compression == "none"
     assert choice.profile.origin("compression").startswith("declined for 100 Gb/s")

@@ -101,7 +101,7 @@ def test_a_first_loss_of_nothing_does_not_divide_by_it() -> None:
     assert adaptive.period == 10
 
 
-def test_a_schedule_goes_on_from_its_numbers() -> None:
+def test_a_schedule_resumes_from_its_numbers() -> None:
     one, other = schedule("adaptive", local_sgd_steps=4), schedule("adaptive", local_sgd_steps=4)
     one.adapt(0.1, 2.0)
     one.adapt(0.1, 8.0)

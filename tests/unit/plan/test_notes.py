@@ -15,7 +15,7 @@ def note_of(knob: str, profile: Profile) -> str:
     return effect
 
 
-def test_when_replicas_are_compared_is_said_as_it_is() -> None:
+def test_the_note_on_comparing_replicas_is_right() -> None:
     every = "a digest of the parameters is compared at the first step and every 100 steps"
     assert note_of("divergence_check_steps", Profile()) == every
     assert note_of("divergence_check_steps", Profile(use_local_sgd=True)) == (
@@ -27,7 +27,7 @@ def test_when_replicas_are_compared_is_said_as_it_is() -> None:
     )
 
 
-def test_who_fetches_the_loss_is_said_as_it_is() -> None:
+def test_the_note_on_fetching_the_loss_is_right() -> None:
     assert note_of("fetch_frequency", Profile(fetch_frequency=2)) == (
         "the reference trainer fetches the loss every 2 steps, and so does a loop that asks fleet.should_fetch(step); "
         "one that fetches in every step waits in every step"

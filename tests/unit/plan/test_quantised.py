@@ -63,7 +63,7 @@ def test_a_device_writes_the_bits_of_the_host(bits: int, block: int) -> None:
 
 @BITS
 @pytest.mark.parametrize("make", [HostCodec, DeviceCodec])
-def test_a_block_that_holds_no_number_is_nan_for_all_and_leaves_nothing(bits: int, make: type) -> None:
+def test_a_block_with_nan_or_infinity_is_nan_for_all_and_leaves_no_error(bits: int, make: type) -> None:
     values = np.ones(512 * 4, np.float32)
     values[600], values[1100], values[1600] = np.nan, np.inf, -np.inf
     codec = make(QuantisedSettings(bits))
@@ -151,7 +151,7 @@ def test_a_layout_has_whole_blocks_for_each_part() -> None:
 
 
 @pytest.mark.parametrize("members", range(2, 17))
-def test_everybody_meets_everybody_once(members: int) -> None:
+def test_each_member_exchanges_with_each_other_once(members: int) -> None:
     table = rounds(members)
     met = [pair for one in table for pair in one.items()]
     assert sorted(met) == [(a, b) for a in range(members) for b in range(members) if a != b]

@@ -306,7 +306,7 @@ def test_a_trial_that_does_not_fit_says_how_many_ranks_would() -> None:
         try_out(plan, profile)
 
 
-def test_broken_replicas_are_told() -> None:
+def test_broken_replicas_are_reported() -> None:
     trial = replace(trial_of()[0], equal=(1, 2))
     assert not trial.holds
     assert "NOT equal after updates 3, 4, 5, 6, 7, 8" in describe(trial)

@@ -41,7 +41,7 @@ def whats(text: str) -> list[str]:
         ("from paddle.fluid.layers.nn import relu", "relu"),
     ],
 )
-def test_an_alias_is_followed_to_what_it_stands_for(imported: str, used: str) -> None:
+def test_an_alias_is_resolved(imported: str, used: str) -> None:
     assert new(f"{imported}\ny = {used}(x)\n") == "import paddle\ny = paddle.nn.functional.relu(x)\n"
 
 
@@ -325,7 +325,7 @@ def test_fleet_of_2_x_is_ours_by_the_same_names() -> None:
         "compiled.with_data_parallel(loss_name=name)",
     ],
 )
-def test_methods_that_are_gone_are_marked(line: str) -> None:
+def test_removed_methods_are_marked(line: str) -> None:
     assert len(whats(f"import paddle\n{line}\n")) == 1
     assert whats(line + "\n") == [], "a script without Paddle is not looked at"
 
@@ -350,7 +350,7 @@ if rank == 0:
     assert len(once.marks) == 6
 
 
-def test_marks_stand_above_any_kind_of_statement() -> None:
+def test_marks_are_placed_above_any_kind_of_statement() -> None:
     text = """\
         import paddle.fluid as fluid
         if a: fluid.layers.While(1)

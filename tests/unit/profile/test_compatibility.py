@@ -89,7 +89,7 @@ def test_a_pair_is_found_in_either_order() -> None:
         verdict("local_sgd", "nothing")
 
 
-def test_a_clash_is_told_of_the_knob_that_was_set() -> None:
+def test_a_clash_names_the_knob_that_was_set() -> None:
     pairs = PAIRS | {("fused", "waiting"): Verdict(False, "a reason; leave one of them out")}
     assert clashes({"sync_nccl_allreduce": True}, pairs=pairs) == [
         Clash(
@@ -127,7 +127,7 @@ def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() 
         ),
     ],
 )
-def test_a_refused_pair_is_told_with_the_reason_and_the_way_out(settings: dict[str, Any], message: str) -> None:
+def test_a_refused_pair_is_an_error_with_the_reason_and_the_fix(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError) as caught:
         Profile(**settings)
     assert str(caught.value) == message

@@ -162,7 +162,7 @@ def test_the_profiles_ask_for_what_their_names_say() -> None:
     }
 
 
-def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
+def test_a_wrong_name_gets_the_closest_one_and_all_others() -> None:
     with pytest.raises(ProfileError) as caught:
         load_profile("multinode")
     assert str(caught.value) == (
@@ -172,7 +172,7 @@ def test_a_wrong_name_is_told_the_closest_and_all_others() -> None:
     )
 
 
-def test_a_missing_file_is_told_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_gets_the_list_of_existing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ProfileError, match=r"^my/single-node\.yaml: no such file; did you mean 'single_node'\? There are"
@@ -191,7 +191,9 @@ def test_an_installed_package_carries_the_catalogue_inside(tmp_path: Path, monke
     assert catalogue.catalogue_folder.__wrapped__() == package / "strategies"
 
 
-def test_an_installation_without_a_catalogue_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_without_a_catalogue_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(catalogue, "__file__", str(tmp_path / "fleet_train" / "profile" / "catalogue.py"))
     with pytest.raises(ProfileError, match="the installation is incomplete, install fleet_train again"):
         catalogue.catalogue_folder.__wrapped__()
@@ -203,7 +205,7 @@ def test_what_is_made_from_the_table_is_up_to_date() -> None:
     assert export.main(["--check"]) == 0
 
 
-def test_a_stale_export_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_stale_export_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:
     (tmp_path / "strategies").mkdir()
     (tmp_path / "strategies" / "schema.json").write_text("{}")
     fix = "differs from the knob table; run: python -m fleet_train.profile.export"
@@ -333,7 +335,7 @@ def test_the_command_shows_which_strategies_go_together_as_json() -> None:
     }
 
 
-def test_the_compatibility_of_one_profile_alone_is_no_question() -> None:
+def test_compatibility_takes_no_single_profile() -> None:
     result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
     assert result.exit_code == 2
     assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output

@@ -91,7 +91,7 @@ def test_a_fuse_flag_is_not_used_where_fusing_is_off() -> None:
     ]
 
 
-def test_waiting_for_each_allreduce_is_heard_from_the_process_environment_too() -> None:
+def test_waiting_for_each_allreduce_can_be_set_by_the_process_environment_too() -> None:
     assert Profile().overridden_by({"FLAGS_sync_nccl_allreduce": "0"})[0] == Profile()
     profile, notices = Profile().overridden_by({"FLAGS_sync_nccl_allreduce": "1"})
     assert profile.sync_nccl_allreduce is True
@@ -129,7 +129,7 @@ def test_known_flags_pass() -> None:
     check_flags(Profile(environment={"FLAGS_x": "1", "NCCL_DEBUG": "INFO"}), ["FLAGS_x"])
 
 
-def test_mapped_settings_are_said_only_when_they_were_set() -> None:
+def test_mapped_settings_are_logged_only_if_they_were_set() -> None:
     assert applied_mappings(Profile(nccl_comm_num=2)) == []
     assert applied_mappings(Profile(num_iteration_per_drop_scope=30)) == [
         "num_iteration_per_drop_scope: 30 (set by the caller) is mapped: The current executor frees an intermediate "
@@ -145,7 +145,7 @@ def test_several_communicators_on_one_node_are_carried_out_unlike_in_fleet() -> 
 
 
 @pytest.mark.parametrize("schedule", ["constant", "doubling"])
-def test_averaging_parameters_after_every_step_is_said_to_save_nothing(schedule: str) -> None:
+def test_averaging_parameters_after_every_step_is_reported_to_save_nothing(schedule: str) -> None:
     profile = Profile(use_local_sgd=True, local_sgd_steps=1, local_sgd_schedule=schedule)
     assert applied_mappings(profile) == [
         "local_sgd_steps: 1 (set by the caller) averages the parameters after every step, which sends as much as "
@@ -162,11 +162,11 @@ def test_averaging_parameters_after_every_step_is_said_to_save_nothing(schedule:
         {"outer_optimizer": "diloco", "outer_momentum": 0.0},
     ],
 )
-def test_local_sgd_that_differs_from_averaging_every_step_needs_no_words(settings: dict[str, Any]) -> None:
+def test_local_sgd_that_differs_from_averaging_every_step_has_no_message(settings: dict[str, Any]) -> None:
     assert applied_mappings(Profile(use_local_sgd=True, **settings)) == []
 
 
-def test_what_fewer_barriers_cost_is_said() -> None:
+def test_the_cost_of_fewer_barriers_is_reported() -> None:
     assert applied_mappings(Profile(barrier_every_steps=50)) == [
         "barrier_every_steps: 50 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
         "cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "

@@ -131,7 +131,7 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
         ("? [a, b]\n: 1", "?: is not a key of a profile; to build on another profile, use extends"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(load: Load, line: str, message: str) -> None:
+def test_a_mistake_is_reported_with_its_line(load: Load, line: str, message: str) -> None:
     assert problems(load, f"name: x\n\n{line}\n") == [f"a.yaml:3: {message}"]
 
 
@@ -143,7 +143,7 @@ def test_a_boolean_knob_takes_every_boolean_of_yaml(load: Load, word: str, value
 
 
 @pytest.mark.usefixtures("refused_knob")
-def test_all_problems_of_a_file_are_told_together_in_order_of_lines(load: Load) -> None:
+def test_all_problems_of_a_file_are_reported_together_in_order_of_lines(load: Load) -> None:
     text = "nccl_comm_num: 99\nfoo: 1\nfetch_frequency: 'x'\nsync_nccl_allreduce: true\nnccl_comm_num: 2\n"
     assert problems(load, text) == [
         "a.yaml:1: nccl_comm_num: is set again on line 5; keep one of the two",
@@ -249,7 +249,7 @@ def test_an_outer_optimizer_without_momentum_is_allowed(load: Load, kind: str) -
     assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == (kind, 0.5, 0.0)
 
 
-def test_two_strategies_that_do_not_go_together_are_told_with_the_line_of_one(
+def test_two_incompatible_strategies_are_reported_with_the_line_of_one(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = Verdict(False, "a reason; leave one of them out")
@@ -286,11 +286,11 @@ def test_a_refused_knob_says_not_available_yet_and_what_instead(load: Load, refu
         ("#" * 70_000, "a.yaml: has 70000 bytes, at most 65536 are read. Is this the right file?"),
     ],
 )
-def test_what_is_no_profile_at_all_is_told_so(load: Load, text: str, message: str) -> None:
+def test_what_is_no_profile_at_all_is_reported_as_such(load: Load, text: str, message: str) -> None:
     assert problems(load, text) == [message]
 
 
-def test_text_that_is_not_utf8_is_told_with_its_line(folder: Path) -> None:
+def test_text_that_is_not_utf8_is_reported_with_its_line(folder: Path) -> None:
     (folder / "a.yaml").write_bytes(b"name: x\ndescription: \xff\n")
     with pytest.raises(ProfileError, match=r"^a\.yaml:2: is not UTF-8 text; save it as UTF-8$"):
         load_profile("./a.yaml")
@@ -363,7 +363,7 @@ def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
         ),
     ],
 )
-def test_a_variable_that_may_not_be_set_is_told_with_its_line(load: Load, line: str, message: str) -> None:
+def test_a_variable_that_may_not_be_set_is_reported_with_its_line(load: Load, line: str, message: str) -> None:
     assert problems(load, f"environment:\n  {line}\n") == [f"a.yaml:2: {message}"]
 
 
@@ -448,14 +448,14 @@ def test_extending_too_many_files_is_refused(folder: Path, load: Load) -> None:
     assert problems(load, "extends: p0.yaml\n") == ["p14.yaml:1: extends: more than 16 files deep"]
 
 
-def test_a_mistake_in_the_parent_is_told_with_the_parents_line(folder: Path, load: Load) -> None:
+def test_a_mistake_in_the_parent_is_reported_with_the_parents_line(folder: Path, load: Load) -> None:
     (folder / "base.yaml").write_text("\nnccl_comm_num: 99\n")
     assert problems(load, "extends: base.yaml\n") == [
         "base.yaml:2: nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto"
     ]
 
 
-def test_a_parent_that_is_missing_is_told_with_the_line_of_extends(load: Load) -> None:
+def test_a_missing_parent_is_reported_with_the_line_of_extends(load: Load) -> None:
     (line,) = problems(load, "name: x\nextends: mult_node\n")
     assert line.startswith(
         "a.yaml:2: extends: 'mult_node' is not a profile of the catalogue; did you mean 'multi_node'? "

@@ -48,7 +48,7 @@ def test_a_profile_cannot_be_changed() -> None:
         Profile().nccl_comm_num = 2  # type: ignore[misc]
 
 
-def test_wrong_settings_are_told_all_at_once() -> None:
+def test_wrong_settings_are_reported_all_at_once() -> None:
     with pytest.raises(ProfileError) as caught:
         Profile(nccl_comm_num="2", fetch_frequenzy=1, fuse_all_reduce_ops=1, environment={"A": 1})
     assert sorted(str(caught.value).split("\n")) == [
@@ -192,7 +192,7 @@ def test_local_sgd_and_a_loss_scale_are_refused_with_the_way_out() -> None:
     assert Profile(use_local_sgd=True, amp_level="O2").amp_dtype == "bfloat16"
 
 
-def test_float16_without_mixed_precision_is_told_once() -> None:
+def test_float16_without_mixed_precision_is_reported_once() -> None:
     with pytest.raises(ProfileError) as caught:
         Profile(accumulate_steps=2, amp_dtype="float16")
     assert str(caught.value) == (

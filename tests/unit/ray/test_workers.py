@@ -25,7 +25,7 @@ def environ_of(rank: int, users: dict[str, str] | None = None, **profile: str) -
     return environ
 
 
-def test_ports_that_two_workers_of_a_node_have_both_found_are_told_apart() -> None:
+def test_workers_of_a_node_that_found_the_same_port_get_different_ones() -> None:
     told = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000), ("10.0.0.1", 7001)]
     assert endpoints_of(told) == ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000", "10.0.0.1:7002"]
 

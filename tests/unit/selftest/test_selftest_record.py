@@ -80,7 +80,7 @@ def test_backend_is_paddles_build_or_what_the_environment_asks_for(monkeypatch: 
         ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1", "PADDLE_TRAINERS": "a,b"}, False),  # a pod of PaddleCloud
     ],
 )
-def test_a_rank_is_told_from_a_shell(environ: dict[str, str], expected: bool) -> None:
+def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected: bool) -> None:
     assert is_rank(environ) is expected
 
 

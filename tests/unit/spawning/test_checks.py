@@ -149,7 +149,7 @@ def test_functions_are_called_what_their_author_calls_them() -> None:
     ]
 
 
-def test_a_rank_is_told_by_its_environment() -> None:
+def test_a_rank_is_recognised_by_its_environment() -> None:
     inside.refuse_within_a_rank({})
     inside.refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
     for environ in ({"FLEET_TRAIN_STORE": "a:1/0"}, {"PADDLE_TRAINERS_NUM": "4"}):

@@ -45,7 +45,7 @@ def test_two_spawns_share_neither_port_nor_id_nor_secret() -> None:
         assert one[0][name] != other[0][name]
 
 
-def test_ranks_on_gpus_are_told_theirs_by_its_position_among_the_visible_ones() -> None:
+def test_ranks_get_their_gpu_by_its_position_among_the_visible_ones() -> None:
     _, both = told(("2", "3"), {"CUDA_VISIBLE_DEVICES": "2,3"})
     assert [environ["FLAGS_selected_gpus"] for environ in both] == ["0", "1"]
     assert [environ["CUDA_VISIBLE_DEVICES"] for environ in both] == ["2,3", "2,3"]

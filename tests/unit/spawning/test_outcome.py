@@ -44,7 +44,7 @@ def test_results_are_in_the_order_of_ranks() -> None:
     assert results([well(0), well(1), well(2)], (), NODE, "") == [b"0", b"1", b"2"]
 
 
-def test_who_raised_first_is_named_whoever_ended_first() -> None:
+def test_the_rank_that_raised_first_is_named_whichever_ended_first() -> None:
     late_end = replace(raised(2, 1.0, "KeyError: 'x'"), seconds=9.0)
     error = failure([secondary(0, 2.0), raised(1, 1.5), late_end])
     assert str(error).splitlines()[0] == "rank 2 of 3 failed first: KeyError: 'x', after 1.0 s"
@@ -78,7 +78,7 @@ def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
     assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
 
 
-def test_an_end_without_a_word_is_a_failure_although_the_exit_code_is_0() -> None:
+def test_an_exit_without_a_report_is_a_failure_although_the_exit_code_is_0() -> None:
     silent = replace(WELL, rank=1, result=None, seconds=1.0)
     error = failure([well(0), silent, well(2)])
     assert "rank 1 of 3 failed first: exit code 0 (its process ended with exit code 0 before its" in str(error)

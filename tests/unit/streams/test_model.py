@@ -90,7 +90,7 @@ def test_another_order_without_waits_needs_kernels_side_by_side(run: Replay) -> 
 
 
 @both
-def test_one_resident_kernel_can_stand_still_even_in_one_order(run: Replay) -> None:
+def test_one_resident_kernel_can_deadlock_even_in_one_order(run: Replay) -> None:
     """Both are enqueued: each device chooses for itself which one it runs first."""
     said = ("begin A", "begin B", "wait A", "wait B")
     assert 0 < run([rank(0, *said), rank(1, *said)], True).deadlocks < NUMBER
@@ -130,7 +130,7 @@ def test_a_read_in_front_of_what_a_peer_waits_for_never_ends(run: Replay) -> Non
 
 
 @both
-def test_an_event_is_not_waited_for_longer_than_what_stands_before_it(run: Replay) -> None:
+def test_an_event_waits_only_for_what_was_enqueued_before_it(run: Replay) -> None:
     """The same with a copy that was recorded before the wait: the host goes on."""
     traces = [rank(0, "begin A", "record", "wait A", "read", "meet m"), rank(1, "meet m", "begin A", "wait A")]
     assert run(traces, False).deadlocks == 0
@@ -160,7 +160,7 @@ def test_a_barrier_that_waits_for_its_own_result_never_ends(run: Replay) -> None
     assert found.deadlocks == NUMBER
 
 
-def test_threads_that_race_stand_still_in_some_interleavings_only() -> None:
+def test_racing_threads_deadlock_in_some_interleavings_only() -> None:
     def of(number: int) -> Trace:
         return rank(number, "begin A", "wait A", beside=("begin B", "wait B"))
 
@@ -170,7 +170,7 @@ def test_threads_that_race_stand_still_in_some_interleavings_only() -> None:
         quickly([of(0), of(1)], False)
 
 
-def test_ranks_that_call_different_collectives_are_told_apart() -> None:
+def test_ranks_that_call_different_collectives_are_detected() -> None:
     traces = [rank(0, "begin A 10", "begin A 20"), rank(1, "begin A 10", "begin A 30")]
     expected = "collective 1 of group 65: rank 0 calls all_reduce 20 (bucket A), rank 1 all_reduce 30 (bucket A)"
     assert mismatches(traces) == [expected]

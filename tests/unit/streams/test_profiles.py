@@ -61,7 +61,7 @@ def test_no_interleaving_deadlocks(name: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}, {"use_hierarchical_allreduce": True}])
-def test_steps_without_a_barrier_do_not_stand_still_either(settings: dict[str, Any]) -> None:
+def test_steps_without_a_barrier_do_not_deadlock_either(settings: dict[str, Any]) -> None:
     profile = shortened(Profile(barrier_every_steps=4, **settings))
     traces = record(profile, Cluster.imagined(2, 2), 4 * STEPS)
     barriers = [barriers_of(trace) for trace in traces]
