@@ -104,13 +104,13 @@ class Examiner:
         try:
             facts = self._facts(responder.held)
             state.put(f"here/{participants.index}", self._here(responder, facts))
-            present = peer_group.meet(self._left(self.options.join_timeout_seconds), self._say)
+            present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds), self._say)
             self._network(peer_group, facts, present)
-            missing = peer_group.bring(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
+            missing = peer_group.collect(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
             if "group" in self.options.groups:
                 self._group(peer_group, [node for node in present if node not in missing])
-                peer_group.bring(["group"], set(present) - missing, self._left(GROUP_SECONDS))
-            peer_group.part(set(present) - missing, self._left(_PART_SECONDS))
+                peer_group.collect(["group"], set(present) - missing, self._left(GROUP_SECONDS))
+            peer_group.leave(set(present) - missing, self._left(_PART_SECONDS))
             return self._examination(state)
         finally:
             responder.close()

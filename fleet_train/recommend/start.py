@@ -46,7 +46,7 @@ def command_of(options: Options, folder: Path, output: Path, outcome: Path | Non
 
 def supervise(options: Options, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
     """As one rank: the whole recommendation; rank 0 prints, and writes the profile."""
-    peers = Peers.meet(options.join_timeout_seconds, "recommend")
+    peers = Peers.join(options.join_timeout_seconds, "recommend")
     cluster = peers.cluster
     if cluster.world_size == 1:
         peers.close_host()
@@ -59,7 +59,7 @@ def supervise(options: Options, folder: Path, output: Path, as_json: bool, outco
             click.echo(text, err=as_json)
 
     supervisor = Supervisor(peers, options, folder, say)
-    with supervisor.peers.meeting():
+    with supervisor.peers.leaving_together():
         results = supervisor.run()
         made = to_json(results, options, cluster)
         say(f"\n{describe(results, options, cluster)}")

@@ -48,7 +48,7 @@ class Peers:
             raise
 
     @classmethod
-    def meet(cls, timeout_seconds: float, command: str = "selftest") -> Peers:
+    def join(cls, timeout_seconds: float, command: str = "selftest") -> Peers:
         """As a rank that a launcher or an engine started: with those of this process's environment."""
         cluster, host = complete(cluster_from_environ(launch_environment(), parent_command()), timeout_seconds)
         return cls(cluster, timeout_seconds, command, host)
@@ -85,7 +85,7 @@ class Peers:
         return self._client.clock()
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
+    def leaving_together(self) -> Iterator[None]:
         """All supervisors leave together; one that fails is lost for the others."""
         try:
             yield

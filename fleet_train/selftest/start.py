@@ -120,7 +120,7 @@ def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout
 def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | None) -> int:
     """As one rank: every check; rank 0 prints, and writes the record."""
     began = time.monotonic()
-    peers = Peers.meet(options.join_timeout_seconds)
+    peers = Peers.join(options.join_timeout_seconds)
     cluster = peers.cluster
     is_first = cluster.rank == 0
 
@@ -132,7 +132,7 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
         say(result.line)
 
     supervisor = Supervisor(peers, options, folder, found)
-    with supervisor.peers.meeting():
+    with supervisor.peers.leaving_together():
         results, machines = supervisor.run()
         seconds = time.monotonic() - began
         made = supervisor.shared(record.make(cluster, options, machines, results, seconds) if is_first else None)

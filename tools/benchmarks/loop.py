@@ -60,7 +60,7 @@ class Assignment:
         return Assignment(**(content | {"task": Task(**content["task"])}))
 
 
-class Meeting:
+class FileBarrier:
     """A barrier over files in the shared folder: it sends nothing that is measured."""
 
     def __init__(self, assignment: Assignment, rank: int) -> None:
@@ -70,12 +70,12 @@ class Meeting:
         self._timeout_seconds = assignment.timeout_seconds
         self._count = 0
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         self._count += 1
-        (self._folder / f"meet-{self._count}-{self._rank}").touch()
+        (self._folder / f"barrier-{self._count}-{self._rank}").touch()
         deadline = time.monotonic() + self._timeout_seconds
         for rank in self._ranks:
-            while not (self._folder / f"meet-{self._count}-{rank}").exists():
+            while not (self._folder / f"barrier-{self._count}-{rank}").exists():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} did not reach barrier {self._count} of the benchmark")
                 time.sleep(0.001)
@@ -83,7 +83,7 @@ class Meeting:
     def averaged(self, weights: Weights, on_rank: int) -> Weights | None:
         """On one rank the mean of all ranks' weights, else None."""
         np.savez(self._folder / f"weights-{on_rank}-{self._rank}.npz", *weights)
-        self.meet()
+        self.wait()
         if self._rank != on_rank:
             return None
         files = [np.load(self._folder / f"weights-{on_rank}-{rank}.npz") for rank in self._ranks]
@@ -108,9 +108,9 @@ class Training:
 
 def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
     """Train the whole task without interruption, then evaluate its snapshots, and write this rank's record."""
-    meeting = Meeting(assignment, rank)
-    training = train(trainee, assignment, rank, meeting)
-    tests = evaluate(training.snapshots, assignment, meeting)
+    barrier = FileBarrier(assignment, rank)
+    training = train(trainee, assignment, rank, barrier)
+    tests = evaluate(training.snapshots, assignment, barrier)
     record = {
         "rank": rank,
         "step_seconds": training.seconds,
@@ -124,10 +124,10 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
         "facts": trainee.facts(),
     }
     _publish(record, Path(assignment.folder) / f"rank{rank}.json")
-    meeting.meet()  # no rank ends while another may still need it
+    barrier.wait()  # no rank ends while another may still need it
 
 
-def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting) -> Training:
+def train(trainee: Trainee, assignment: Assignment, rank: int, barrier: FileBarrier) -> Training:
     """Every ``evaluate_every`` steps and at the end the weights are copied, with the clock stopped and nobody waited
     for: what a strategy sends beside local steps has these milliseconds for nothing, and they are in the record.
     """
@@ -139,7 +139,7 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
         step: [value.copy() for value in trainee.weights()]
         for step in (*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps)
     }
-    meeting.meet()
+    barrier.wait()
     before = sent_so_far()
     for step, (features, labels) in enumerate(batches, 1):
         began = time.perf_counter()
@@ -153,14 +153,14 @@ def train(trainee: Trainee, assignment: Assignment, rank: int, meeting: Meeting)
                 np.copyto(copy, value)
             done.snapshots.append((step, kept[step]))
             done.paused_seconds += time.perf_counter() - ended
-    meeting.meet()
+    barrier.wait()
     time.sleep(_DRAIN_SECONDS)
     done.sent = sent_so_far() - before
     return done
 
 
 def evaluate(
-    snapshots: Sequence[tuple[int, Weights]], assignment: Assignment, meeting: Meeting
+    snapshots: Sequence[tuple[int, Weights]], assignment: Assignment, barrier: FileBarrier
 ) -> list[tuple[int, float, float]]:
     """Step, accuracy and test loss of the mean of all ranks' weights, for this rank's share of the snapshots.
 
@@ -171,11 +171,11 @@ def evaluate(
     for first in range(0, len(snapshots), size):
         mine: tuple[int, Weights] | None = None
         for on_rank, (step, weights) in enumerate(snapshots[first : first + size]):
-            mean = meeting.averaged(weights, on_rank)
+            mean = barrier.averaged(weights, on_rank)
             mine = mine if mean is None else (step, mean)
         if mine is not None:
             found.append((mine[0], *judged(assignment.task, mine[1])))
-        meeting.meet()
+        barrier.wait()
     return found
 
 

@@ -27,9 +27,9 @@ _TIMEOUT = 120.0
 class StandIn(asyncio.Protocol):
     """One rank: it joins, then sends requests and counts the answers."""
 
-    def __init__(self, rank: int, everybody: Everybody) -> None:
+    def __init__(self, rank: int, all_ranks: AllRanks) -> None:
         self.rank = rank
-        self._everybody = everybody
+        self._all_ranks = all_ranks
         self._decoder = Decoder(expects_preamble=False)
         identity = {"round": "0", "group": "rank", "member": rank, "watched": True, "machine": "", "silence": None}
         self._caller = Caller(Access("bench"), identity)
@@ -46,15 +46,15 @@ class StandIn(asyncio.Protocol):
             if not self._is_welcome:
                 self._is_welcome = self._caller.heard(parse(head)) is None
             elif b'"error"' in head:
-                self._everybody.failed.append((time.monotonic(), (head + b" " + body).decode()))
-            self._everybody.answered()
+                self._all_ranks.failed.append((time.monotonic(), (head + b" " + body).decode()))
+            self._all_ranks.answered()
 
     def connection_lost(self, _: Exception | None) -> None:
-        if self in self._everybody.ranks:
-            self._everybody.answered()
+        if self in self._all_ranks.ranks:
+            self._all_ranks.answered()
 
 
-class Everybody:
+class AllRanks:
     """All simulated ranks of this process."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Everybody:
         await asyncio.gather(*(one(rank, port) for rank, port in enumerate(ports)))
         await self.wait()
 
-    async def meet(self, header: Header, body: bytes = b"", size: int = 0) -> float:
+    async def exchange(self, header: Header, body: bytes = b"", size: int = 0) -> float:
         """All enter one barrier (of ``size`` ranks, if some are missing); returns its duration."""
         self.expect(len(self.ranks))
         count = size or len(self.ranks)
@@ -101,39 +101,39 @@ class Everybody:
         return time.perf_counter() - began
 
 
-async def wait_for_the_lost(everybody: Everybody, ports: list[int], lost: set[int]) -> None:
+async def wait_for_the_lost(all_ranks: AllRanks, ports: list[int], lost: set[int]) -> None:
     """All ranks but one node's enter a barrier; reports when the last of them got its error, and the error's text."""
-    await everybody.connect(ports)
-    everybody.ranks = [rank for rank in everybody.ranks if rank.rank not in lost]
-    meeting = asyncio.ensure_future(everybody.meet({"do": "barrier", "name": "step"}, size=len(ports)))
+    await all_ranks.connect(ports)
+    all_ranks.ranks = [rank for rank in all_ranks.ranks if rank.rank not in lost]
+    barrier = asyncio.ensure_future(all_ranks.exchange({"do": "barrier", "name": "step"}, size=len(ports)))
     await asyncio.sleep(2)
-    say({"waiting": len(everybody.ranks)})
-    await meeting
-    at, words = max(everybody.failed)
-    print(json.dumps({"at": at, "told": len(everybody.failed), "words": words}), flush=True)
+    say({"waiting": len(all_ranks.ranks)})
+    await barrier
+    at, words = max(all_ranks.failed)
+    print(json.dumps({"at": at, "told": len(all_ranks.failed), "words": words}), flush=True)
 
 
 async def run(asked: dict[str, Any]) -> None:
     raise_descriptor_limit(19000)
     ports = asked["ports"]
-    everybody = Everybody()
+    all_ranks = AllRanks()
     if "lost" in asked:
-        await wait_for_the_lost(everybody, ports, set(asked["lost"]))
+        await wait_for_the_lost(all_ranks, ports, set(asked["lost"]))
         return
     began = time.perf_counter()
-    await everybody.connect(ports)
+    await all_ranks.connect(ports)
     say({"connected_seconds": time.perf_counter() - began})
     endpoints = json.dumps(",".join(f"10.0.{i // 250}.{i % 250}:6170" for i in range(len(ports)))).encode()
-    await everybody.meet({"do": "compare", "name": "join"}, endpoints)
-    await everybody.meet({"do": "broadcast", "name": "port", "source": 0}, b"6170")
-    await everybody.meet({"do": "barrier", "name": "formed"})
+    await all_ranks.exchange({"do": "compare", "name": "join"}, endpoints)
+    await all_ranks.exchange({"do": "broadcast", "name": "port", "source": 0}, b"6170")
+    await all_ranks.exchange({"do": "barrier", "name": "formed"})
     say({"joined_seconds": time.perf_counter() - began})
     barriers = asked["barriers"]
     note: Header = {"do": "barrier", "times": [1, 23.45, 0.21], "slowest": 23.45, "stop": None}
-    warm_up = [await everybody.meet({**note, "name": f"warm-up {i}"}) for i in range(3)]
+    warm_up = [await all_ranks.exchange({**note, "name": f"warm-up {i}"}) for i in range(3)]
     say({"warm_up": warm_up})
-    seconds = [await everybody.meet({**note, "name": f"step {i}"}) for i in range(barriers)]
-    say({"barrier_seconds": statistics.median(seconds), "failed": len(everybody.failed)})
+    seconds = [await all_ranks.exchange({**note, "name": f"step {i}"}) for i in range(barriers)]
+    say({"barrier_seconds": statistics.median(seconds), "failed": len(all_ranks.failed)})
 
 
 def say(facts: dict[str, Any]) -> None:

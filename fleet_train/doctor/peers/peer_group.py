@@ -32,12 +32,12 @@ class PeerGroup:
         self.responder = responder
         self.refusals: dict[int, PortTry] = {}
         """The answers of nodes that refuse this one."""
-        self._doors: dict[int, int] = {}
+        self._ports: dict[int, int] = {}
         self._complete: set[int] = set()
 
-    # meeting
+    # rendezvous
 
-    def meet(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
+    def wait_for_nodes(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
         """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
         deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
         everybody = set(range(len(self.participants.addresses)))
@@ -57,7 +57,7 @@ class PeerGroup:
         self._sync_with(set(present) - {self.participants.index})
         return tuple(sorted(self.state.nodes("here")))
 
-    def bring(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
+    def collect(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
         """Exchange until all present nodes have sent these; returns the nodes that have not within the time."""
         wanted, deadline = set(present), time.monotonic() + seconds
         while True:
@@ -67,7 +67,7 @@ class PeerGroup:
             self._sync_with(wanted - {self.participants.index})
             self.state.wait(_PAUSE_SECONDS)
 
-    def part(self, present: Iterable[int], seconds: float) -> None:
+    def leave(self, present: Iterable[int], seconds: float) -> None:
         """Wait until all others have this node's values, at most this long."""
         deadline = time.monotonic() + seconds
         self._complete.clear()  # from before the last part
@@ -97,18 +97,18 @@ class PeerGroup:
                     channel.ask({"do": "tell"}, self.state.beyond(map(str, told["keys"])))
                     if set(told["keys"]) | set(told["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
-                    self._doors[node] = port
+                    self._ports[node] = port
                     return True
             except Refused as refusal:
                 self.refusals[node] = PortTry(node, port, f"refused by the doctor ({refusal.kind})", str(refusal))
             except (*ERRORS, KeyError, TypeError, ValueError):
-                self._doors.pop(node, None)
+                self._ports.pop(node, None)
         return False
 
     def _candidates(self, node: int) -> list[int]:
         """The port on which the node answered last; else all on which its doctor may listen."""
-        if node in self._doors:
-            return [self._doors[node]]
+        if node in self._ports:
+            return [self._ports[node]]
         told = self.state.get(f"here/{node}") or {}
         ports = told.get("open", self.participants.ports[node])
         return [*ports, *([told["extra"]] if "extra" in told else [])]
@@ -126,7 +126,7 @@ class PeerGroup:
         """Every port of every other node on which a doctor listens."""
         wanted = []
         for node in sorted(set(present) - {self.participants.index}):
-            told = self._told(node)
+            told = self._reported(node)
             wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
         if not wanted:
             return ()
@@ -143,14 +143,14 @@ class PeerGroup:
             return PortTry(node, port, "another program" if refusal.kind == "job" else "open", str(refusal)[:300])
         except ERRORS as error:
             return PortTry(node, port, outcome_of(error))
-        self._doors[node] = port
+        self._ports[node] = port
         return PortTry(node, port, "open", "" if seen == self.participants.address else seen)
 
     def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
         """``mtus``: of this node's interface to each other node."""
 
         def one(node: int) -> Datagrams:
-            port, mtu = int(self._told(node)["udp"]), mtus.get(node) or 1500
+            port, mtu = int(self._reported(node)["udp"]), mtus.get(node) or 1500
             address, source = self.participants.addresses[node], self.participants.access.source
             return Datagrams(node, *datagrams.sweep(address, port, source, self.responder.nonce, mtu), mtu)
 
@@ -173,12 +173,12 @@ class PeerGroup:
         return echoes, found
 
     def _begins(self, other: int) -> bool:
-        if other not in self._doors:
+        if other not in self._ports:
             return False
         return other > self.participants.index or other not in self.responder.callers
 
     def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
-        own, address, port = self.participants.index, self.participants.addresses[other], self._doors[other]
+        own, address, port = self.participants.index, self.participants.addresses[other], self._ports[other]
         echo: Echo | None = None
         try:
             with dialled(address, port, self.participants.access, own) as channel:
@@ -201,7 +201,7 @@ class PeerGroup:
                 both.append(Stream(source, target, 0.0, error=str(error)[:120] or type(error).__name__))
         return echo, both
 
-    def _told(self, node: int) -> dict[str, Any]:
+    def _reported(self, node: int) -> dict[str, Any]:
         told = self.state.get(f"here/{node}")
         complete = isinstance(told, dict) and {"open", "extra", "udp"} <= told.keys()
         return told if complete else {"open": [], "extra": 0, "udp": 0}

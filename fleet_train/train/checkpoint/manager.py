@@ -148,11 +148,11 @@ class Checkpoints:
             return self._copies.holders()
         return ["rank 0"] if ask_first_worker(lambda: bool(storage.complete(self.folder))) else []
 
-    def begin_anew(self) -> None:
+    def start_new_run(self) -> None:
         """Begin another run. With copies, the checkpoints of all nodes are removed."""
         self._run = None
         if self._copies is not None:
-            self._copies.begin_anew()
+            self._copies.start_new_run()
             self._run = self._copies.run
 
     def newest(self) -> Found | None:

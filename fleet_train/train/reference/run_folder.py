@@ -66,7 +66,7 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
         )
     # Remaining checkpoints would count as this run's, so one that cannot be removed ends the job here.
     ask_first_worker(lambda: storage.clear(checkpoints.folder))
-    checkpoints.begin_anew()
+    checkpoints.start_new_run()
     return None
 
 

@@ -39,7 +39,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
 
 @pytest.fixture
 def met(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all meetings, in order."""
+    """The names of all barriers, in order."""
     names: list[str] = []
     monkeypatch.setattr(job, "met", names.append)
     return names

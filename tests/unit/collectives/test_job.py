@@ -23,7 +23,7 @@ from tests.unit.collectives.in_turn import form
 CLUSTER = Cluster.imagined(3, 1)
 PLACE = Place("step 4", "step 4, bucket 1")
 ABSENT = (Absence(2, "missing", "did not come"),)
-MEETINGS: dict[str, Callable[[Job], Any]] = {
+CALLS: dict[str, Callable[[Job], Any]] = {
     "barrier": lambda job: job.barrier("here"),
     "all_gather": lambda job: job.all_gather("here", 7),
     "broadcast": lambda job: job.broadcast("here", 7, 1),
@@ -106,7 +106,7 @@ def alone() -> Iterator[Job]:
 
 
 def test_one_process_passes_barriers_alone(alone: Job) -> None:
-    found = [meet(alone) for meet in MEETINGS.values()]
+    found = [meet(alone) for meet in CALLS.values()]
     assert found == [None, {0: 7}, 7, []]
     assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
     values = np.array([[1.0, 2.0]], "float32")
@@ -117,7 +117,7 @@ def test_one_process_passes_barriers_alone(alone: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meeting", "asked"),
+    ("call", "asked"),
     [
         ("barrier", ("barrier", "here", None)),
         ("all_gather", ("all_gather", "here", 7)),
@@ -126,25 +126,25 @@ def test_one_process_passes_barriers_alone(alone: Job) -> None:
     ],
 )
 def test_barrier_waits_for_all_ranks_and_names_the_call(
-    make: Callable[..., Made], meeting: str, asked: tuple[Any, ...]
+    make: Callable[..., Made], call: str, asked: tuple[Any, ...]
 ) -> None:
-    made = make(**{meeting: "answer"})
-    assert MEETINGS[meeting](made.job) == (None if meeting == "barrier" else "answer")
+    made = make(**{call: "answer"})
+    assert CALLS[call](made.job) == (None if call == "barrier" else "answer")
     with made.job.inside("fleet.save"):
         with made.job.inside("fleet.all_reduce"):
-            MEETINGS[meeting](made.job)
-        MEETINGS[meeting](made.job)
-    MEETINGS[meeting](made.job)
+            CALLS[call](made.job)
+        CALLS[call](made.job)
+    CALLS[call](made.job)
     assert made.store.asked == [(*asked, 3, 60.0, call) for call in ("", "fleet.save", "fleet.save", "")]
     assert (made.job.sync_points, made.barriers.asked) == (4, [])
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_two_ranks_pass_a_barrier(meeting: str) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_two_ranks_pass_a_barrier(call: str) -> None:
     store: Any = Store()
     job = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=store)
-    MEETINGS[meeting](job)
-    assert (store.names, job.sync_points) == ([meeting], 1)
+    CALLS[call](job)
+    assert (store.names, job.sync_points) == ([call], 1)
     job.leave()
 
 
@@ -169,11 +169,11 @@ def test_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
     assert meetings == [1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_rank_that_does_not_reach_a_barrier_is_named_by_the_failure(make: Callable[..., Made], meeting: str) -> None:
-    made = make(**{meeting: missing()})
+@pytest.mark.parametrize("call", CALLS)
+def test_rank_that_does_not_reach_a_barrier_is_named_by_the_failure(make: Callable[..., Made], call: str) -> None:
+    made = make(**{call: missing()})
     with pytest.raises(WorkerFailed, match="rank 2 did not come") as raised:
-        MEETINGS[meeting](made.job)
+        CALLS[call](made.job)
     assert made.job.failure is raised.value
     assert raised.value.absent == ABSENT
 

@@ -38,11 +38,11 @@ def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: s
         responder.close()
 
 
-def meeting(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
+def rendezvous(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
     met: dict[int, tuple[int, ...]] = {}
 
     def meet(peer_group: PeerGroup) -> None:
-        met[peer_group.participants.index] = peer_group.meet(seconds, lambda _: None)
+        met[peer_group.participants.index] = peer_group.wait_for_nodes(seconds, lambda _: None)
 
     threads = [threading.Thread(target=meet, args=(peer_group,)) for peer_group in groups]
     for thread in threads:
@@ -55,25 +55,25 @@ def meeting(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
 def test_all_doctors_gather_all_facts() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
-        assert meeting([one, two, three], 10.0) == [(0, 1, 2)] * 3
+        assert rendezvous([one, two, three], 10.0) == [(0, 1, 2)] * 3
         two.state.put("report/1", {"of": "node 1"})
-        assert one.bring(["report"], [1], 5.0) == set()
+        assert one.collect(["report"], [1], 5.0) == set()
         assert one.state.get("report/1") == {"of": "node 1"}
-        one.part([0, 1], 5.0)
+        one.leave([0, 1], 5.0)
 
 
 def test_a_machine_that_does_not_connect_ends_the_wait_of_all_in_time() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port) as two:
         began = time.monotonic()
-        assert meeting([one, two], 1.5) == [(0, 1)] * 2
+        assert rendezvous([one, two], 1.5) == [(0, 1)] * 2
         assert time.monotonic() - began < 30.0
 
 
 def test_a_clock_that_goes_wrong_is_measured() -> None:
     port = free_ports(2, HOSTS)
     with doctor(0, port) as one, doctor(1, port, clock=lambda: time.time() - 7.5) as two:
-        assert meeting([one, two], 1.0) == [(0, 1)] * 2
+        assert rendezvous([one, two], 1.0) == [(0, 1)] * 2
         (echo,), found = one.measure_pairs((0, 1), 2.0)
         assert echo.ahead == pytest.approx(7.5, abs=0.2)
         assert echo.uncertainty < 0.2
@@ -87,7 +87,7 @@ def test_a_port_that_another_program_has_is_held_and_named() -> None:
     with socket.create_server((HOSTS[1], port)), doctor(0, port) as one, doctor(1, port) as two:
         assert list(two.responder.held) == [port]
         assert str(two.responder.held[port]).startswith("process ")
-        assert meeting([one, two], 1.0) == [(0, 1)] * 2
+        assert rendezvous([one, two], 1.0) == [(0, 1)] * 2
         assert {one.outcome for one in one.try_ports((0, 1))} == {"open"}
 
 

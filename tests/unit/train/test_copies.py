@@ -203,7 +203,7 @@ def test_a_run_without_a_checkpoint_counts_where_a_node_has_heard_of_it(make_job
 
 def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: MakeJob) -> None:
     def begin(made: Copies) -> Any:
-        made.begin_anew()
+        made.start_new_run()
         return made.run
 
     job, future = make_job(3), Run(4e9, "a clock that is wrong")

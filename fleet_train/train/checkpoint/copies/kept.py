@@ -80,7 +80,7 @@ class Copies:
         told = fleet.gather(self._is_member and bool(storage.complete(self._checkpoints)))
         return [_describe(rank) for rank in self._members if told[rank]]
 
-    def begin_anew(self) -> None:
+    def start_new_run(self) -> None:
         """Begin another run: the checkpoints of all nodes are removed; an absent node detects this later."""
         told = self._look_everywhere()
         self._agree_on_run(latest_run(told), anew=True)
