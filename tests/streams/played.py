@@ -53,7 +53,7 @@ class PlayedJob(AgreeingJob):
     def met(self, name: str) -> None:
         if not name.startswith("barrier "):
             name = f"{name} {self.count(f'sync {name}')}"
-        self._recorder.add(Op.MEET, what=name)
+        self._recorder.add(Op.BARRIER, what=name)
 
 
 class PlayedDevice:

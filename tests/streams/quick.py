@@ -1,8 +1,8 @@
 """The same replay as ``replay``, for ranks with a single calling thread: an interleaving is then a table lookup.
 
 How much stands on each stream follows from how far the host is, so a host does a random number of actions in a turn,
-and a calculation stream goes on by a random number of items. Other threads only meet the other ranks (the barriers):
-who waits for their result waits until all ranks have handed that meeting over.
+and a calculation stream goes on by a random number of items. Other threads only wait at barriers:
+who waits for their result waits until all ranks have handed that barrier over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.streams.tables import KERNEL, Integers, Mismatch, Stream, streams_of
 from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
 from tests.streams.words import Standstill
 
-_FREE, _SYNC, _READ, _MEET, _END = range(5)
+_FREE, _SYNC, _READ, _BARRIER, _END = range(5)
 _NEVER = 1 << 30
 
 
@@ -26,9 +26,9 @@ class SeveralCallers(AssertionError):
     """A rank of which several threads put something on streams: `replay` is for those."""
 
 
-_STOP, _CODE, _TAIL, _EVENT, _MEETING, _MET, _ENQUEUED = range(7)
+_STOP, _CODE, _TAIL, _EVENT, _BARRIER_NUMBER, _MET, _ENQUEUED = range(7)
 """Columns of ``Schedule.hosts``. The next action that may block; what the host stands at; items put on the calculation
-stream; of a READ: how many of them must be done; of a MEET: its number; how many meetings this rank has come to;
+stream; of a READ: how many of them must be done; of a BARRIER: its number; how many barriers this rank has come to;
 collectives enqueued, from here on one column for each of the rank's streams."""
 
 
@@ -61,8 +61,8 @@ def schedule_of(traces: Sequence[Trace]) -> Schedule:
     if found := mismatches(traces):
         raise Mismatch("; ".join(found))
     streams = streams_of(traces)
-    meetings = _meetings(traces)
-    hosts = [_Host(trace, meetings) for trace in traces]
+    barriers = _barriers(traces)
+    hosts = [_Host(trace, barriers) for trace in traces]
     length = max(len(host.code) for host in hosts)
     most = 1 + max([1, *(len(stream.calls) for stream in streams)])
     of_rank = [[stream for stream in streams if stream.rank == trace.rank] for trace in traces]
@@ -96,26 +96,26 @@ def schedule_of(traces: Sequence[Trace]) -> Schedule:
     )
 
 
-def _meetings(traces: Sequence[Trace]) -> dict[str, int]:
-    """Meetings by name, in the order in which every rank comes to them."""
+def _barriers(traces: Sequence[Trace]) -> dict[str, int]:
+    """Barriers by name, in the order in which every rank reaches them."""
     orders = [[what for what, _ in sorted(_reached(trace).items(), key=lambda item: item[1])] for trace in traces]
     if any(order != orders[0] for order in orders):
-        raise SeveralCallers("the ranks come to their meetings in different orders")
+        raise SeveralCallers("the ranks reach their barriers in different orders")
     return {what: number for number, what in enumerate(orders[0])}
 
 
 def _reached(trace: Trace) -> dict[str, tuple[int, int]]:
-    """By meeting: how many actions the computing thread has done when this rank comes to it, and which one it is."""
+    """By barrier: how many actions the computing thread has done when this rank reaches it, and which one it is."""
     reached: dict[str, tuple[int, int]] = {}
     for index, action in enumerate(trace.threads[COMPUTING]):
-        if action.op is Op.MEET:
+        if action.op is Op.BARRIER:
             reached[action.what] = index, 0
     for name, actions in trace.threads.items():
         handed_over = 0
         for index, action in enumerate(actions if name != COMPUTING else ()):
             if action.op is Op.AFTER and action.what == COMPUTING:
                 handed_over = action.number
-            elif action.op is Op.MEET:
+            elif action.op is Op.BARRIER:
                 reached[action.what] = handed_over, index
             else:
                 raise SeveralCallers(f"rank {trace.rank}: thread {name} does {action.op.name}")
@@ -125,13 +125,13 @@ def _reached(trace: Trace) -> dict[str, tuple[int, int]]:
 class _Host:
     """One computing thread, by actions done."""
 
-    def __init__(self, trace: Trace, meetings: dict[str, int]) -> None:
-        self.trace, self._meetings = trace, meetings
+    def __init__(self, trace: Trace, barriers: dict[str, int]) -> None:
+        self.trace, self._barriers = trace, barriers
         self.queue: list[int] = []
         self.code: list[int] = []
         self.tail: list[int] = []
         self.event: list[int] = []
-        self.meeting: list[int] = []
+        self.barrier: list[int] = []
         self.begun: dict[int, tuple[int, int]] = {}
         """By collective: (actions done behind its call, items that it needs)."""
         self._events: dict[int, int] = {}
@@ -143,11 +143,11 @@ class _Host:
         reached = sorted(index for index, _ in _reached(trace).values())
         self.met = np.searchsorted(reached, np.arange(len(self.code)), side="right").tolist()
 
-    def _note(self, code: int, event: int = 0, meeting: int = 0) -> None:
+    def _note(self, code: int, event: int = 0, barrier: int = 0) -> None:
         self.code.append(code)
         self.tail.append(len(self.queue))
         self.event.append(event)
-        self.meeting.append(meeting)
+        self.barrier.append(barrier)
 
     def _stand_at(self, action: Action) -> None:
         match action.op:
@@ -155,12 +155,12 @@ class _Host:
                 self._note(_SYNC)
             case Op.READ:
                 self._note(_READ, event=self._events[action.number])
-            case Op.MEET:
-                self._note(_MEET, meeting=self._meetings[action.what])
+            case Op.BARRIER:
+                self._note(_BARRIER, barrier=self._barriers[action.what])
             case Op.AFTER:
                 before = self.trace.threads[action.what][: action.number]
-                met = [other.what for other in before if other.op is Op.MEET]
-                self._note(_MEET, meeting=self._meetings[met[-1]]) if met else self._note(_FREE)
+                met = [other.what for other in before if other.op is Op.BARRIER]
+                self._note(_BARRIER, barrier=self._barriers[met[-1]]) if met else self._note(_FREE)
             case _:
                 self._note(_FREE)
 
@@ -185,7 +185,7 @@ class _Host:
 
 def _host_rows(host: _Host, streams: Sequence[Stream], length: int, width: int) -> Integers:
     rows = np.zeros((length, _ENQUEUED + width), np.int32)
-    columns = (host.stop, host.code, host.tail, host.event, host.meeting, host.met)
+    columns = (host.stop, host.code, host.tail, host.event, host.barrier, host.met)
     for column, values in enumerate(columns):
         rows[:, column] = [*values, *[values[-1]] * (length - len(values))]
     for number, stream in enumerate(streams):
@@ -283,7 +283,7 @@ class _State:
         """[ranks, interleavings]: how many actions each host can do now."""
         codes = self._column(_CODE, rows)
         is_over = (codes == _READ) & (self.head >= self._column(_EVENT, rows))
-        is_over |= (codes == _MEET) & (self._column(_MEETING, rows) < self._column(_MET, rows).min(0))
+        is_over |= (codes == _BARRIER) & (self._column(_BARRIER_NUMBER, rows) < self._column(_MET, rows).min(0))
         syncs = codes == _SYNC
         if syncs.any():
             is_over |= syncs & self._drained(tail, enqueued)

@@ -10,7 +10,7 @@ What each rule follows from (Paddle 3.3.1, ``process_group_nccl.cc``; CUDA; NCCL
 - One resident collective per device (``one_resident``): NCCL does not promise that kernels of two communicators run
   side by side on a device. Without it, each device runs as many as there are communicators.
 - The host never blocks in a call; it waits where it reads a value (for all that the device holds, Paddle's streams are
-  blocking ones), for an event, at a meeting of all ranks, and for another thread's result.
+  blocking ones), for an event, at a barrier of all ranks, and for another thread's result.
 
 In each turn every host, calculation stream and communicator's stream that can go on does so with a probability of its
 own. What can go on stays able to until it does, but for two choices: which of a rank's threads calls next, and which
@@ -119,7 +119,7 @@ class _State:
         self.enqueued, self.started, self.ended = (np.zeros((size, streams), np.int32) for _ in range(3))
         self.needs = np.zeros((size, streams, longest + 1), np.int32)
         self.event = np.zeros((size, max(tables.events, 1)), np.int32)
-        self.arrived = np.zeros((size, max(tables.meetings, 1)), np.int32)
+        self.arrived = np.zeros((size, max(tables.barriers, 1)), np.int32)
         self._parts = [ranks, 2 * ranks, 2 * ranks + streams]
         self.pace = random.choice(PACES, (size, 2 * ranks + 2 * streams))
 
@@ -273,7 +273,7 @@ class _State:
 
 
 def _whole(actions: Sequence[Action], done: int) -> int:
-    """How many of a trace's actions are done: a meeting is there twice, and done when both are."""
+    """How many of a trace's actions are done: a barrier is there twice, and done when both are."""
     begun = sum(action is not before for action, before in zip(actions[:done], [None, *actions], strict=False))
     return begun - (0 < done < len(actions) and actions[done] is actions[done - 1])
 

@@ -12,14 +12,14 @@ from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 
-# Codes of what a host thread does, as a replay knows them: a meeting is coming to it and leaving it.
+# Codes of what a host thread does, as a replay knows them: a barrier is arriving at it and passing it.
 APPEND, BEGIN, RECORD, ARRIVE, SYNC, READ, AFTER, PASS, END = range(9)
 FIRST_BLOCKING = SYNC
 KERNEL = -1
 
 
 class Mismatch(AssertionError):
-    """Ranks call different collectives, or come to different meetings."""
+    """Ranks call different collectives, or reach different barriers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tables:
 
     A thread's actions are ``code``, ``first``, ``second`` from ``offset[thread]`` on; they end with ``END``.
     APPEND: a kernel (-1) or a wait for position ``second`` of stream ``first``. BEGIN: on stream ``first``. RECORD,
-    READ: event ``first``. ARRIVE, PASS: meeting ``first``. AFTER: thread ``first`` has done ``second`` actions.
+    READ: event ``first``. ARRIVE, PASS: barrier ``first``. AFTER: thread ``first`` has done ``second`` actions.
     """
 
     traces: Sequence[Trace]
@@ -52,7 +52,7 @@ class Tables:
     first: Integers
     second: Integers
     events: int
-    meetings: int
+    barriers: int
     threads_of: Integers
     """[ranks, most threads of a rank]; the last thread, an empty one, where there are fewer."""
     streams_of: Integers
@@ -85,7 +85,7 @@ def tables_of(traces: Sequence[Trace]) -> Tables:
         first=flat[:, 1].copy(),
         second=flat[:, 2].copy(),
         events=coder.events,
-        meetings=len(coder.meetings),
+        barriers=len(coder.barriers),
         threads_of=_padded([[i for i, (r, _) in enumerate(threads) if r == t.rank] for t in traces], len(threads)),
         streams_of=_padded([[i for i, s in enumerate(streams) if s.rank == t.rank] for t in traces], len(streams)),
         members=_padded(
@@ -120,8 +120,8 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> Integers:
 
 
 def _doubled(actions: Sequence[Action]) -> Sequence[Action]:
-    """A meeting is two actions of a replay."""
-    return [action for action in actions for _ in range(1 + (action.op is Op.MEET))]
+    """A barrier is two actions of a replay."""
+    return [action for action in actions for _ in range(1 + (action.op is Op.BARRIER))]
 
 
 class _Coder:
@@ -135,7 +135,7 @@ class _Coder:
             for place, call in enumerate(stream.calls)
         }
         self._events: dict[tuple[int, int], int] = {}
-        self.meetings: dict[str, int] = {}
+        self.barriers: dict[str, int] = {}
 
     @property
     def events(self) -> int:
@@ -159,9 +159,9 @@ class _Coder:
                 return [(RECORD if action.op is Op.RECORD else READ, event, 0)]
             case Op.SYNC:
                 return [(SYNC, 0, 0)]
-            case Op.MEET:
-                meeting = self.meetings.setdefault(action.what, len(self.meetings))
-                return [(ARRIVE, meeting, 0), (PASS, meeting, 0)]
+            case Op.BARRIER:
+                barrier = self.barriers.setdefault(action.what, len(self.barriers))
+                return [(ARRIVE, barrier, 0), (PASS, barrier, 0)]
             case Op.AFTER:
                 others = self._traces[rank].threads[action.what][: action.number]
                 return [(AFTER, self._threads.index((rank, action.what)), len(_doubled(others)))]

@@ -17,7 +17,7 @@ class Rates:
 
     kernel: float = 30e-6
     host: float = 3e-6
-    meeting: float = 100e-6
+    barrier: float = 100e-6
     latency: float = 30e-6
     bytes_per_second: float = 60e6
 
@@ -37,7 +37,7 @@ class _Thread:
     actions: Sequence[Action]
     done: int = 0
     free_at: float = 0.0
-    is_at_meeting: bool = False
+    is_at_barrier: bool = False
 
 
 @dataclass
@@ -85,9 +85,9 @@ class Simulation:
 
     def _times(self) -> list[float]:
         ends = [end for over in self._over for end in over.values()]
-        meetings = [max(times) + self._rates.meeting for times in self._arrived.values()]
+        barriers = [max(times) + self._rates.barrier for times in self._arrived.values()]
         free = [thread.free_at for thread in self._threads] + [stream.free_at for stream in self._calculation]
-        return [*ends, *meetings, *free]
+        return [*ends, *barriers, *free]
 
     def _advance(self) -> bool:
         moved = [self._host(thread) for thread in self._threads]
@@ -101,7 +101,7 @@ class Simulation:
         if not self._can(thread, action):
             return False
         thread.done += 1
-        thread.is_at_meeting = False
+        thread.is_at_barrier = False
         thread.free_at = self._now + self._rates.host * max(action.amount, 1)
         self._put(thread.rank, action)
         return True
@@ -116,16 +116,16 @@ class Simulation:
             case Op.AFTER:
                 other = self._by_name[thread.rank, action.what]
                 return other.done >= action.number and other.free_at <= self._now
-            case Op.MEET:
+            case Op.BARRIER:
                 return self._has_met(thread, action.what)
         return True
 
-    def _has_met(self, thread: _Thread, meeting: str) -> bool:
-        times = self._arrived.setdefault(meeting, [])
-        if not thread.is_at_meeting:
-            thread.is_at_meeting = True
+    def _has_met(self, thread: _Thread, barrier: str) -> bool:
+        times = self._arrived.setdefault(barrier, [])
+        if not thread.is_at_barrier:
+            thread.is_at_barrier = True
             times.append(self._now)
-        cost = self._rates.meeting if self._communicates else 0.0
+        cost = self._rates.barrier if self._communicates else 0.0
         return len(times) == len(self._traces) and self._now >= max(times) + cost
 
     def _is_idle(self, rank: int) -> bool:

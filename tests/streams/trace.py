@@ -27,8 +27,8 @@ class Op(IntEnum):
     """Wait for event ``number``."""
     SYNC = 5
     """Wait for all that is enqueued on this device."""
-    MEET = 6
-    """Wait for all ranks at the meeting ``what``."""
+    BARRIER = 6
+    """Wait for all ranks at barrier ``what``."""
     AFTER = 7
     """Wait until thread ``what`` has done ``number`` actions."""
 
@@ -80,7 +80,7 @@ def short(what: str) -> str:
 
 
 def mismatches(traces: Sequence[Trace]) -> list[str]:
-    """In words: sequence numbers of a group at which its ranks call different collectives, and meetings that not all
+    """In words: sequence numbers of a group at which its ranks call different collectives, and barriers that not all
     ranks come to. NCCL would exchange wrong values or wait for ever."""
     found = []
     for group in sorted({group for trace in traces for group in trace.groups}):
@@ -89,7 +89,7 @@ def mismatches(traces: Sequence[Trace]) -> list[str]:
             found.append(f"group {group} has different ranks: {sorted(members)}")
             continue
         found += _differences_in(group, [traces[rank] for rank in members.pop()])
-    return found + _missed_meetings(traces)
+    return found + _missed_barriers(traces)
 
 
 def _differences_in(group: int, traces: Sequence[Trace]) -> list[str]:
@@ -110,15 +110,15 @@ def _differences_in(group: int, traces: Sequence[Trace]) -> list[str]:
     return []
 
 
-def _missed_meetings(traces: Sequence[Trace]) -> list[str]:
-    meetings = [
-        {action.what for actions in trace.threads.values() for action in actions if action.op is Op.MEET}
+def _missed_barriers(traces: Sequence[Trace]) -> list[str]:
+    barriers = [
+        {action.what for actions in trace.threads.values() for action in actions if action.op is Op.BARRIER}
         for trace in traces
     ]
     return [
-        f"not all ranks come to the meeting '{one}'"
-        for one in sorted(set.union(*meetings))
-        if not all(one in m for m in meetings)
+        f"not all ranks reach the barrier '{one}'"
+        for one in sorted(set.union(*barriers))
+        if not all(one in m for m in barriers)
     ]
 
 

@@ -72,15 +72,15 @@ def _host_waits(found: Standstill, rank: int, thread: str) -> Iterator[tuple[Nod
     if action is None:
         return
     if action.op is Op.AFTER and (rank, action.what) not in found.at:
-        # A thread that only meets the other ranks, and is not looked at: its last meeting is what is waited for.
+        # A thread that only waits at barriers, and is not simulated: its last barrier is what is waited for.
         before = found.traces[rank].threads[action.what][: action.number]
-        action = [*(other for other in before if other.op is Op.MEET)][-1]._replace(where=action.where)
+        action = [*(other for other in before if other.op is Op.BARRIER)][-1]._replace(where=action.where)
     who = f"rank {rank}'s thread '{thread}', in {short(action.where)},"
     if action.op is Op.AFTER:
         yield ("host", rank, action.what), f"{who} waits for thread '{action.what}'"
-    elif action.op is Op.MEET:
+    elif action.op is Op.BARRIER:
         for other in _not_there(found, action.what):
-            yield ("host", *other), f"{who} waits for rank {other[0]} at the meeting '{action.what}'"
+            yield ("host", *other), f"{who} waits for rank {other[0]} at the barrier '{action.what}'"
     elif action.op in (Op.READ, Op.SYNC):
         if found.queued[rank]:
             yield ("calculation", rank, ""), f"{who} waits for its device ({action.what or 'an event'})"
@@ -129,15 +129,15 @@ def _left(found: Standstill, host: Host) -> list[Action]:
     return found.traces[host[0]].threads[host[1]][found.at[host] :]
 
 
-def _not_there(found: Standstill, meeting: str) -> list[Host]:
-    """Threads that have this meeting before them, or hand it over to a thread that is not looked at."""
-    return [host for host in found.at if any(_comes_to(found, host[0], one, meeting) for one in _left(found, host)[1:])]
+def _not_there(found: Standstill, barrier: str) -> list[Host]:
+    """Threads that have this barrier before them, or hand it over to a thread that is not looked at."""
+    return [host for host in found.at if any(_comes_to(found, host[0], one, barrier) for one in _left(found, host)[1:])]
 
 
-def _comes_to(found: Standstill, rank: int, action: Action, meeting: str) -> bool:
+def _comes_to(found: Standstill, rank: int, action: Action, barrier: str) -> bool:
     if action.op is Op.AFTER and (rank, action.what) not in found.at:
-        return any(one.what == meeting for one in found.traces[rank].threads[action.what][: action.number])
-    return action.op is Op.MEET and action.what == meeting
+        return any(one.what == barrier for one in found.traces[rank].threads[action.what][: action.number])
+    return action.op is Op.BARRIER and action.what == barrier
 
 
 def _is_to_begin(found: Standstill, host: Host, group: int) -> bool:

@@ -55,7 +55,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "Exposed: what communication adds to a step, in ms, on the smallest cluster of the profile. An operator of the "
         f"program takes {rates['kernel'] * 1e6:.0f} us, the link has {rates['latency'] * 1e6:.0f} us of latency and "
-        f"{rates['bytes_per_second'] / 1e6:.0f} MB/s, a barrier takes {rates['meeting'] * 1e6:.0f} us: assumed, so "
+        f"{rates['bytes_per_second'] / 1e6:.0f} MB/s, a barrier takes {rates['barrier'] * 1e6:.0f} us: assumed, so "
         "that a dense step communicates for about as long as its backward pass computes. *Ideal*: a bucket travels "
         "once its gradients are there, on one link in order, and nothing waits before it uses a result. *Old*: the old "
         "code with one communicator; with two it stands still.",

@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("run", [slowly, quickly])
 
 
 def rank(number: int, *said: str, ranks: tuple[int, ...] = (0, 1), beside: tuple[str, ...] = ()) -> Trace:
-    """A rank in short words: ``begin A``, ``wait A``, ``kernel 3``, ``sync``, ``record``, ``read``, ``meet m``, and
+    """A rank in short words: ``begin A``, ``wait A``, ``kernel 3``, ``sync``, ``record``, ``read``, ``barrier m``, and
     ``after 2`` for two actions of the other thread. Groups are called A, B, ..; repeated names are further collectives.
     """
     trace = Trace(number)
@@ -55,8 +55,8 @@ def _action(trace: Trace, said: str, ranks: tuple[int, ...], thread: str) -> Act
             return Action(Op.KERNEL, amount=int(what), where=where)
         case "after":
             return Action(Op.AFTER, int(what), "beside" if thread == COMPUTING else COMPUTING, where=where)
-        case "meet":
-            return Action(Op.MEET, what=what, where=where)
+        case "barrier":
+            return Action(Op.BARRIER, what=what, where=where)
     return Action({"sync": Op.SYNC, "record": Op.RECORD, "read": Op.READ}[op], 0, "a value", where=where)
 
 
@@ -119,22 +119,22 @@ def test_a_chain_of_pairs_has_no_wait_cycle_and_a_ring_has(run: Replay) -> None:
 
 @both
 def test_a_read_in_front_of_what_a_peer_waits_for_never_ends(run: Replay) -> None:
-    traces = [rank(0, "begin A", "sync", "meet m", "wait A"), rank(1, "meet m", "begin A", "wait A")]
+    traces = [rank(0, "begin A", "sync", "barrier m", "wait A"), rank(1, "barrier m", "begin A", "wait A")]
     found = run(traces, False)
     assert found.deadlocks == NUMBER
     assert found.example is not None
     words = " ".join(wait_cycle(found.example))
     assert "rank 0's thread 'computing', in the operator of 'sync', waits for its device (a value)" in words
     assert "rank 1 has not enqueued bucket A" in words
-    assert "waits for rank 0 at the meeting 'm'" in words
+    assert "waits for rank 0 at the barrier 'm'" in words
 
 
 @both
 def test_an_event_waits_only_for_what_was_enqueued_before_it(run: Replay) -> None:
     """The same with a copy that was recorded before the wait: the host goes on."""
-    traces = [rank(0, "begin A", "record", "wait A", "read", "meet m"), rank(1, "meet m", "begin A", "wait A")]
+    traces = [rank(0, "begin A", "record", "wait A", "read", "barrier m"), rank(1, "barrier m", "begin A", "wait A")]
     assert run(traces, False).deadlocks == 0
-    behind = [rank(0, "begin A", "wait A", "record", "read", "meet m"), rank(1, "meet m", "begin A", "wait A")]
+    behind = [rank(0, "begin A", "wait A", "record", "read", "barrier m"), rank(1, "barrier m", "begin A", "wait A")]
     assert run(behind, False).deadlocks == NUMBER
 
 
@@ -143,7 +143,7 @@ def test_a_barrier_that_another_thread_enters(run: Replay) -> None:
     """The barrier: handed over behind the first action, its result waited for before the collective."""
 
     def of(number: int) -> Trace:
-        return rank(number, "kernel 1", "after 2", "begin A", "wait A", beside=("after 1", "meet barrier"))
+        return rank(number, "kernel 1", "after 2", "begin A", "wait A", beside=("after 1", "barrier b"))
 
     assert run([of(0), of(1)], True).deadlocks == 0
 
@@ -151,10 +151,10 @@ def test_a_barrier_that_another_thread_enters(run: Replay) -> None:
 @both
 def test_a_barrier_that_waits_for_its_own_result_never_ends(run: Replay) -> None:
     def of(number: int, *said: str) -> Trace:
-        return rank(number, *said, beside=("after 2", "meet barrier"))
+        return rank(number, *said, beside=("after 2", "barrier b"))
 
     fine, circular = ("kernel 1", "kernel 1", "after 2"), ("begin A", "sync", "after 2", "wait A")
-    late = rank(1, "kernel 1", "kernel 1", "after 2", "begin A", beside=("after 2", "meet barrier"))
+    late = rank(1, "kernel 1", "kernel 1", "after 2", "begin A", beside=("after 2", "barrier b"))
     assert run([of(0, *fine), of(1, *fine)], False).deadlocks == 0
     found = run([of(0, *circular), late], False)
     assert found.deadlocks == NUMBER
@@ -178,7 +178,7 @@ def test_ranks_that_call_different_collectives_are_detected() -> None:
         tables_of(traces)
     fewer = [rank(0, "begin A", "begin A"), rank(1, "begin A")]
     assert mismatches(fewer) == ["group 65: rank 0 calls 2 collectives, rank 1 1"]
-    assert mismatches([rank(0, "meet m"), rank(1)]) == ["not all ranks come to the meeting 'm'"]
+    assert mismatches([rank(0, "barrier m"), rank(1)]) == ["not all ranks reach the barrier 'm'"]
 
 
 def test_two_threads_on_one_group_are_refused() -> None:
@@ -187,21 +187,21 @@ def test_two_threads_on_one_group_are_refused() -> None:
 
 
 def test_leaving_the_kernels_out_moves_what_threads_wait_for() -> None:
-    trace = rank(0, "kernel 1", "begin A", "kernel 2", "after 1", "wait A", beside=("after 3", "meet barrier"))
+    trace = rank(0, "kernel 1", "begin A", "kernel 2", "after 1", "wait A", beside=("after 3", "barrier b"))
     kept = without_kernels(trace)
     assert [action.op for action in kept.threads[COMPUTING]] == [Op.BEGIN, Op.AFTER, Op.WAIT]
     assert kept.threads["beside"][0].number == 1
 
 
 def test_from_the_first_step_on() -> None:
-    trace = rank(0, "begin A", "wait A", "kernel 1", "begin A", "after 2", "wait A", beside=("after 4", "meet barrier"))
+    trace = rank(0, "begin A", "wait A", "kernel 1", "begin A", "after 2", "wait A", beside=("after 4", "barrier b"))
     trace.first_step = {COMPUTING: 2}
     kept = from_first_step(trace)
     assert [action.op for action in kept.threads[COMPUTING]] == [Op.KERNEL, Op.BEGIN, Op.AFTER, Op.WAIT]
     assert (kept.threads["beside"][0].number, kept.of_group(65)) == (2, [1])
 
 
-RATES = Rates(kernel=1.0, host=0.0, meeting=0.0, latency=5.0, bytes_per_second=1e30)
+RATES = Rates(kernel=1.0, host=0.0, barrier=0.0, latency=5.0, bytes_per_second=1e30)
 
 
 def test_what_travels_beside_kernels_is_not_exposed() -> None:

@@ -75,7 +75,7 @@ def test_steps_without_a_barrier_do_not_deadlock_either(settings: dict[str, Any]
 
 def barriers_of(trace: Trace) -> list[str]:
     actions = [action for thread in trace.threads.values() for action in thread]
-    return [action.what for action in actions if action.op is Op.MEET and action.what.startswith("barrier step ")]
+    return [action.what for action in actions if action.op is Op.BARRIER and action.what.startswith("barrier step ")]
 
 
 @pytest.mark.parametrize("name", ["multi_node", "hierarchical, statistics", "local_sgd, travelling"])

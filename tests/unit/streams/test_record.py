@@ -23,7 +23,7 @@ def a_record(**changed: Any) -> dict[str, Any]:
         "interleavings": 100,
         "steps": 5,
         "seed": 1,
-        "rates": {"kernel": 3e-5, "latency": 3e-5, "bytes_per_second": 6e7, "meeting": 1e-4},
+        "rates": {"kernel": 3e-5, "latency": 3e-5, "bytes_per_second": 6e7, "barrier": 1e-4},
         "replays": [row | {"nodes": nodes, "ranks": nodes, "example": []} for nodes in (2, 3)],
         "controls": [control | {"deadlocks": 8, "found": "deadlock", "expected": "deadlock", "example": cycle}],
         "exposed": [{"profile": "multi_node", "ranks": 2} | times],
