@@ -12,9 +12,11 @@ from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import build_settled
 from fleet_train.plan.price.choose import (
     MOST_BUCKETS,
+    PAPER,
     WORTH_CUTTING_BYTES,
     Conditions,
     choose,
+    link_in_words,
     needs_link,
     with_given_link,
 )
@@ -151,6 +153,7 @@ def test_few_bytes_are_not_cut_and_need_no_link() -> None:
 def test_a_link_that_is_given_is_not_measured() -> None:
     assert not needs_link(Profile(link_gigabits=1.0, link_latency_ms=0.1), layers(), PAIR)
     assert needs_link(Profile(link_gigabits=1.0), layers(), PAIR)
+    assert needs_link(Profile(link_latency_ms=0.1), layers(), PAIR)
     assert not needs_link(Profile(), layers(), Cluster.imagined(1, 1))
 
 
@@ -166,6 +169,12 @@ def test_a_given_link_is_that_of_the_job() -> None:
     network = Network(Link(1.0, 1.0), Link(2.0, 2.0))
     assert with_given_link(network, PAIR, asked) == Network(Link(2e-3, 1e9), Link(2.0, 2.0))
     assert with_given_link(network, Cluster.imagined(1, 2), asked) == Network(Link(1.0, 1.0), Link(2e-3, 1e9))
+
+
+def test_the_link_in_messages_is_that_between_nodes_if_there_are_several() -> None:
+    network, conditions = Network(Link(1e-3, 1e9 / 8), Link(2e-5, 1e10)), Conditions(PAPER, source="measured")
+    pair, one_node = (link_in_words(network, Cluster.imagined(*of), Profile(), conditions) for of in ((2, 1), (1, 2)))
+    assert (pair, one_node) == ("1 Gb/s, 1 ms (measured)", "80 Gb/s, 0.02 ms (measured)")
 
 
 def test_the_engine_may_allow_one_communicator_only() -> None:

@@ -47,6 +47,12 @@ def test_a_compression_that_does_not_pay_is_declined_with_a_message() -> None:
     assert 10 <= int(share) <= 90
 
 
+def test_what_is_judged_under_local_sgd_are_its_warm_up_steps() -> None:
+    """The others send no gradients, so that their price is the same for every compression."""
+    profile = Profile(compression="bf16", use_local_sgd=True, local_sgd_is_warm_steps=100)
+    assert decline(profile, GRADIENTS, PAIR, over(100.0), judged={"bf16"}).profile.compression == "none"
+
+
 def test_a_better_codec_is_declined_on_faster_links_only() -> None:
     quick = Costs(codec_seconds_per_byte={"bf16": 1e-11})
     assert judged(30.0).sentences

@@ -56,6 +56,8 @@ def test_every_size_on_paper_has_one_winner() -> None:
     assert [(row.nodes, row.ranks) for row in rows[::4]] == [(8, 16), (64, 128), (512, 1024)]
     assert [row.strategy for row in rows[:4]] == ["as planned", "flat", "hierarchical", "local_sgd (8 steps)"]
     assert [row.strategy for row in rows if row.wins] == ["local_sgd (8 steps)"] * 3
+    marked = [line for line in describe(pricing_of((8, 64, 512))).splitlines() if line.endswith(" *")]
+    assert [line.split()[:2] for line in marked] == [["8", "16"], ["64", "128"], ["512", "1024"]]
 
 
 def test_json_has_everything_and_is_plain() -> None:
