@@ -108,7 +108,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="number of ranks; repeat for more jobs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks, with a job for each")
     parser.add_argument("--rounds", type=int, default=7, help="rounds, each with one block of each kind")
     parser.add_argument("--steps", type=int, default=50, help="steps per block, so per checkpoint")
     parser.add_argument("--timeout", type=float, default=300.0, help="timeout of one job in seconds")

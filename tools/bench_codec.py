@@ -106,7 +106,9 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--megabytes", default=16.0, show_default=True, help="Number of float32 values coded at a time.")
+@click.option(
+    "--megabytes", default=16.0, show_default=True, help="Size in MB of the float32 values that are coded at a time."
+)
 @click.option("--rounds", default=15, show_default=True, help="Rounds; each measures every case once.")
 @click.option("--record", "path", type=click.Path(path_type=Path), help="Write PATH.json and PATH.md.")
 def main(megabytes: float, rounds: int, path: Path | None) -> None:

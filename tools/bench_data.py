@@ -141,7 +141,7 @@ def page(record: Mapping[str, Any]) -> str:
 @click.option("--contestant", "contestants", multiple=True, type=click.Choice(CONTESTANTS), default=("ours", "paddle"))
 @click.option("--rounds", default=5, help="Rounds; each runs every contestant once.")
 @click.option("--images", default=512, help="Number of JPEG files to generate.")
-@click.option("--width", default=500, help="Their size in pixels (500 x 375 is typical of ImageNet).")
+@click.option("--width", default=500, help="Their width in pixels (500 x 375 is typical of ImageNet).")
 @click.option("--height", default=375)
 @click.option("--batch_size", default=32)
 @click.option("--image_size", default=224)

@@ -74,7 +74,7 @@ def _command(
 
 
 def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
-    """The name that most rounds tried: they differ in which changes of a profile's knobs they predict to help."""
+    """Rows of what most rounds tried: rounds differ in which changes of a profile's knobs they predict to help."""
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for made in rounds:
         for one in made["profiles"]:

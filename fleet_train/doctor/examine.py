@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 _PAIRS_SECONDS = 14.0
 _RESERVE_SECONDS = 14.0
 """Reserved for a pair that hangs, and for the exchange."""
-_EXCHANGE_SECONDS, _PART_SECONDS = 12.0, 4.0
+_EXCHANGE_SECONDS, _LEAVE_SECONDS = 12.0, 4.0
 _DEFAULT_MTU = 1500
 
 
@@ -110,7 +110,7 @@ class Examiner:
             if "group" in self.options.groups:
                 self._group(peer_group, [node for node in present if node not in missing])
                 peer_group.collect(["group"], set(present) - missing, self._left(GROUP_SECONDS))
-            peer_group.leave(set(present) - missing, self._left(_PART_SECONDS))
+            peer_group.leave(set(present) - missing, self._left(_LEAVE_SECONDS))
             return self._examination(state)
         finally:
             responder.close()
@@ -165,7 +165,7 @@ class Examiner:
         ports = [int(state.get(f"here/{node}")["subject"]) for node in present]
         log = self.options.log_dir / f"doctor.{self.participants.index}.log"
         addresses = [self.participants.addresses[node] for node in present]
-        seconds = self._left(GROUP_SECONDS) - _PART_SECONDS
+        seconds = self._left(GROUP_SECONDS) - _LEAVE_SECONDS
         return form(addresses, ports, present.index(self.participants.index), Path(log), seconds)
 
     def _examination(self, state: ReplicatedState) -> Examination:

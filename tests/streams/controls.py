@@ -1,4 +1,4 @@
-"""Negative controls: deadlocks that the model must find, so that finding none means something."""
+"""Negative controls: faults that the model must find, so that finding none means something."""
 
 from __future__ import annotations
 

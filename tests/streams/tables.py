@@ -12,7 +12,7 @@ from tests.streams.trace import COMPUTING, Action, Op, Trace, mismatches
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 
-# Codes of what a host thread does, as a replay knows them: a barrier is arriving at it and passing it.
+# Codes of what a host thread does, as a replay knows them: a barrier is two of them, arriving and passing.
 APPEND, BEGIN, RECORD, ARRIVE, SYNC, READ, AFTER, PASS, END = range(9)
 FIRST_BLOCKING = SYNC
 KERNEL = -1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, clean_environ, python
 from tools import mutate
 
 SOURCE = '''"""Says how many."""
@@ -59,19 +59,29 @@ def test_a_call_is_left_out_and_texts_stay(tmp_path: Path) -> None:
     assert found["left out: print(text + '!')"].splitlines()[1] == "    pass"
 
 
+def project_in(folder: Path) -> Path:
+    """A checkout of one module and one test; returns the module."""
+    for name in ("tests", "fleet_train", "tools"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(ROOT / "tools/mutate.py", folder / "tools")
+    check = "from module import bounded\ndef test_it():\n    assert bounded(1, 9) == 3 and bounded(0, 9) == 0\n"
+    (folder / "tests/test_module.py").write_text("import sys\nsys.path.insert(0, 'fleet_train')\n" + check)
+    module = folder / "fleet_train/module.py"
+    module.write_text(SOURCE)
+    return module
+
+
 def test_what_tests_notice_and_what_they_do_not(tmp_path: Path) -> None:
     """As people run it. In this process it would fork a child of everything other tests have left here."""
-    project = tmp_path / "project"
-    for folder in ("tests", "fleet_train", "tools"):
-        (project / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "tools/mutate.py", project / "tools")
-    module = project / "fleet_train/module.py"
-    module.write_text(SOURCE)
-    check = "from module import bounded\ndef test_it():\n    assert bounded(1, 9) == 3 and bounded(0, 9) == 0\n"
-    (project / "tests/test_module.py").write_text("import sys\nsys.path.insert(0, 'fleet_train')\n" + check)
-    command = [sys.executable, "tools/mutate.py", "fleet_train/module.py", "--tests", "tests/test_module.py"]
+    module = project_in(tmp_path)
+    command = python("tools/mutate.py", "fleet_train/module.py", "--tests", "tests/test_module.py")
     ended = subprocess.run(
-        [*command, "--preload", "pytest"], cwd=project, capture_output=True, text=True, timeout=300.0
+        [*command, "--preload", "pytest"],
+        env=clean_environ(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300.0,
     )
     assert ended.returncode == 0, ended.stderr
     *survived, counts = ended.stdout.splitlines()
@@ -83,6 +93,18 @@ def test_what_tests_notice_and_what_they_do_not(tmp_path: Path) -> None:
     assert counts.startswith(f"{len(found)} of {len(found)} changes tried")
     assert f"'survived': {len(survived)}" in counts
     assert module.read_text() == SOURCE
+
+
+def test_a_change_is_in_the_copy_only_while_the_tests_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = project_in(tmp_path / "project")
+    monkeypatch.setattr(mutate, "ROOT", tmp_path / "project")
+    copied, tested = tmp_path / "copy/fleet_train/module.py", []
+    copy = mutate.Copy(tmp_path / "copy", ["tests/test_module.py"], seconds=120.0)
+    monkeypatch.setattr(copy, "run", lambda: tested.append(copied.read_text()))
+    mutants = {mutant.what: mutant for mutant in mutate.mutants_of(module)}
+    copy.try_out(mutants["2  ->  3"])
+    assert tested == [SOURCE.replace("number + 2", "number + 3")]
+    assert copied.read_text() == SOURCE
 
 
 def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

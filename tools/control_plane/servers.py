@@ -69,7 +69,7 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
 
 if __name__ == "__main__":
     what = json.loads(sys.argv[1])
-    if what["first"]:  # on a cluster these relays would not run in lockstep
+    if what["first"]:  # relays of many nodes, which must not share a `Pace`
         asyncio.run(serve(what, None))
     else:
         own = Pace()

@@ -70,7 +70,7 @@ class PeerGroup:
     def leave(self, present: Iterable[int], seconds: float) -> None:
         """Wait until all others have this node's values, at most this long."""
         deadline = time.monotonic() + seconds
-        self._complete.clear()  # from before the last part
+        self._complete.clear()  # may date from before this node's last values
         others = set(present) - {self.participants.index}
         while (waiting := others - self._complete) and time.monotonic() < deadline:
             gone = self._sync_with(waiting)

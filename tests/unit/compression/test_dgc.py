@@ -86,6 +86,19 @@ def test_reference_clips_each_rank_at_the_bound_over_the_root_of_ranks() -> None
     np.testing.assert_allclose(reference.step(local)[0], [(3 + 3) / 4, (4 + 4) / 4])
 
 
+def test_reference_sends_or_keeps_every_gradient() -> None:
+    reference = DgcSimulation(bucket((200, 100)), 2, DgcSettings(momentum=0.0, sparsity=(0.9,)))
+    inputs, outputs = np.zeros((200, 100)), np.zeros((200, 100))
+    for number in range(5):
+        gradients = [normal(200, 100, seed=2 * number + rank) for rank in range(2)]
+        inputs += np.mean(gradients, axis=0)
+        (sent,) = reference.step([[gradient] for gradient in gradients])
+        assert 2000 <= np.count_nonzero(sent) <= 4000  # a tenth of each rank's 20,000
+        outputs += sent
+    pending = np.mean([rank[0] for rank in reference.pending], axis=0)
+    np.testing.assert_allclose(outputs + pending, inputs, atol=1e-5)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_nothing_held_back_is_momentum(nesterov: bool) -> None:
     settings = DgcSettings(sparsity=(0.0,), use_nesterov=nesterov, min_elements=0, momentum_factor_masking=False)
