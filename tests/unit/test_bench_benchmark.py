@@ -219,10 +219,10 @@ def test_rounds_are_added_on_the_same_processor_with_the_same_code(tmp_path: Pat
 
 def test_a_record_is_not_written_over_by_accident(tmp_path: Path) -> None:
     (tmp_path / "x.json").touch()
-    with pytest.raises(click.UsageError, match="is there already: give --add"):
+    with pytest.raises(click.UsageError, match="exists already: give --add"):
         bench_strategies._output(tmp_path / "x", quick=False, add=False)
     assert bench_strategies._output(tmp_path / "x", quick=False, add=True) == tmp_path / "x"
-    with pytest.raises(click.UsageError, match=r"there is no .*y\.json to go on with"):
+    with pytest.raises(click.UsageError, match=r"there is no .*y\.json to continue"):
         bench_strategies._output(tmp_path / "y", quick=False, add=True)
     with pytest.raises(click.UsageError, match="--output is missing"):
         bench_strategies._output(None, quick=False, add=False)

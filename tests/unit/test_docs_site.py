@@ -180,7 +180,7 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
     (tmp_path / "fleet_train" / "mute" / "__init__.py").touch()
     assert "| `fleet_train/mute/` |  |\n" in folders.page(tmp_path)
     assert folders.problems(tmp_path) == [
-        "fleet_train/mute/__init__.py: needs a docstring that says what lives in the folder",
+        "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
         "docs/layout.md is out of date; run: python -m tools.docs_site.folders",
     ]
 
