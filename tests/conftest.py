@@ -1,7 +1,7 @@
 """Rules for every test: leave no environment variable, thread, process or file behind.
 
 Each test runs in an empty working directory of its own; paths into the checkout start at ``ROOT``
-(``tests.support.processes``).
+(``tests.support.processes``). At the end the checkout must have no more files than at the start.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,6 +25,7 @@ from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.mpi import why_no_mpi
 from tests.support.namespaces import why_no_namespaces
+from tests.support.processes import ROOT
 from tests.support.site import why_no_site
 from tests.support.slurm import why_no_slurm
 
@@ -41,6 +44,7 @@ _TOLERATED_VARIABLES = {
 _TOLERATED_THREADS = ("tqdm", "TMonitor", "pytest_timeout", "asyncio_", "QueueFeederThread")
 _KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
 _TOLERATED_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "loky")
+_UNTRACKED_AT_START = pytest.StashKey[frozenset[str] | None]()
 
 
 @pytest.fixture
@@ -173,13 +177,42 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
 _LONG = ("browser", "slurm", "mpi", "ray", "site")
 
 
-def pytest_configure() -> None:
+def _untracked_files(checkout: Path) -> frozenset[str] | None:
+    """Files below a folder that git neither tracks nor ignores; None where there is no git or no repository."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain", "-z", "--untracked-files=all", "--", "."]
+    try:
+        done = subprocess.run(command, cwd=checkout, capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    entries = os.fsdecode(done.stdout).split("\0")
+    return frozenset(entry.removeprefix("?? ") for entry in entries if entry.startswith("?? "))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_worker(config):
+        config.stash[_UNTRACKED_AT_START] = _untracked_files(ROOT)
     # A shell's background job ignores Ctrl-C, and so would all processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is told of the reader's window, by pytest-xdist too: tables are as wide in tests as where there is none.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Of pytest-xdist. Workers share the checkout; the process that started them looks at it when all have ended."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    before = session.config.stash.get(_UNTRACKED_AT_START, None)
+    after = None if before is None else _untracked_files(ROOT)
+    if before is None or after is None or after <= before:
+        return
+    print(f"\nnew files in the checkout, tests write to tmp_path: {sorted(after - before)}", file=sys.stderr)
+    if session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

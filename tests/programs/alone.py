@@ -1,11 +1,13 @@
 """Run as one process, without fleet_train: every program with the joint batch. Its results are what ranks must reach.
 
-Writes one .npz and one line of JSON per program and seed.
+Arguments: programs and seeds as JSON, and the folder for all files: one .npz and one line of JSON per program and seed,
+and what the programs save.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,8 @@ def run_alone(program: Program, seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     paddle.enable_static()
-    chosen, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    chosen, folder = json.loads(sys.argv[1]), Path(sys.argv[2]).resolve()
+    os.chdir(folder)  # programs save where they run
     records = Records(folder / "alone.jsonl")
     known = programs()
     for name, seed in chosen:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.support.processes import ROOT, clean_environ, python
 
@@ -41,6 +44,20 @@ def test_root():
 """
 
 
+LITTERING = """
+from tests.conftest import ROOT
+
+def test_tidy():
+    (ROOT / "log").mkdir(exist_ok=True)
+    (ROOT / "log/ignored.txt").write_text("")
+    (ROOT / "earlier.txt").write_text("changed")
+
+def test_littering():
+    (ROOT / "saved").mkdir()
+    (ROOT / "saved/left here.txt").write_text("")
+"""
+
+
 def outcomes(folder: Path, ci: str, *flags: str) -> dict[str, set[str]]:
     """test name -> its outcomes (a test can pass and then fail in its teardown)."""
     (folder / "test_leaks.py").write_text(LEAKING)
@@ -73,3 +90,40 @@ def test_each_kind_of_leak_is_an_error(tmp_path: Path) -> None:
 
 def test_root_test_may_be_skipped_outside_ci(tmp_path: Path) -> None:
     assert outcomes(tmp_path, "", "-k", "test_root")["root"] == {"SKIPPED"}
+
+
+def session_in(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The tests of LITTERING, with ``checkout`` in the folder as the checkout."""
+    plugins = ("-p", "elsewhere", "-p", "tests.conftest")
+    return subprocess.run(
+        python("-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), *plugins, "test_litter.py", *flags),
+        cwd=folder,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_new_file_in_the_checkout_fails_the_session(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "earlier.txt").write_text("")
+    (checkout / ".gitignore").write_text("log/\n")
+    (tmp_path / "test_litter.py").write_text(LITTERING)
+    (tmp_path / "elsewhere.py").write_text(
+        f"from tests.support import processes\nprocesses.ROOT = type(processes.ROOT)({str(checkout)!r})\n"
+    )
+    no_repository = session_in(tmp_path)
+    assert no_repository.returncode == 0, no_repository.stdout + no_repository.stderr
+
+    shutil.rmtree(checkout / "saved")
+    subprocess.run(["git", "init", "--quiet", str(checkout)], check=True, timeout=60)
+    tidy = session_in(tmp_path, "-k", "tidy")
+    assert tidy.returncode == 0, tidy.stdout + tidy.stderr
+    littering = session_in(tmp_path, "-n", "2")
+    assert littering.returncode == 1, littering.stdout + littering.stderr
+    assert "2 passed" in littering.stdout
+    assert "tests write to tmp_path: ['saved/left here.txt']" in littering.stderr
