@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from fleet_train.train.metrics.record_file import AppendOnlyFile
@@ -86,13 +87,11 @@ class VisualDLSink:
 def _with_lines(text: str) -> str:
     """The text in a form whose lines the page shows: it folds line ends and spaces, as in any HTML paragraph.
 
-    Non-breaking spaces keep a line together, and many of them at its end push the next line below it. A longer line may
-    break: otherwise the page would hide its end.
+    Non-breaking spaces keep a line together, and many of them at its end push the next line below it. The page would
+    hide the end of a longer line: it is continued on further ones, indented.
     """
-    return " ".join(
-        line if len(line) > _LINE_LENGTH else line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE)
-        for line in text.split("\n")
-    )
+    lines = [part for line in text.split("\n") for part in wrap(line, _LINE_LENGTH, subsequent_indent=" " * 6) or [""]]
+    return " ".join(line.replace(" ", _FIXED_SPACE).ljust(_LINE_LENGTH, _FIXED_SPACE) for line in lines)
 
 
 def _now() -> int:

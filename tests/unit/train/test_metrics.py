@@ -88,6 +88,17 @@ def test_everything_is_in_both_and_no_restart_adds_a_file(tmp_path: Path) -> Non
     assert [v.id for v in visualdl_values(visualdl, "image", "test/confusion")] == [30]
 
 
+def test_each_line_of_a_text_starts_a_line_of_the_page_and_none_is_longer(tmp_path: Path) -> None:
+    sink = VisualDLSink(tmp_path)
+    sink.text(0, "plan/table", f"first\n\n  second {'word ' * 40}end\nlast")
+    sink.close()
+    (text,) = visualdl_values(tmp_path, "text", "plan/table")
+    lines = [line.replace("\u2007", " ").rstrip() for line in text.text.encoded_text_string.split(" ")]
+    assert {len(line) for line in text.text.encoded_text_string.split(" ")} == {120}
+    assert [line[:9] for line in lines] == ["first", "", "  second ", "      wor", "last"]
+    assert lines[3].endswith(" word end")
+
+
 def test_record_that_a_kill_has_cut_off_does_not_spoil_the_ones_behind_it(tmp_path: Path) -> None:
     sink = VisualDLSink(tmp_path)
     sink.write(1, {"train/loss": 1.0})
