@@ -34,7 +34,7 @@ Examples
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
 \b
-  # the same, restarted from the last checkpoint when a process or machine fails
+  # the same, restarted when a process or machine fails; the script loads its checkpoint
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
 \b
   # two "nodes" on this one machine, to try it out (one command per terminal)
@@ -138,7 +138,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     show_default=True,
     metavar="N",
     help="When a rank or node fails, restart all ranks, at most N times. They get FLEET_TRAIN_ATTEMPT=1, 2, ... "
-    "and can resume from the last checkpoint, as the reference trainer does.",
+    "and the script resumes from its last checkpoint, as the reference trainer does.",
 )
 @click.option(
     "--min_nodes",

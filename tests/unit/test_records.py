@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -36,6 +37,24 @@ def test_no_table_of_a_page_stands_outside_of_a_block(page: str) -> None:
 def test_a_profile_quotes_no_refuted_record(name: str) -> None:
     refuted = [each.source for each in RECORDS if each.refutation]
     assert [line for line in load_profile(name).measured for source in refuted if source in line] == []
+
+
+def test_profiles_quote_what_the_trials_of_recommend_took() -> None:
+    networks = json.loads((FOLDER / "2026-11-22-prediction.json").read_text())["networks"]
+    steps: dict[str, list[float]] = {}
+    for profile in (profile for made in networks["1gbit"] for profile in made["profiles"]):
+        if profile["measured_ms"] is not None:
+            steps.setdefault(profile["name"], []).append(profile["measured_ms"])
+    figures = {name: f"{median(steps[name]):.1f} ms" for name in profile_names() if name in steps}
+    expected = [
+        f"2026-11-22, mlp, 2 nodes x 1 on 1gbit, CPU, 3 rounds of recommend's trials; step {figures[name]} "
+        f"(multi_node: {figures['multi_node']}); accuracy not measured; docs/benchmarks/2026-11-22-prediction.json"
+        for name in figures
+        if not any("-mlp-1gbit" in line for line in load_profile(name).measured)
+    ]
+    assert len(expected) == 7
+    quoted = [line for name in profile_names() for line in load_profile(name).measured if "prediction" in line]
+    assert quoted == expected
 
 
 @EACH

@@ -63,6 +63,13 @@ def test_a_line_has_circumstances_figures_and_source() -> None:
     ]
 
 
+def test_a_step_shorter_than_computing_alone_is_not_quoted_as_a_gain() -> None:
+    (line,) = lines(record(summary={"ours:bf16_compression": FIGURES | {"over_compute": 0.85}}))
+    assert "but 0.85 of computing alone, which is unexplained)" in line
+    (line,) = lines(record(summary={"ours:bf16_compression": FIGURES | {"over_compute": 1.2}}))
+    assert "computing alone" not in line
+
+
 def test_a_target_that_was_missed_and_no_rival() -> None:
     figures = FIGURES | {"ratio": None, "twin": None, "seconds_to_target": {}, "whole_periods": False}
     (line,) = lines(record(summary={"ours:bf16_compression": figures}))

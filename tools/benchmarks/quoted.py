@@ -53,6 +53,9 @@ def _than(figures: Mapping[str, Any]) -> str:
     told = [f"{figures['ratio']:.2f} of PyTorch DDP's best"] if figures["ratio"] else []
     if figures["twin"] and figures["over_twin"] and not figures["twin"].startswith(REFERENCE):
         told.append(f"{figures['over_twin']:.2f} of {figures['twin']}'s")
+    over_compute = figures.get("over_compute")
+    if over_compute and over_compute < 1:  # no strategy can do that: read it as computing alone
+        told.append(f"but {over_compute:.2f} of computing alone, which is unexplained")
     whole = [] if figures["whole_periods"] else ["less than its own start and one period"]
     return f" ({', '.join(told + whole)})" if told or whole else ""
 

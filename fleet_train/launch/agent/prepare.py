@@ -182,8 +182,8 @@ def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
     if (faults.min_nodes is not None or waits) and faults.max_restarts == 0:
         flag = "--rejoin_timeout" if faults.min_nodes is None else "--min_nodes"
         raise ClusterError(
-            f"{flag} has no effect without restarts: waiting for a lost node, or continuing without it, is a restart "
-            "from the last checkpoint; add --max_restarts=3"
+            f"{flag} has no effect without restarts: waiting for a lost node, or continuing without it, is a "
+            "restart; add --max_restarts=3"
         )
     return faults
 
