@@ -30,9 +30,11 @@ Generated from `tests/programs/catalogue` by `python -m tests.programs.page`; do
 
 Each program below is a typical static program. `make test` trains it in one process of plain Paddle with the joint
 batch. On two ranks with half of the batch each, `make test` trains some programs and `make test-long` the others. Both
-give the same parameters, optimizer state and losses ({tolerance:.0e} of their scale unless stated otherwise); the two
-ranks are bit-equal, and a job of one process gives the same bits as plain Paddle. All runs use CPUs with Gloo. Every
-program runs with these strategies, if they are exact for it:
+give the same parameters and losses ({tolerance:.0e} of their scale unless stated otherwise) and the same state of the
+optimizer (to ten times that); the two ranks are bit-equal. In {noise}, parameters whose gradient is
+zero but for rounding, such as the biases of attention keys, are compared absolutely. A job of one process gives the
+same bits as plain Paddle where it does not rewrite the program. All runs use CPUs with Gloo. Every program runs with
+these strategies, if they are exact for it:
 
 {always}
 
@@ -41,8 +43,8 @@ and with some of these, so that each of them runs with many programs:
 {others}
 
 Programs marked *simulated* are also trained with strategies that are inexact on purpose, and compared with the numpy
-simulation of all ranks. Those marked *random* draw different numbers on each rank and are compared only with the
-simulation:
+simulation of all ranks. The {random} programs marked *random* draw different numbers on each rank: no process alone has
+their result, and they are compared only with the simulation:
 
 {lossy}
 
@@ -80,6 +82,8 @@ def page() -> str:
     everything = programs()
     head = _HEAD.format(
         tolerance=TOLERANCE,
+        noise=" and ".join(f"`{one.name}`" for one in everything.values() if one.noise and not one.random),
+        random=sum(one.random for one in everything.values()),
         always=_settings({name: EXACT[name] for name in ALWAYS}),
         others=_settings({name: one for name, one in EXACT.items() if name not in ALWAYS}),
         lossy=_settings(LOSSY),
