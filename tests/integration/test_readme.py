@@ -9,6 +9,7 @@ import re
 import subprocess
 
 import pytest
+import yaml
 from coverage import Coverage
 
 from tests.integration.test_examples import changed_lines
@@ -156,6 +157,18 @@ def test_every_linked_path_exists(readme: str) -> None:
 def test_every_page_is_linked(readme: str) -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages - set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(readme))) == set()
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_table_of_pages_has_the_groups_of_the_site(readme: str) -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    groups = [pages for one in navigation for pages in one.values() if isinstance(pages, list)]
+    made = ("reference/", "changelog.md")
+    pages = [[page for entry in group for page in entry.values() if not page.startswith(made)] for group in groups]
+    rows = [line for line in text_of(readme).splitlines() if line.startswith("| [")]
+    table = [re.findall(r"\]\((?:docs/)?([^)]+)\)", row) for row in rows]
+    assert [[page.replace("CONTRIBUTING", "contributing") for page in row] for row in table] == pages[:-1]
+    assert pages[-1] == [], "the last group has what is made from the code"
 
 
 def test_gpu_requirements_differ_only_in_paddle_and_what_computes_on_cpus() -> None:

@@ -47,11 +47,10 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def in_pyproject(name: str) -> str:
+def in_pyproject(name: str) -> Any:
     found = re.search(rf"^{name} = (.+)$", PYPROJECT, re.MULTILINE)
     assert found is not None, name
-    value: str = ast.literal_eval(found.group(1)) if found.group(1)[0] in "\"'[" else found.group(1)
-    return value
+    return ast.literal_eval(found.group(1)) if found.group(1)[0] in "\"'[" else found.group(1)
 
 
 def test_matrix_has_the_pythons_that_the_package_is_for() -> None:
@@ -63,6 +62,12 @@ def test_matrix_has_the_pythons_that_the_package_is_for() -> None:
     first, last = (python.replace(".", ", ") for python in (PYTHONS[0], PYTHONS[-1]))
     assert f"({first}) <= sys.version_info[:2] <= ({last})" in (ROOT / "tools" / "make_venv.sh").read_text()
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "README.md").read_text()
+
+
+def test_the_extra_cpu_has_what_make_demo_installs() -> None:
+    needed = [*in_pyproject("dependencies"), *in_pyproject("cpu")]
+    pinned = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert {re.split("[=>]", each)[0] for each in needed} == {line.partition("==")[0] for line in pinned}
 
 
 def test_workflow_is_started_by_changes_and_may_only_read() -> None:
