@@ -20,7 +20,7 @@ from tests.support.recipe_examples import EXAMPLES, Example
 from tools.mutate import COPIED
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-MOST_LINES = 200
+MOST_LINES = 205
 _PATH = re.compile(r"`([\w.-]*/[\w./-]*|[\w-]+\.(?:md|py|toml|yaml))`")
 _ENDED_WITH_FAILURES = (1, 2)  # pytest's codes: tests failed, or a module could not be imported
 

@@ -267,3 +267,11 @@ def test_citation_agrees_with_the_package() -> None:
     assert 'authors = [{ name = "fleet_train developers" }]' in PYPROJECT
     assert citation["keywords"] == in_pyproject("keywords")
     assert citation["abstract"] == in_pyproject("description") + "."
+
+
+def test_the_changelog_has_this_version_and_each_version_is_short() -> None:
+    _, *sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    released = [section for section in sections if not section.startswith("[Unreleased]")]
+    heading = rf"\[{re.escape(fleet_train.__version__)}\] - (\d{{4}}-\d\d-\d\d|not released yet)\n"
+    assert re.match(heading, released[0])
+    assert [section.partition("\n")[0] for section in sections if len(section.splitlines()) > 80] == []
