@@ -73,7 +73,7 @@ class GradientExchange:
         self._start_is_checked = False
         self._looks: list[replica_check.Look] = []
         self._is_settled = False
-        self._first_gradients = replica_check.FirstGradients(job.engine.device)
+        self._first_gradients = replica_check.FirstGradients(job.engine.device, len(plan.buckets))
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._barrier: Future[Passed] | None = None
         rank = job.cluster.rank
@@ -138,7 +138,7 @@ class GradientExchange:
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
         if self._updates:
-            self._first_gradients.see(gradients, index == len(self._plan.buckets) - 1)
+            self._first_gradients.see(gradients)
         if not self.sends_gradients:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])

@@ -101,18 +101,19 @@ class FirstGradients:
     a value other than zero are not counted.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, buckets: int) -> None:
         self._device = device
+        self._buckets = buckets
         self._update: list[Any] = []
         self._taken: list[HostCopy] = []
         self._is_told = False
 
-    def see(self, gradients: Sequence[Any], is_last: bool) -> None:
-        """A bucket's local gradients; the last bucket ends an update. The host reads nothing."""
+    def see(self, gradients: Sequence[Any]) -> None:
+        """The local gradients of an update's next bucket. The host reads nothing."""
         if len(self._taken) == _COMPARED_UPDATES or self._is_told:
             return
         self._update.append(device_digests([_compared(gradient) for gradient in gradients]))
-        if is_last:
+        if len(self._update) == self._buckets:
             self._taken.append(self._device.to_host(paddle.concat(self._update)))
             self._update = []
 

@@ -111,7 +111,7 @@ class RankFiles:
 
 
 class Connections:
-    """Whether ranks connect to one another at the job's endpoints without ``fleet.init``: Paddle's own store, with which
+    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
     ``init_parallel_env`` forms a process group, is at rank 0's."""
 
     def __init__(self, node: Node) -> None:
