@@ -73,7 +73,7 @@ def one_of_two(first: Any, second: Any) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "evaluation": lambda: program(lambda first, second: None),
+    "evaluation": lambda: program(lambda *_: None),
     "converted": lambda: program(lambda _, loss: wrapped().minimize(loss)),
     "two converted": lambda: program(lambda first, second: [wrapped().minimize(loss) for loss in (first, second)]),
     "merged": lambda: program(lambda _, loss: wrapped("gradient_merge").minimize(loss)),
