@@ -91,7 +91,7 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
 
 # Two equal gradients in a row; of a tensor, at most this many values are compared.
 _COMPARED_UPDATES = 2
-_MOST_VALUES = 1 << 18
+_MOST_VALUES = 1 << 16
 
 
 class FirstGradients:

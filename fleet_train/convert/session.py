@@ -128,7 +128,7 @@ def offered() -> Profile | None:
 def current() -> Session:
     """The session; ConversionError before ``fleet.init``."""
     if _session is None:
-        raise ConversionError("fleet.init(role) has not been called yet; it is the first of the four lines")
+        raise ConversionError("fleet.init(role) has not been called yet; call it before anything else of fleet")
     return _session
 
 

@@ -29,15 +29,16 @@ def costs(output: str) -> list[float]:
     return [float(cost) for cost in re.findall(r"^step\d+ cost=([\d.]+)$", output, re.MULTILINE)]
 
 
-def test_four_lines_make_the_single_card_script_distributed() -> None:
+def test_five_lines_make_the_single_card_script_distributed() -> None:
     removed, added = changed_lines()
     assert [line.split("(")[0] for line in added] == [
         "from fleet_train import DistributedStrategy, fleet, role_maker",
         "fleet.init",
         "optimizer = fleet.distributed_optimizer",
+        "random = np.random.default_rng",
         "fleet.save_persistables",
     ]
-    assert [line.split("(")[0] for line in removed] == ["paddle.static.save"]
+    assert [line.split("(")[0] for line in removed] == ["random = np.random.default_rng", "paddle.static.save"]
 
 
 @pytest.mark.long
