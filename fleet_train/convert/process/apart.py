@@ -22,7 +22,8 @@ from fleet_train.collectives.host_ops import is_link
 from fleet_train.convert.passes.walk import nested_operators
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
-_LIBRARIES = tuple(os.path.dirname(package.__file__ or "") + os.sep for package in (paddle, fleet_train))
+_LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
+_NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
 
 _original: Callable[..., Any] | None = None
 
@@ -80,10 +81,7 @@ def _line_of(operator: Any) -> str:
     found = ""
     for index, line in enumerate(stack):
         frame = _FRAME.match(line)
-        if frame is None:
-            continue
-        if frame[1].startswith(_LIBRARIES):
-            break
-        code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
-        found = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
+        if frame is not None and not frame[1].startswith(_NOT_THE_SCRIPT):
+            code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
+            found = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
     return found
