@@ -1,4 +1,4 @@
-"""fleet_train: static-graph Paddle programs on many machines after four changed lines.
+"""fleet_train: static-graph Paddle programs on many machines after five changed lines.
 
 ``from fleet_train import fleet, role_maker, DistributedStrategy`` is the whole public surface of a training script;
 ``fleet_train.spawn`` starts ranks on this machine without the launcher.

@@ -198,6 +198,12 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 @click.option(
     "--verbose", is_flag=True, help="Also show Paddle's start-up messages of rank 0; its log has them anyway."
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Ranks that train without each other, or on the same samples, are an error. [default: a message; or "
+    "FLEET_TRAIN_STRICT=1]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
 @click.argument(
@@ -253,6 +259,7 @@ def read_request(
     use_paddlecloud: bool,
     engine: str | None,
     verbose: bool = False,
+    strict: bool = False,
 ) -> LaunchRequest:
     """The launch request of the flags. Raises ClusterError for a text that cannot be parsed."""
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
@@ -281,4 +288,5 @@ def read_request(
         engine="none" if use_paddlecloud else engine,
         secret_file=None if job_secret_file is None else job_secret_file.absolute(),
         verbose=verbose,
+        strict=strict,
     )

@@ -93,6 +93,14 @@ def asked_strategy(environ: Mapping[str, str]) -> str | None:
     return environ.get("FLEET_TRAIN_STRATEGY") or None
 
 
+def is_strict(environ: Mapping[str, str]) -> bool:
+    """Whether a script's probable mistakes are errors (``launch --strict``)."""
+    text = environ.get("FLEET_TRAIN_STRICT", "")
+    if text not in ("", "0", "1"):
+        raise ClusterError(f"FLEET_TRAIN_STRICT={text!r} is not 1 (a script's probable mistakes are errors) or 0")
+    return text == "1"
+
+
 def rank_variables(cluster: Cluster) -> dict[str, str]:
     """The variables from which Paddle forms this cluster's process groups."""
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from fleet_train.errors import ClusterError
 
 # Any port works: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
+_LISTENS = "0A"  # in /proc/net/tcp
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,21 @@ def port_is_free(address: str, port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def connections_at(endpoints: Iterable[tuple[str, int]]) -> frozenset[str]:
+    """This machine's TCP connections from or to these addresses and ports, also those that ended less than a minute ago
+    (TIME_WAIT); without listening sockets."""
+    wanted = {f"{socket.inet_aton(address)[::-1].hex().upper()}:{port:04X}" for address, port in endpoints}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}") as lines:
+            for line in lines:
+                # Of an IPv6 address the last 32 bits are the IPv4 address that it maps.
+                local, remote, state = (word[-13:] for word in line.split()[1:4])
+                if state != _LISTENS and not wanted.isdisjoint((local, remote)):
+                    found.add(f"{local} {remote}")
+    return frozenset(found)
 
 
 def port_owner(port: int, address: str | None = None) -> PortOwner:

@@ -20,12 +20,19 @@ from fleet_train.collectives.methods.allreduce import make_allreduces
 from fleet_train.collectives.methods.base import BucketMethod, Remembers
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import dtype_between_groups, make_method
+from fleet_train.errors import DataError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.compression_settings import DgcSettings
 from fleet_train.plan.price.traffic import averaging_bytes, traffic
 from fleet_train.profile import Profile
 
 T = TypeVar("T")
+
+_SAME_GRADIENTS = (
+    "all ranks computed the same gradient twice in a row: they read the same samples; share them: "
+    "fleet_train.data.ShardedBatchSampler, paddle.io.DistributedBatchSampler, fleet.split_files, or a seed with "
+    "fleet.worker_index() (docs/data.md)"
+)
 
 # Ranks whose slowest step is shorter than this reach the step barrier at the start of a step.
 _EARLY_MS = 5000.0
@@ -66,6 +73,7 @@ class GradientExchange:
         self._start_is_checked = False
         self._looks: list[replica_check.Look] = []
         self._is_settled = False
+        self._first_gradients = replica_check.FirstGradients(job.engine.device, len(plan.buckets))
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._barrier: Future[Passed] | None = None
         rank = job.cluster.rank
@@ -129,6 +137,8 @@ class GradientExchange:
             self._next_step(boundary is None or self._boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
+        if self._updates:
+            self._first_gradients.see(gradients)
         if not self.sends_gradients:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
@@ -279,7 +289,7 @@ class GradientExchange:
     def _begin_barrier(self, name: str) -> Future[Passed]:
         """Start a barrier beside the computation; the note has this rank's times since the last one."""
         self._barriers.begun()
-        engine, note = self._job.engine, self._job.notes.own()
+        engine, note = self._job.engine, self._job.notes.own(self._first_gradients.tell())
         bound = self._profile.collective_timeout_seconds + engine.barrier_margin_seconds
         return engine.beside(lambda: self._job.step_barrier(name, bound, note))
 
@@ -288,6 +298,8 @@ class GradientExchange:
         passed = barrier.result()
         self._job.clock.add_barrier(passed.seconds)
         self._job.notes.take(passed.answer)
+        if passed.answer.same_gradients:
+            self._job.advise(DataError(_SAME_GRADIENTS))
 
     def _place(self, what: str) -> Place:
         moment = self._moment

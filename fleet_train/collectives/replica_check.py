@@ -1,4 +1,4 @@
-"""The divergence sentinel: do all ranks still hold the same parameters?"""
+"""Comparisons of the ranks: do they still hold the same parameters, and do they read different samples?"""
 
 from __future__ import annotations
 
@@ -87,3 +87,46 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
                 "depends on the rank (divergence_check_steps)"
             )
     return f"replicas have diverged at {moment}"
+
+
+# Two equal gradients in a row; of a tensor, at most this many values are compared.
+_COMPARED_UPDATES = 2
+_MOST_VALUES = 1 << 16
+
+
+class FirstGradients:
+    """A digest of this rank's own gradients in a program's first updates, for its next step barrier.
+
+    Ranks with the same parameters whose gradients are equal, bit by bit, have read the same samples. Gradients without
+    a value other than zero are not counted.
+    """
+
+    def __init__(self, device: Device, buckets: int) -> None:
+        self._device = device
+        self._buckets = buckets
+        self._update: list[Any] = []
+        self._taken: list[HostCopy] = []
+        self._is_told = False
+
+    def see(self, gradients: Sequence[Any]) -> None:
+        """The local gradients of an update's next bucket. The host reads nothing."""
+        if len(self._taken) == _COMPARED_UPDATES or self._is_told:
+            return
+        self._update.append(device_digests([_compared(gradient) for gradient in gradients]))
+        if len(self._update) == self._buckets:
+            self._taken.append(self._device.to_host(paddle.concat(self._update)))
+            self._update = []
+
+    def tell(self) -> int | None:
+        """The digest, once, in a step after the last of these updates; None if there is none."""
+        if len(self._taken) < _COMPARED_UPDATES or self._is_told:
+            return None
+        self._is_told = True
+        found, self._taken = [copy.read() for copy in self._taken], []
+        return zlib.crc32(np.concatenate(found).tobytes()) if all(one.any() for one in found) else None
+
+
+def _compared(gradient: Any) -> Any:
+    """The first values in one form for all dtypes, with zero for -0.0 and for values that are not finite."""
+    values = gradient.reshape([-1])[:_MOST_VALUES].cast("float32")
+    return paddle.where(paddle.isfinite(values), values, paddle.zeros_like(values)) + 0.0

@@ -9,16 +9,16 @@ from typing import Any
 
 import paddle
 
-from fleet_train.cluster.environment import join_timeout_seconds
+from fleet_train.cluster.environment import is_strict, join_timeout_seconds
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.job.join import join
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.process import exits
+from fleet_train.convert.process import apart, exits
 from fleet_train.convert.process.role_maker import cluster_of
 from fleet_train.convert.settings.apply_profile import say
 from fleet_train.convert.state import serializing
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, FleetTrainError
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile
 
@@ -30,6 +30,8 @@ class Session:
     job: Job
     strategy: Any = None
     """The strategy given to ``init``; the default of ``distributed_optimizer``."""
+    is_strict: bool = False
+    """Whether a probable mistake of the script is an error."""
     profile: Profile | None = None
     main_program: Any = None
     startup_program: Any = None
@@ -45,6 +47,27 @@ class Session:
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
+
+    def on_first_run(self, program: Any) -> None:
+        """Advise about a program that trains on each rank alone."""
+        ours = {gradient.name for plan in self.plans for bucket in plan.buckets for gradient in bucket.gradients}
+        where = apart.updates_alone(program, ours)
+        if not where:
+            return
+        ranks = self.job.world_size
+        late = " (now it comes later, or minimize is called on the optimizer inside)" if self.optimizers else ""
+        self.advise(
+            ConversionError(
+                f"{where}: updates on each rank alone, so {ranks} ranks train {ranks} models; write optimizer = "
+                f"fleet.distributed_optimizer(optimizer) before it, and use that optimizer in it{late}"
+            )
+        )
+
+    def advise(self, error: FleetTrainError) -> None:
+        """Say once, on rank 0, what is probably a mistake in the script; with ``--strict`` it is an error."""
+        if self.is_strict:
+            raise error
+        say([str(error)], self.job.cluster.rank)
 
     def _is_drifting(self, program: Any) -> bool:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
@@ -64,9 +87,13 @@ def begin(role: Any, strategy: Any) -> Session:
         raise ConversionError("fleet.init was called twice; one call joins the job for the whole process")
     if _has_left_a_job:
         raise ConversionError("this process has left its job (fleet.shutdown); a process can join only one job")
+    strict = is_strict(os.environ)
     job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
-    _session = Session(job, strategy)
+    _session = Session(job, strategy, strict)
     exits.watch(job)
+    job.advise = _session.advise
+    if job.world_size > 1 and not _imagined_job:
+        apart.watch(_session.on_first_run)
     return _session
 
 
@@ -101,7 +128,7 @@ def offered() -> Profile | None:
 def current() -> Session:
     """The session; ConversionError before ``fleet.init``."""
     if _session is None:
-        raise ConversionError("fleet.init(role) has not been called yet; it is the first of the four lines")
+        raise ConversionError("fleet.init(role) has not been called yet; call it before anything else of fleet")
     return _session
 
 
@@ -111,6 +138,7 @@ def end() -> None:
     if _session is not None:
         _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
         exits.watch(None)
+        apart.watch(None)
         _session.job.leave()
         _session = None
 

@@ -29,7 +29,7 @@ def costs(output: str) -> list[float]:
     return [float(cost) for cost in re.findall(r"^step\d+ cost=([\d.]+)$", output, re.MULTILINE)]
 
 
-def test_four_lines_and_one_for_the_data_make_the_single_card_script_distributed() -> None:
+def test_five_lines_make_the_single_card_script_distributed() -> None:
     removed, added = changed_lines()
     assert [line.split("(")[0] for line in added] == [
         "from fleet_train import DistributedStrategy, fleet, role_maker",

@@ -1,4 +1,4 @@
-"""A rank of fleet_train: a static program and the four lines. argv: assignment, and the rank when it runs alone."""
+"""A rank of fleet_train: a static program and the changed lines. argv: assignment, and the rank when it runs alone."""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 # How much longer than the server's own timeout a client waits for its answer.
 _ANSWER_GRACE_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 18
+JOINED = "joined"
+"""Rank 0 sets it in the store once all ranks have joined."""
 
 # A child made by fork inherits the connections: see StoreClient.close_in_child.
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
@@ -64,6 +66,8 @@ class StepNote(NamedTuple):
     wait_ms: float
     stop: str | None = None
     """Why it asks all members to stop."""
+    gradients: int | None = None
+    """A digest of its own gradients, in a program's first steps."""
 
 
 class StepAnswer(NamedTuple):
@@ -75,6 +79,8 @@ class StepAnswer(NamedTuple):
     """The lowest member that requests a stop, and why."""
     number: int
     """The barrier's number, in the order of completion."""
+    same_gradients: bool = False
+    """Whether every member gave the same digest of its gradients."""
 
 
 class StoreClient:
@@ -178,6 +184,8 @@ class StoreClient:
             header["slowest"] = note.busy_ms / note.steps if note.steps else None
             header["times"] = [note.steps, note.busy_ms, note.wait_ms]
             header["stop"] = None if note.stop is None else [self.member, note.stop]
+            if note.gradients is not None:
+                header["digest"] = note.gradients
         return self._meet("barrier", name, header, b"", count, timeout_seconds, call, _step_answer)
 
     def all_gather(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> dict[int, Json]:
@@ -348,7 +356,8 @@ def _values(_: Header, body: Body) -> dict[int, Json]:
 def _step_answer(header: Header, _: Body) -> StepAnswer:
     slowest, stop = header.get("slowest"), header.get("stop")
     asked = None if stop is None else (int(stop[0]), str(stop[1]))
-    return StepAnswer(None if slowest is None else float(slowest), asked, int(header["number"]))
+    same = header.get("digest") is not None
+    return StepAnswer(None if slowest is None else float(slowest), asked, int(header["number"]), same)
 
 
 def _variants(header: Header, body: Body) -> Variants:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class Job:
         """Programs, each with an optimizer that built gradients in it."""
         self.sync_points = 0
         """Synchronization points other than step barriers: the same number on every rank between the same calls."""
+        self.advise: Callable[[FleetTrainError], None] = lambda _: None
+        """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
         self._turn = -1
         self._left = False
         self._has_reported = False

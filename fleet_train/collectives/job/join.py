@@ -16,7 +16,7 @@ from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.hosts import is_number
 from fleet_train.cluster.network import interface_towards, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
-from fleet_train.cluster.store.client import Variants
+from fleet_train.cluster.store.client import JOINED, Variants
 from fleet_train.cluster.store.protocol.access import access_of
 from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
 from fleet_train.collectives.job.job import Job
@@ -153,6 +153,8 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
         warm_up(job, paddle.distributed.init_parallel_env())
     # No rank uses the group before all have formed it: a rank that failed above is named here.
     job.barrier("process group formed", timeout_seconds)
+    if cluster.rank == 0:
+        job.store.set(JOINED, True)
 
 
 def _choose_interface(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks report to one another at step barriers: work time, wait time, and requests to stop.
+"""What the ranks report to one another at step barriers: work time, wait time, requests to stop, a gradient's digest.
 
 Each rank sends a note with a step barrier; the barrier's answer has what all must know: the longest step, and a stop.
 The computing thread reads it at the same point of the same step on every rank, so all ranks then know the same. Each
@@ -68,11 +68,11 @@ class StepNotes:
         if self._cluster.world_size == 1:
             self.stop = self.stop or self._said_by(0, self._asked)
 
-    def own(self) -> StepNote:
-        """This rank's note for its next step barrier: its times since the last one."""
+    def own(self, gradients: int | None = None) -> StepNote:
+        """This rank's note for its next step barrier: its times since the last one, and a digest to be compared."""
         told = self._clock.tell()
         busy, wait = round(1e3 * told.busy_seconds, 2), round(1e3 * told.barrier_seconds, 2)
-        return StepNote(told.steps, busy, wait, self._asked)
+        return StepNote(told.steps, busy, wait, self._asked, gradients)
 
     def take(self, answer: StepAnswer) -> None:
         """Read the answer that a step barrier gave to every rank."""

@@ -18,6 +18,8 @@ from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
 _TICK_SECONDS = 0.1
 _STORE_EVERY_SECONDS = 0.5
+# A connection that ends is listed for another minute.
+_CONNECTIONS_EVERY_SECONDS = 10.0
 # How long a failure that may be secondary (another rank was lost) waits for its root cause.
 _ECHO_SECONDS = 2.0
 # A rank whose failure the store knows is about to exit: wait this long for its exit code and last lines. It may take
@@ -62,6 +64,7 @@ class Monitor:
         follower: Follower | NoFollower,
         stop: GracefulStop,
         clock: Callable[[], float] = time.monotonic,
+        look_at_connections: Callable[[], None] = lambda: None,
     ) -> None:
         self.files = files
         self.rendezvous = rendezvous
@@ -69,7 +72,8 @@ class Monitor:
         self.follower = follower
         self.stop = stop
         self._clock = clock
-        self._next_look_at_store = 0.0
+        self._look_at_connections = look_at_connections
+        self._next_look_at_store = self._next_look_at_connections = 0.0
         self._frozen = False
         self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
@@ -100,6 +104,9 @@ class Monitor:
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
+        if self._clock() >= self._next_look_at_connections:
+            self._next_look_at_connections = self._clock() + _CONNECTIONS_EVERY_SECONDS
+            self._look_at_connections()
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return Verdict(Cause.STOPPED)

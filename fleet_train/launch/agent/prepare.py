@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fleet_train
+from fleet_train.cluster.environment import is_strict
 from fleet_train.cluster.secret import SECRET_FILE
 from fleet_train.cluster.store.protocol.access import JOB_ID, Access
 from fleet_train.cluster.store.protocol.tree import FAN_IN
@@ -55,6 +56,7 @@ class Launch:
     run: str = ""
     """The job's name across these restarts; empty: each launch is a separate job."""
     verbose: bool = False
+    strict: bool = False
 
     def at(self, node: Node) -> Launch:
         """The same launch for this subset of the nodes: ranks are renumbered."""
@@ -110,6 +112,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir)
     check_paddle(machine, profile)
+    strict = request.strict or is_strict(environ)
     wanted = Wanted(
         profile.worker_environment() if profile else {},
         strategy,
@@ -118,6 +121,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         access.job,
         request.secret_file,
         frozenset(profile.environment) if profile else frozenset(),
+        strict,
     )
     return Launch(
         node=node,
@@ -134,6 +138,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         restarts=request.restarts,
         run=request.run,
         verbose=request.verbose,
+        strict=strict,
     )
 
 
@@ -163,6 +168,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
             "--max_restarts": request.faults.max_restarts,
             "--min_nodes": request.faults.min_nodes or len(node.addresses),
             "--direct_ranks": request.direct_ranks,
+            "--strict": request.strict,
             "the kind of device": "GPU" if node.devices else "CPU",
             "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
             "the fleet_train version": machine.versions["fleet_train"],

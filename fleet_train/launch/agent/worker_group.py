@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleet_train.errors import ClusterError, Preempted, WorkerFailed
+from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
 from fleet_train.launch.agent.graceful_stop import GracefulStop, WaitingNodes
 from fleet_train.launch.agent.monitor import Cause, Monitor, Verdict
 from fleet_train.launch.agent.prepare import Launch
@@ -28,7 +28,7 @@ from fleet_train.launch.workers.inbox import Inbox
 from fleet_train.launch.workers.paddle_launch import PrivateFolder
 from fleet_train.launch.workers.signals import Stopping, StopRequested, request_name
 from fleet_train.launch.workers.startup_lines import Everything, StartupLines
-from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
+from fleet_train.launch.workers.watching import Connections, Follower, NoFollower, RankFiles
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
 _EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
@@ -47,6 +47,7 @@ class _WorkerGroup:
     private: Path
     follower: Follower | NoFollower
     stop: GracefulStop
+    connections: Connections
     say: Say
 
     def end(self) -> list[WorkerResult]:
@@ -88,12 +89,13 @@ def run_worker_group(
     passing = Everything() if launch.verbose else StartupLines()
     follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
+    connections = Connections(node)
     stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
     stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)
-    group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, say)
+    group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, connections, say)
     try:
         with stopping.gracefully():
-            verdict = Monitor(files, rendezvous, stock, follower, stop).watch()
+            verdict = Monitor(files, rendezvous, stock, follower, stop, look_at_connections=connections.look).watch()
         return _CONCLUSIONS[verdict.cause](group, verdict)
     except StopRequested as request:
         return _stopped(group, request.number, request.exit_code)
@@ -131,7 +133,39 @@ def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous, say: Say) -> Launc
 
 
 def _succeed(group: _WorkerGroup, _: Verdict) -> RunResult:
-    return _end_well(group, RunResult(Kind.DONE, 0))
+    apart = _ranks_apart(group)
+    result = _end_well(group, RunResult(Kind.DONE, 0))
+    if not apart or result.kind is not Kind.DONE:
+        return result
+    if group.launch.strict:
+        return replace(
+            result,
+            kind=Kind.FAILED,
+            exit_code=ConversionError.exit_code,
+            message=apart,
+            without_root_cause=True,
+            final=True,
+        )
+    if group.launch.node.index == 0:
+        group.say(apart)
+    return result
+
+
+def _ranks_apart(group: _WorkerGroup) -> str:
+    """The message if no rank has joined the job and none was seen to connect to another; empty otherwise.
+
+    The package's own commands that train nothing (``selftest``, ``doctor``) join it in their own way, or not at all.
+    """
+    launch = group.launch
+    is_ours = launch.is_module and launch.program[0].partition(".")[0] == "fleet_train"
+    group.connections.look()
+    if launch.node.world_size == 1 or is_ours or group.connections.seen or group.rendezvous.ranks_have_joined():
+        return ""
+    return (
+        f"the {launch.node.world_size} ranks ran side by side: none called fleet.init, and none was seen to connect to "
+        "another. If they were to train one model, call fleet.init(is_collective=True) of fleet_train and wrap the "
+        "optimizer with fleet.distributed_optimizer (docs/start.md)"
+    )
 
 
 def _preempted(group: _WorkerGroup, _: Verdict) -> RunResult:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.cluster.store.client import StoreClient, Variants
+from fleet_train.cluster.store.client import JOINED, StoreClient, Variants
 from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.report.worker_result import WorkerResult
@@ -194,6 +194,12 @@ class Rendezvous:
         """Its process ended with 0: ranks that wait for it in ``fleet.init`` learn that it will not connect."""
         with suppress(FleetTrainError):
             self._client.ended("rank", rank)
+
+    def ranks_have_joined(self) -> bool:
+        """Whether all ranks have called ``fleet.init``; True if the store does not answer."""
+        with suppress(FleetTrainError):
+            return self._client.get(JOINED) is not None
+        return True
 
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
         """Ask all ranks to save their state within that time. ``again``: there is another attempt."""

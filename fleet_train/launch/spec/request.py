@@ -68,6 +68,8 @@ class LaunchRequest:
     """Up to this many ranks of the whole job connect to the leader's store directly; more use their node's relay."""
     verbose: bool = False
     """Show Paddle's own start-up lines of rank 0 as well."""
+    strict: bool = False
+    """Whether ranks that train without each other, or on the same samples, are an error."""
 
     @property
     def first_port(self) -> int:

@@ -76,6 +76,7 @@ class Wanted:
     secret_file: Path | None = None
     hidden: frozenset[str] = frozenset()
     """Names of the environment section."""
+    strict: bool = False
 
 
 def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -101,6 +102,8 @@ def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
         "FLEET_TRAIN_STORE": node.store_endpoint,
         "FLEET_TRAIN_JOIN_TIMEOUT": f"{wanted.join_timeout_seconds:g}",
     }
+    if wanted.strict:
+        told["FLEET_TRAIN_STRICT"] = "1"
     if wanted.job_id:
         told[JOB_ID] = wanted.job_id
     if wanted.secret_file is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fleet_train.cluster.network import connections_at
 from fleet_train.files import read_regular
 from fleet_train.launch.report import terminal
 from fleet_train.launch.report.terminal import Outlet
@@ -107,6 +108,20 @@ class RankFiles:
     def tail(self, local_rank: int) -> tuple[str, ...]:
         end = end_of(self.log_file(local_rank))
         return last_lines(end if self._verbose else without_startup_lines(end))
+
+
+class Connections:
+    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
+    ``init_parallel_env`` forms a process group, is at rank 0's."""
+
+    def __init__(self, node: Node) -> None:
+        ports = range(node.started_port, node.started_port + node.processes)
+        self._endpoints = [(address, port) for address in node.addresses for port in ports]
+        self._before = connections_at(self._endpoints)
+        self.seen = False
+
+    def look(self) -> None:
+        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)
 
 
 def end_of(log: Path) -> str:

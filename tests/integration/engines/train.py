@@ -1,4 +1,4 @@
-"""A script as users write it: four changed lines, its own checkpoints, and nothing about the engine.
+"""A script as users write it: the changed lines, its own checkpoints, and nothing about the engine.
 
 FLEET_TEST_KILL=<step> kills rank 1 once, after that step. FLEET_TEST_STEP_SECONDS makes a step last longer.
 """

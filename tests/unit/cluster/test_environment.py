@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.cluster.environment import attempt, cluster_from_environ, join_timeout_seconds, rank_variables
+from fleet_train.cluster.environment import (
+    attempt,
+    cluster_from_environ,
+    is_strict,
+    join_timeout_seconds,
+    rank_variables,
+)
 from fleet_train.errors import ClusterError
 
 OLD_COMMAND = (
@@ -121,6 +127,16 @@ def test_join_timeout_must_be_a_positive_number() -> None:
     assert join_timeout_seconds({"FLEET_TRAIN_JOIN_TIMEOUT": "2.5"}) == 2.5
     with pytest.raises(ClusterError, match="FLEET_TRAIN_JOIN_TIMEOUT='-1'"):
         join_timeout_seconds({"FLEET_TRAIN_JOIN_TIMEOUT": "-1"})
+
+
+def test_strictness_is_on_or_off() -> None:
+    assert [is_strict(environ) for environ in ({}, {"FLEET_TRAIN_STRICT": "0"}, {"FLEET_TRAIN_STRICT": "1"})] == [
+        0,
+        0,
+        1,
+    ]
+    with pytest.raises(ClusterError, match="FLEET_TRAIN_STRICT='yes' is not 1"):
+        is_strict({"FLEET_TRAIN_STRICT": "yes"})
 
 
 def test_rank_variables_describe_the_same_cluster_again() -> None:

@@ -74,6 +74,27 @@ def test_a_port_of_all_addresses_is_taken_on_each(free_ports: Callable[..., int]
         assert network.port_owner(port, "127.0.0.3").pid == os.getpid()
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_connections_are_seen_while_they_last_and_after_their_end(
+    free_ports: Callable[..., int], family: socket.AddressFamily
+) -> None:
+    port = free_ports()
+    ours, elsewhere = ("127.0.0.1", port), ("127.0.0.2", port)
+    mapped = "::ffff:127.0.0.1" if family is socket.AF_INET6 else "127.0.0.1"
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.bind((mapped, port))
+        server.listen()
+        assert network.connections_at([ours]) == frozenset(), "listening alone is no connection"
+        client = socket.create_connection(ours)
+        served, _ = server.accept()
+        seen = network.connections_at([ours])
+        assert len(seen) == 2, "both ends are on this machine"
+        assert network.connections_at([elsewhere]) == frozenset()
+        client.close()
+        served.close()
+        assert len(network.connections_at([ours]) & seen) == 1, "in TIME_WAIT"
+
+
 def test_the_owner_of_a_port_is_named_as_the_kernel_names_it(free_ports: Callable[..., int]) -> None:
     port = free_ports()
     with socket.socket() as taken:

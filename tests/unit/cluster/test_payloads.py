@@ -25,6 +25,17 @@ def test_the_slowest_member_has_the_longest_step(told: list[float | None], slowe
     assert barrier.result() == barrier.part() == ({"slowest": slowest, "stop": None}, b"")
 
 
+@pytest.mark.parametrize(
+    ("told", "same"),
+    [([7, 7, 7], 7), ([0, 0], 0), ([7, 8, 7], None), ([7, None], None), ([None, 7, 7], None), ([None, None], None)],
+)
+def test_a_digest_counts_if_every_member_gave_the_same(told: list[int | None], same: int | None) -> None:
+    digests: list[dict[str, object]] = [{} if digest is None else {"digest": digest} for digest in told]
+    assert reduced(*digests).result()[0].get("digest") == same
+    parts = [reduced(digest).part()[0] for digest in digests]  # of relays with one member each
+    assert reduced(*parts).result()[0].get("digest") == same
+
+
 def test_the_lowest_member_that_requests_a_stop_counts() -> None:
     barrier = reduced({"slowest": 1.0}, {"slowest": 1.0, "stop": [1, "z"]}, {"slowest": 1.0, "stop": [2, "a"]})
     assert barrier.stop == (1, "z")

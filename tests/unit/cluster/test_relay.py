@@ -95,7 +95,8 @@ def test_of_many_different_values_the_first_few_are_shown(tree: Tree) -> None:
 def test_a_step_barrier_reduces_and_each_members_payload_can_be_read(tree: Tree) -> None:
     def step(client: StoreClient, number: int) -> Any:
         stop = "SIGTERM" if number == 2 and client.member in (6, 11) else None
-        note = StepNote(1 + client.member % 2, 10.0 * client.member, float(number), stop)
+        digest = {1: 5, 2: min(client.member, 1), 3: 0 if client.member else None}[number]
+        note = StepNote(1 + client.member % 2, 10.0 * client.member, float(number), stop, digest)
         return client.barrier(f"step {number}", note, SIZE, 10)
 
     answers = [tree.all(lambda client, number=number: step(client, number)) for number in (1, 2, 3)]
@@ -103,6 +104,7 @@ def test_a_step_barrier_reduces_and_each_members_payload_can_be_read(tree: Tree)
         assert found == [found[0]] * SIZE
     assert [found[0].slowest_ms for found in answers] == [120.0] * 3  # member 12 makes one step of 120 ms
     assert [found[0].stop for found in answers] == [None, (6, "SIGTERM"), None]
+    assert [found[0].same_gradients for found in answers] == [True, False, False]
     sums = {member: [3.0 * (1 + member % 2), 30.0 * member, 6.0] for member in range(SIZE)}
     assert tree.clients[13].times(answers[2][0].number) == sums  # nobody else asks
     earlier = {member: [2.0 * (1 + member % 2), 20.0 * member, 3.0] for member in range(SIZE)}

@@ -332,6 +332,9 @@ STEP = {"do": "barrier", "name": "step 1", "count": 8, "timeout": 1, "call": ""}
         {"stop": "now"},
         {"stop": [9, "now"]},
         {"stop": [1, 2]},
+        {"digest": "5"},
+        {"digest": -1},
+        {"digest": 1 << 32},
         {"times": [1, 2]},
         {"times": [1, 2, "3"]},
         {"times": [1, 2, 1e400]},
@@ -431,7 +434,22 @@ _JSON = st.recursive(
 _WORDS = ["hello", "barrier", "all_gather", "broadcast", "compare", "set", "get", "fail", "failures", "clock", "gone"]
 _WORDS += ["ended", "join", "depart", "times", "ask", "beat", "leave", "prove"]
 _FIELDS = ["name", "count", "timeout", "call", "source", "members", "calls", "variants", "part", "again", "slowest"]
-_FIELDS += ["stop", "times", "key", "known", "group", "member", "number", "id", "ask", "how", "role", "round", "job"]
+_FIELDS += [
+    "stop",
+    "digest",
+    "times",
+    "key",
+    "known",
+    "group",
+    "member",
+    "number",
+    "id",
+    "ask",
+    "how",
+    "role",
+    "round",
+    "job",
+]
 _HEADERS = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=8)
 _FRAMES = st.builds(
     lambda do, header, plain, body: encode({**STEP, **plain, **header, "do": do}, body),

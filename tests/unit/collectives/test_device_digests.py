@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.replica_check import device_digests
+from fleet_train.collectives.engines.device import HostDevice
+from fleet_train.collectives.replica_check import FirstGradients, device_digests
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 SHAPES: Sequence[tuple[int, ...]] = ((), (1,), (0,), (3, 0, 2), (7,), (5, 3, 2), (2, 1000))
@@ -94,3 +95,45 @@ def test_tensors_of_several_dtypes_are_digested_in_their_order_and_left_as_they_
     assert together == [int(device_digests([tensor]).numpy()[0]) for tensor in tensors]
     assert together == device_digests(copies).numpy().tolist()
     assert [tensor.shape for tensor in tensors] == [[5, 3]] * len(DTYPES)
+
+
+def told(*updates: Sequence[Any], buckets: int = 1) -> int | None:
+    """What is told after updates with these gradients, a tensor for each bucket."""
+    first = FirstGradients(HostDevice(), buckets)
+    assert first.tell() is None
+    for gradients in updates:
+        for gradient in gradients:
+            first.see([paddle.to_tensor(np.asarray(gradient, "float32"))])
+    digest = first.tell()
+    assert first.tell() is None, "once"
+    return digest
+
+
+def test_the_first_two_updates_are_told_and_no_later_one() -> None:
+    one, two, three = [[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]
+    assert told(one) is None
+    assert told(one, two) == told(one, two, three) is not None
+    assert len({told(one, two), told(one, three), told(two, one), told(three, two)}) == 4
+    assert told([[1.0], [2.0]], [[3.0], [4.0]], buckets=2) != told([[1.0], [2.0]], [[3.0], [5.0]], buckets=2)
+    assert told([[1.0], [2.0]], [[3.0]], buckets=2) is None, "the second update lacks a bucket"
+
+
+@pytest.mark.parametrize("nothing", [0.0, -0.0, np.nan, np.inf])
+def test_gradients_without_a_value_are_equal_by_nature_and_not_told(nothing: float) -> None:
+    assert told([[nothing] * 3], [[1.0, 2.0, 3.0]]) is None
+    assert told([[nothing, 1.0]], [[1.0, nothing]]) == told([[0.0, 1.0]], [[1.0, 0.0]]) is not None
+
+
+def test_of_a_large_gradient_the_first_values_are_compared() -> None:
+    large = np.ones(1 << 19, "float32")
+    changed = [large.copy() for _ in range(2)]
+    changed[0][1000], changed[1][-1] = 2.0, 2.0
+    assert [told([large], [one]) == told([large], [large]) for one in changed] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_gradients_of_other_dtypes_are_told(dtype: str) -> None:
+    first = FirstGradients(HostDevice(), 1)
+    for value in (1.5, 2.5):
+        first.see([paddle.full([2, 3], value, dtype)])
+    assert first.tell() is not None

@@ -51,6 +51,9 @@ class Connection:
     def barrier(self, name: str, *_: Any) -> None:
         self._world.did.append(f"barrier {name}")
 
+    def set(self, key: str, value: Any) -> None:
+        self._world.did.append(f"set {key} to {value}")
+
     def fail(self, report: dict[str, Any]) -> None:
         self._world.did.append(f"fail: {report['message']}")
 
@@ -153,6 +156,7 @@ def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World
         "form as 0 of 2",
         "warm up the group",
         "barrier process group formed",
+        "set joined to True",
     ]
     assert [(member, watched, seconds) for _, member, watched, seconds in world.connections] == [
         (0, True, 30.0),

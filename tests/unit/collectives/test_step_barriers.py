@@ -135,7 +135,7 @@ def test_bytes_and_steps_are_counted_without_one(job: OneOfTwo) -> None:
 def test_note_covers_all_steps_since_the_last(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     real = job.notes.own
-    monkeypatch.setattr(job.notes, "own", lambda: (told.append((note := real()).steps), note)[1])
+    monkeypatch.setattr(job.notes, "own", lambda digest: (told.append((note := real(digest)).steps), note)[1])
     exchange = exchange_of(job, SHAPES, barrier_every_steps=10)
     run(exchange)
     assert job.barriers == at(1, 2, 10, 20)

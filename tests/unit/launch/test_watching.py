@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from fleet_train.launch.spec.node import Node
+from fleet_train.launch.workers import watching
 from fleet_train.launch.workers.watching import Follower, RankFiles
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
@@ -76,6 +78,26 @@ class Screen:
 
 def follower_on(screen: Screen, path: Path) -> Follower:
     return Follower(path, screen, screen.show)  # type: ignore[arg-type]
+
+
+def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    listed = {"old"}
+
+    def connections_at(endpoints: Iterable[tuple[str, int]]) -> frozenset[str]:
+        asked[:] = endpoints
+        return frozenset(listed)
+
+    monkeypatch.setattr(watching, "connections_at", connections_at)
+    connections = watching.Connections(NODE)
+    assert asked == [(f"10.0.0.{node}", port) for node in (1, 2) for port in (6170, 6171)]
+    connections.look()
+    assert not connections.seen
+    listed.add("new")
+    connections.look()
+    listed.clear()
+    connections.look()
+    assert connections.seen, "it has ended"
 
 
 def test_the_follower_copies_what_is_there_and_what_comes(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ MOST_GATHERED_BYTES = 4 * MOST_BODY_BYTES
 # Values that differ are compared by their hashes; this many are also shown.
 _MOST_SHOWN = 4
 _MOST_DIFFERENT = 64
+_DIFFERENT, _MOST_DIGEST = -1, (1 << 32) - 1
 _COUNT = struct.Struct(">I")
 _ENTRY = struct.Struct(">II")
 
@@ -54,11 +55,13 @@ class Payload(Protocol):
 
 @dataclass
 class Reduced:
-    """A step barrier: the longest step of a member (milliseconds; None: unknown for one of them), and the stop
-    request of the member with the lowest number."""
+    """A step barrier: the longest step of a member (milliseconds; None: unknown for one of them), the stop request of
+    the member with the lowest number, and the digest that every member gave, if all gave the same."""
 
     slowest: float | None = 0.0
     stop: tuple[int, str] | None = None
+    digest: int | None = None
+    """``_DIFFERENT`` once a member gave another one than the others, or none."""
 
     def add(self, word: Word) -> None:
         told = None if word.fields.header.get("slowest") is None else word.fields.number("slowest")
@@ -67,9 +70,13 @@ class Reduced:
         if stop is not None:
             asked = _read_stop(stop, word.count)
             self.stop = min(self.stop or asked, asked)
+        has_digest = word.fields.header.get("digest") is not None
+        digest = word.fields.integer("digest", 0, _MOST_DIGEST) if has_digest else _DIFFERENT
+        self.digest = digest if self.digest in (None, digest) else _DIFFERENT
 
     def part(self) -> tuple[Header, Body]:
-        return {"slowest": self.slowest, "stop": self.stop}, b""
+        header: Header = {"slowest": self.slowest, "stop": self.stop}
+        return (header if self.digest in (None, _DIFFERENT) else header | {"digest": self.digest}), b""
 
     def result(self) -> tuple[Header, Body]:
         return self.part()

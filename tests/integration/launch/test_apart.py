@@ -1,0 +1,94 @@
+"""Ranks that train without each other, or on the same samples, are told so; with --strict the job fails."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integration.launch.conftest import Bench
+from tests.support.processes import ROOT
+
+SCRIPT = ROOT / "tests" / "integration" / "launch" / "apart.py"
+INNOCENT = ("evaluation", "converted", "two converted", "merged", "evaluated model")
+ALONE = ("forgotten", "minimized before", "the old variable", "one of two")
+SIDE_BY_SIDE = "ranks ran side by side: none called fleet.init, and none was seen to connect to another"
+
+# A script that knows nothing of fleet_train, and one of the dynamic graph.
+NEVER_JOINED = """
+import numpy as np
+import paddle
+
+paddle.enable_static()
+loss = paddle.static.nn.fc(paddle.static.data("x", [None, 4], "float32"), 1).mean()
+paddle.optimizer.SGD(0.1).minimize(loss)
+exe = paddle.static.Executor()
+exe.run(paddle.static.default_startup_program())
+exe.run(feed={"x": np.ones((2, 4), "float32")})
+"""
+DATA_PARALLEL = """
+import paddle
+
+paddle.distributed.init_parallel_env()
+network = paddle.DataParallel(paddle.nn.Linear(4, 1))
+optimizer = paddle.optimizer.SGD(0.1, parameters=network.parameters())
+network(paddle.ones([2, 4])).mean().backward()
+optimizer.step()
+"""
+
+
+def notices(log: str) -> dict[str, list[str]]:
+    """What fleet_train said about the ranks' training in each case of the script."""
+    cases = re.split(r"^begin (.*)$", log, flags=re.MULTILINE)[1:]
+    said = re.compile(r"^fleet_train: (.*(?:updates on each rank alone|the same gradient).*)$", re.MULTILINE)
+    return {name: said.findall(text) for name, text in zip(cases[::2], cases[1::2], strict=True)}
+
+
+def test_each_mistake_is_said_once_by_rank_0_and_nobody_else_is_accused(bench: Bench) -> None:
+    flags = ["--nproc_per_node=2"]
+    launcher = bench.start(SCRIPT, *INNOCENT, *ALONE, "a model", "same samples", flags=flags)
+    assert launcher.process.wait(timeout=300) == 0, launcher.output
+    found = notices(launcher.output)
+    lines = {
+        line.rpartition("# ")[2]: number
+        for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
+        if "# " in line
+    }
+    assert {name: said for name, said in found.items() if name in INNOCENT} == {name: [] for name in INNOCENT}
+    for name in ALONE:
+        (said,) = found[name]
+        assert said.startswith(f"apart.py, line {lines[name]} (")
+        assert "so 2 ranks train 2 models; write optimizer = fleet.distributed_optimizer(optimizer) before it" in said
+    (said,) = found["a model"]
+    assert re.match(r"apart\.py, line \d+ \(model\.prepare\(optimizer, paddle\.nn\.MSELoss\(\)\)\)", said)
+    (said,) = found["same samples"]
+    assert "fleet_train.data.ShardedBatchSampler" in said
+    assert [case for case, said in notices(bench.log("node0/log/workerlog.1")).items() if said] == []
+    assert SIDE_BY_SIDE not in launcher.output
+
+
+def test_ranks_that_never_join_are_told_at_the_end_by_the_first_node(bench: Bench) -> None:
+    first, second = bench.start_two(NEVER_JOINED)
+    assert [end.exit_code for end in bench.ended(120)] == [0, 0]
+    assert first.output.count(f"the 2 {SIDE_BY_SIDE}") == 1
+    assert SIDE_BY_SIDE not in second.output
+
+
+@pytest.mark.parametrize(
+    ("script", "argument", "exit_code", "reason"),
+    [
+        (SCRIPT, "forgotten", 7, "updates on each rank alone"),
+        (SCRIPT, "same samples", 10, "all ranks computed the same gradient twice in a row"),
+        (NEVER_JOINED, "", 7, SIDE_BY_SIDE),
+        (DATA_PARALLEL, "", 0, ""),
+    ],
+)
+def test_with_strict_a_mistake_ends_the_job_and_is_not_tried_again(
+    bench: Bench, script: str, argument: str, exit_code: int, reason: str
+) -> None:
+    flags = ["--nproc_per_node=2", "--strict", "--max_restarts=1"]
+    launcher = bench.start(script, *filter(None, [argument]), flags=flags)
+    assert launcher.process.wait(timeout=180) == exit_code, launcher.output
+    assert reason in launcher.output
+    assert (SIDE_BY_SIDE in launcher.output) == (script is NEVER_JOINED)
+    assert "restart 1 of 1" not in launcher.output

@@ -1,0 +1,71 @@
+"""Updates that do not communicate are found in a program, with the line of the script that made them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.incubate.optimizer import LarsMomentumOptimizer
+
+from fleet_train.convert.passes.conditional import run_if
+from fleet_train.convert.process import apart
+
+OPTIMIZERS = {
+    **{name: getattr(paddle.optimizer, name) for name in ("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "RMSProp")},
+    **{name: getattr(paddle.optimizer, name) for name in ("Adamax", "Adadelta", "Lamb", "NAdam", "RAdam", "Rprop")},
+    "ASGD": lambda rate: paddle.optimizer.ASGD(rate, batch_num=2),
+    "Lars": lambda rate: LarsMomentumOptimizer(rate, 0.9),
+}
+
+
+@contextlib.contextmanager
+def network() -> Iterator[tuple[Any, Any, Any]]:
+    """A program, its startup program, and a loss."""
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        hidden = paddle.nn.BatchNorm1D(4)(paddle.static.data("x", [None, 4], "float32"))
+        yield main, startup, paddle.nn.Linear(4, 1)(hidden).mean()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_updates_of_every_optimizer_are_found(make: Callable[[float], Any]) -> None:
+    with network() as (main, startup, loss):
+        assert apart.updates_alone(main, set()) == ""
+        make(0.1).minimize(loss)
+    assert apart.updates_alone(main, set()).startswith("test_apart.py, line ")
+    assert apart.updates_alone(main, set()).endswith(" (make(0.1).minimize(loss))")
+    assert apart.updates_alone(startup, set()) == ""
+
+
+def test_an_update_inside_a_condition_is_found() -> None:
+    with network() as (main, _, loss):
+        optimizer = paddle.optimizer.SGD(0.1)
+        pairs = optimizer.backward(loss)
+        optimizer._create_global_learning_rate()
+        run_if(loss > 0, lambda: optimizer.apply_gradients(pairs))
+    assert "test_apart.py, line " in apart.updates_alone(main, set())
+
+
+def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
+    before, seen = paddle.static.Executor.run, []
+    try:
+        apart.watch(seen.append)
+        apart.watch(seen.append)  # not twice
+        exe = paddle.static.Executor()
+        with network() as (main, startup, loss), paddle.static.scope_guard(paddle.static.Scope()):
+            exe.run(startup)
+            for _ in range(3):
+                exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+                exe.run(main, feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+        assert seen == [startup, main]
+    finally:
+        apart.watch(None)
+    assert paddle.static.Executor.run is before
+
+
+def test_a_program_of_the_old_ir_is_left_to_paddle() -> None:
+    assert apart.updates_alone(paddle.base.framework.Program(), set()) == ""
