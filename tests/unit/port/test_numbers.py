@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 RECORDED: dict[str, Any] = json.loads((HERE / "numbers_1_8.json").read_text())
 # Paddle 1.8 gave a scalar one dimension, today it has none.
 SCALARS = ([], [1])
+NO_NUMBERS = {*fluid_numbers.RANDOM, *fluid_numbers.NAMED}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_every_snippet_is_recorded() -> None:
     assert list(RECORDED) == sorted(name for name, _ in fluid_numbers.cases())
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDED if name not in fluid_numbers.RANDOM])
+@pytest.mark.parametrize("name", [name for name in RECORDED if name not in NO_NUMBERS])
 def test_ported_snippet_gives_the_numbers_of_1_8(name: str, today: dict[str, Any]) -> None:
     now = today[name]
     assert not isinstance(now, str), now
@@ -54,6 +55,11 @@ def test_ported_snippet_gives_the_numbers_of_1_8(name: str, today: dict[str, Any
     for (shape, values), (old_shape, old_values) in zip(now, RECORDED[name], strict=True):
         assert shape == old_shape or (shape in SCALARS and old_shape in SCALARS)
         np.testing.assert_allclose(values, old_values, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", fluid_numbers.NAMED)
+def test_parameters_have_the_names_of_1_8(name: str, today: dict[str, Any]) -> None:
+    assert today[name] == RECORDED[name]
 
 
 @pytest.mark.parametrize("name", fluid_numbers.RANDOM)

@@ -116,7 +116,7 @@ def test_compat_takes_the_arguments_of_1_8_in_their_order() -> None:
         check=False,
     )
     now = json.loads(done.stdout.splitlines()[-1])
-    assert now.keys() == old.keys()
+    assert now.keys() == old.keys() | {"clone_for_test"}  # a method in 1.8
     for name, parameters in old.items():
         assert [one[0] for one in now[name]][: len(parameters)] == [one[0] for one in parameters], name
         assert [one[1] for one in now[name][: len(parameters)] if one[0] not in ("type", "place")] == [
