@@ -49,9 +49,7 @@ def conv2d(
     shape = [num_filters, inputs // (groups or 1), *size]
     weight = parameter(layer, needed(layer, "param_attr", param_attr), shape, dtype_of(input), start)
     bias = parameter(layer, bias_attr, [num_filters], dtype_of(input), is_bias=True)
-    value = functional.conv2d(
-        input, weight, bias, stride, padding, dilation, groups or 1, data_format=data_format
-    )
+    value = functional.conv2d(input, weight, bias, stride, padding, dilation, groups or 1, data_format=data_format)
     return activated(value, act)
 
 

@@ -42,9 +42,7 @@ def batch_norm(
     bias = parameter(layer, needed(layer, "bias_attr", bias_attr), size, dtype, is_bias=True)
     statistics = []
     for given, start in ((moving_mean_name, zero), (moving_variance_name, one)):
-        attributes = paddle.ParamAttr(
-            given, start, trainable=False, do_model_average=do_model_average_for_mean_and_var
-        )
+        attributes = paddle.ParamAttr(given, start, trainable=False, do_model_average=do_model_average_for_mean_and_var)
         statistics.append(parameter(layer, attributes, size, dtype))
         statistics[-1].stop_gradient = True
     value = functional.batch_norm(

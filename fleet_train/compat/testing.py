@@ -12,7 +12,7 @@ from paddle.base.libpaddle import pir
 from fleet_train.errors import ConversionError
 
 _VALUES = "_fleet_train_values"
-# What the learning part of a program adds without taking a gradient: state that it stores, values that loops keep for it.
+# What learning adds to a program without taking a gradient: state that it stores, values that loops keep for it.
 _OF_LEARNING = ("builtin.set_parameter", "builtin.shadow_output", "cf.")
 
 
@@ -90,15 +90,18 @@ def _all_below(operators: list[Any]) -> Iterator[Any]:
 
 
 def _translate_fetches() -> None:
-    """Let ``Executor.run`` fetch from a copy what the script knows as a value of the program: a fetched value of another
-    program ends the process. Scripts hold executors of any age, so it is done for the class, once.
+    """Let ``Executor.run`` fetch from a copy what the script knows as a value of the program.
+
+    A fetched value of another program ends the process. Executors may be older than the copy: the class is changed.
     """
     run = paddle.static.Executor.run
     if hasattr(run, _VALUES):
         return
 
     @functools.wraps(run)
-    def translating(self: Any, program: Any = None, feed: Any = None, fetch_list: Any = None, *more: Any, **named: Any) -> Any:
+    def translating(
+        self: Any, program: Any = None, feed: Any = None, fetch_list: Any = None, *more: Any, **named: Any
+    ) -> Any:
         values = getattr(program, _VALUES, None)
         if values is not None and fetch_list is not None:
             fetch_list = values.translated(fetch_list)

@@ -133,3 +133,16 @@ STATIC: dict[str, Rule] = {
     "paddle.static.nn.instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
     "paddle.static.nn.prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
 }
+
+# What a BuildStrategy of Paddle 3 can be given; assigning to anything else raises.
+BUILD_FIELDS = frozenset(
+    """
+    allow_cuda_graph_capture async_mode bkcl_comm_num build_cinn_pass cache_runtime_context debug_graphviz_path
+    enable_addto enable_auto_fusion enable_backward_optimizer_op_deps enable_inplace fuse_adamw fuse_all_optimizer_ops
+    fuse_all_reduce_ops fuse_bn_act_ops fuse_bn_add_act_ops fuse_broadcast_ops fuse_dot_product_attention
+    fuse_elewise_add_act_ops fuse_gemm_epilogue fuse_relu_depthwise_conv fuse_resunit fused_attention
+    fused_feedforward hierarchical_allreduce_inter_nranks memory_optimize mkldnn_enabled_op_types nccl_comm_num
+    num_trainers onednn_enabled_op_types reduce_strategy sequential_run sync_batch_norm trainer_id trainers_endpoints
+    use_hierarchical_allreduce
+    """.split()
+)
