@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleet_train.port.tables.layers import AUC, SPECTRAL_NORM
+from fleet_train.port.tables.learning import ATTRIBUTES
 from fleet_train.port.tables.rules import Rule, To, Todo
 
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
@@ -122,6 +123,7 @@ STATIC: dict[str, Rule] = {
     "paddle.static.create_parameter": To("compat.create_parameter"),
     "paddle.create_parameter": To("compat.create_parameter"),
     "paddle.static.auc": Todo(AUC),
+    "paddle.static.WeightNormParamAttr": ATTRIBUTES["WeightNormParamAttr"],
     "paddle.static.create_global_var": Todo(
         "paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=...)"
     ),

@@ -57,6 +57,7 @@ _LOOK = """
 import inspect, json, sys
 import paddle
 from fleet_train import DistributedStrategy, compat, fleet, role_maker
+from fleet_train.port.tables.programs import BUILD_FIELDS
 wrong = []
 for name, keywords in json.load(open(sys.argv[1])):
     owner, _, last = name.rpartition(".")
@@ -73,6 +74,8 @@ for name, keywords in json.load(open(sys.argv[1])):
     elif keywords:
         known = inspect.signature(thing).parameters
         wrong += [f"{name} has no parameter {word}" for word in keywords if word not in known]
+fields = {name for name in dir(paddle.static.BuildStrategy()) if name[0] != "_"} - {"ReduceStrategy"}
+wrong += [f"BuildStrategy has a field {name}" for name in fields ^ BUILD_FIELDS]
 print(json.dumps(wrong))
 """
 
