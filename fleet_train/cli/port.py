@@ -26,6 +26,10 @@ stays as long as a marked line needs it, so an unfinished script fails at its fi
 not in the middle of training. docs/old-programs.md explains each.
 
 \b
+Below a folder, hidden folders and those called build, dist, node_modules or __pycache__ are
+skipped, and listed if there are scripts in them; they are ported where they are named themselves.
+
+\b
 Exit codes:
   0   done; with --check: nothing would change (remaining TODO lines are listed)
   1   --check: something would change
@@ -50,7 +54,8 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         raise click.UsageError("--write changes files, --check changes none: give only one of them")
     from fleet_train.port import files
 
-    ported = files.port_all(files.scripts_in(paths))
+    scripts, skipped = files.scripts_in(paths)
+    ported = files.port_all(scripts)
     changed = [one for one in ported if one.changed]
     for one in changed:
         if write:
@@ -60,6 +65,8 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         else:
             click.echo(files.difference(one), nl=False)
     _list_marks(ported)
+    for folder in skipped:
+        click.echo(f"skipped {folder}", err=True)
     click.echo(_summary(len(ported), len(changed), write, check), err=True)
     if check and changed:
         sys.exit(EXIT_WOULD_CHANGE)

@@ -2,11 +2,12 @@
 
 Each takes the arguments of its namesake in ``paddle.fluid.layers`` 1.8, in the same order with the same defaults, and
 returns the same numbers with the same default initial values; `python -m fleet_train port` writes calls of them where a
-plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel, and ``name`` named
-operators, never parameters: they are accepted and ignored. New programs should use ``paddle.nn``.
+plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel and are ignored.
+Parameters are named as in 1.8: `parameters`. New programs should use ``paddle.nn``.
 """
 
 from fleet_train.compat.elementwise import (
+    cos_sim,
     elementwise_add,
     elementwise_div,
     elementwise_max,
@@ -28,13 +29,18 @@ from fleet_train.compat.images import (
 )
 from fleet_train.compat.loading import from_generator
 from fleet_train.compat.norms import batch_norm, group_norm, layer_norm
+from fleet_train.compat.parameters import create_parameter, fc
+from fleet_train.compat.testing import clone_for_test
 from fleet_train.compat.tokens import dropout, embedding, embedding_v2, one_hot
 
 __all__ = [
     "DataFeeder",
     "batch_norm",
+    "clone_for_test",
     "conv2d",
     "conv2d_transpose",
+    "cos_sim",
+    "create_parameter",
     "data",
     "dropout",
     "elementwise_add",
@@ -46,6 +52,7 @@ __all__ = [
     "elementwise_sub",
     "embedding",
     "embedding_v2",
+    "fc",
     "flatten",
     "from_generator",
     "group_norm",

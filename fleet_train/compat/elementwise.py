@@ -63,3 +63,13 @@ def mul(x: Any, y: Any, x_num_col_dims: int = 1, y_num_col_dims: int = 1, name: 
     if len(outer_x) == len(outer_y) == 1:
         return product
     return paddle.reshape(product, [*outer_x, *outer_y])
+
+
+def cos_sim(X: Any, Y: Any) -> Any:
+    """Cosine of the angle between the rows of ``X`` and those of ``Y`` (or its one row), as a column [rows, 1]."""
+    x, y = flatten(X), flatten(Y)
+
+    def over_rows(value: Any) -> Any:
+        return paddle.sum(value, axis=1, keepdim=True)
+
+    return over_rows(x * y) / (paddle.sqrt(over_rows(x * x)) * paddle.sqrt(over_rows(y * y)))

@@ -11,6 +11,7 @@ from paddle.nn import functional
 
 from fleet_train.compat.activation import activated
 from fleet_train.compat.norms import batch_norm, channels
+from fleet_train.compat.parameters import dtype_of, layer_name, needed, parameter
 from fleet_train.compat.tokens import dropout
 from fleet_train.errors import ConversionError
 
@@ -23,16 +24,6 @@ _POOLS = {
 def pair(value: Any) -> list[int]:
     """A size for height and width, given as one number or as two."""
     return [int(one) for one in value] if isinstance(value, Sequence) else [int(value)] * 2
-
-
-def attribute(given: Any, default: Any) -> Any:
-    """A parameter's attributes with ``default`` as initializer where none was asked for; False stays False."""
-    if given is False:
-        return False
-    attributes = paddle.ParamAttr._to_attr(given) or paddle.ParamAttr()
-    if attributes.initializer is None:
-        attributes.initializer = default
-    return attributes
 
 
 def conv2d(
@@ -51,22 +42,15 @@ def conv2d(
     data_format: str = "NCHW",
 ) -> Any:
     """A convolution with a new filter. Filters start as Normal(0, sqrt(2 / (height * width * input channels)))."""
-    del use_cudnn, name
     inputs, size = channels(input, data_format), pair(filter_size)
+    alone = inputs == groups and num_filters % inputs == 0 and not use_cudnn
+    layer = layer_name("depthwise_conv2d" if alone else "conv2d", name)
     start = paddle.nn.initializer.Normal(0.0, math.sqrt(2.0 / (size[0] * size[1] * inputs)))
-    layer = paddle.nn.Conv2D(
-        inputs,
-        num_filters,
-        size,
-        stride,
-        padding,
-        dilation,
-        groups or 1,
-        weight_attr=attribute(param_attr, start),
-        bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
-        data_format=data_format,
-    )
-    return activated(layer(input), act)
+    shape = [num_filters, inputs // (groups or 1), *size]
+    weight = parameter(layer, needed(layer, "param_attr", param_attr), shape, dtype_of(input), start)
+    bias = parameter(layer, bias_attr, [num_filters], dtype_of(input), is_bias=True)
+    value = functional.conv2d(input, weight, bias, stride, padding, dilation, groups or 1, data_format=data_format)
+    return activated(value, act)
 
 
 def conv2d_transpose(
@@ -86,22 +70,26 @@ def conv2d_transpose(
     data_format: str = "NCHW",
 ) -> Any:
     """A transposed convolution with a new filter, which starts as Xavier's uniform. ``filter_size`` is needed here."""
-    del use_cudnn, name
     if filter_size is None:
         raise ConversionError("conv2d_transpose: give filter_size; it is not derived from output_size here")
-    layer = paddle.nn.Conv2DTranspose(
-        channels(input, data_format),
-        num_filters,
-        pair(filter_size),
+    inputs = channels(input, data_format)
+    alone = inputs == groups == num_filters and not use_cudnn
+    layer = layer_name("depthwise_conv2d_transpose" if alone else "conv2d_transpose", name)
+    shape = [inputs, num_filters // (groups or 1), *pair(filter_size)]
+    weight = parameter(layer, needed(layer, "param_attr", param_attr), shape, dtype_of(input))
+    bias = parameter(layer, bias_attr, [num_filters], dtype_of(input), is_bias=True)
+    value = functional.conv2d_transpose(
+        input,
+        weight,
+        bias,
         stride,
         padding,
-        dilation=dilation,
         groups=groups or 1,
-        weight_attr=attribute(param_attr, paddle.nn.initializer.XavierUniform()),
-        bias_attr=attribute(bias_attr, paddle.nn.initializer.Constant(0.0)),
+        dilation=dilation,
+        output_size=output_size,
         data_format=data_format,
     )
-    return activated(layer(input, output_size), act)
+    return activated(value, act)
 
 
 def pool2d(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
 from paddle.nn import functional
 
 from fleet_train.compat.activation import activated
+from fleet_train.compat.parameters import dtype_of, layer_name, needed, parameter
 
 
 def channels(value: Any, data_format: str) -> int:
@@ -32,23 +34,29 @@ def batch_norm(
     use_global_stats: bool = False,
 ) -> Any:
     """Batch norm with new scale, bias and running statistics (statistics = momentum * old + (1 - momentum) * batch)."""
-    del in_place, name
-    layer = paddle.nn.BatchNorm(
-        channels(input, data_layout),
-        is_test=is_test,
+    del in_place
+    layer, size = layer_name("batch_norm", name), [channels(input, data_layout)]
+    dtype = "float32" if dtype_of(input) == "float16" else dtype_of(input)
+    one, zero = paddle.nn.initializer.Constant(1.0), paddle.nn.initializer.Constant(0.0)
+    scale = parameter(layer, needed(layer, "param_attr", param_attr), size, dtype, one)
+    bias = parameter(layer, needed(layer, "bias_attr", bias_attr), size, dtype, is_bias=True)
+    statistics = []
+    for given, start in ((moving_mean_name, zero), (moving_variance_name, one)):
+        attributes = paddle.ParamAttr(given, start, trainable=False, do_model_average=do_model_average_for_mean_and_var)
+        statistics.append(parameter(layer, attributes, size, dtype))
+        statistics[-1].stop_gradient = True
+    value = functional.batch_norm(
+        input,
+        *statistics,
+        scale,
+        bias,
+        training=not is_test,
         momentum=momentum,
         epsilon=epsilon,
-        param_attr=param_attr,
-        bias_attr=bias_attr,
-        data_layout=data_layout,
-        moving_mean_name=moving_mean_name,
-        moving_variance_name=moving_variance_name,
-        do_model_average_for_mean_and_var=do_model_average_for_mean_and_var,
-        use_global_stats=use_global_stats,
+        data_format=data_layout,
+        use_global_stats=use_global_stats or None,
     )
-    if is_test:
-        layer.eval()
-    return activated(layer(input), act)
+    return activated(value, act)
 
 
 def layer_norm(
@@ -63,13 +71,11 @@ def layer_norm(
     name: str | None = None,
 ) -> Any:
     """Normalise over all axes from ``begin_norm_axis`` on, with new scale and shift unless switched off."""
-    shape = [int(size) for size in input.shape[begin_norm_axis:]]
-    attributes = {
-        "weight_attr": param_attr if scale and param_attr is not False else False,
-        "bias_attr": bias_attr if shift and bias_attr is not False else False,
-    }
-    layer = paddle.nn.LayerNorm(shape, epsilon, name=name, **attributes)
-    return activated(layer(input), act)
+    layer, shape = layer_name("layer_norm", name), [int(size) for size in input.shape[begin_norm_axis:]]
+    size, dtype, one = [math.prod(shape)], dtype_of(input), paddle.nn.initializer.Constant(1.0)
+    weight = parameter(layer, param_attr if scale else False, size, dtype, one)
+    bias = parameter(layer, bias_attr if shift else False, size, dtype, is_bias=True)
+    return activated(functional.layer_norm(input, shape, weight, bias, epsilon), act)
 
 
 def group_norm(
@@ -82,15 +88,11 @@ def group_norm(
     data_layout: str = "NCHW",
     name: str | None = None,
 ) -> Any:
-    """Normalise over groups of channels, with new scale and bias."""
-    del name
-    size = channels(input, data_layout)
-    weight, bias = (
-        None
-        if given is False
-        else paddle.create_parameter(
-            [size], "float32", attr=given, default_initializer=paddle.nn.initializer.Constant(start)
-        )
-        for given, start in ((param_attr, 1.0), (bias_attr, 0.0))
-    )
+    """Normalise over groups of channels. As in 1.8 there is a scale only where ``param_attr`` is given, the same for
+    the bias: by default this layer has no parameters.
+    """
+    layer, size = layer_name("group_norm", name), [channels(input, data_layout)]
+    one = paddle.nn.initializer.Constant(1.0)
+    weight = parameter(layer, param_attr or False, size, dtype_of(input), one)
+    bias = parameter(layer, bias_attr or False, size, dtype_of(input), is_bias=True)
     return activated(functional.group_norm(input, groups, epsilon, weight, bias, data_layout), act)

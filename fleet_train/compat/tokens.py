@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 from paddle.nn import functional
 
+from fleet_train.compat.parameters import layer_name, needed, parameter
 from fleet_train.errors import ConversionError
 
 _DROPOUT_MODES = {"downgrade_in_infer": "downscale_in_infer", "upscale_in_train": "upscale_in_train"}
@@ -46,12 +47,7 @@ def embedding_v2(
     ``padding_idx`` gives zeros and is never learned; a negative one counts from the end.
     """
     _refuse_distributed(is_distributed)
-    table = paddle.create_parameter(
-        [int(number) for number in size],
-        dtype,
-        attr=param_attr,
-        default_initializer=paddle.nn.initializer.XavierUniform(),
-    )
+    table = parameter(layer_name("embedding", None), needed("embedding", "param_attr", param_attr), size, dtype)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += int(size[0])
     return functional.embedding(input, table, padding_idx=padding_idx, sparse=is_sparse)

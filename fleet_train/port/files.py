@@ -5,29 +5,71 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleet_train.errors import DataError
 from fleet_train.files import open_new, write_all
 from fleet_train.port.script import Ported, port
 
-_SKIPPED = {"__pycache__", "node_modules", "build", "dist"}
+_SKIPPED = {
+    "__pycache__": "made by Python",
+    "node_modules": "installed packages",
+    "build": "a name of build output",
+    "dist": "a name of build output",
+}
 
 
-def scripts_in(paths: Iterable[Path]) -> list[Path]:
-    """The given files, and the ``*.py`` below folders, without hidden ones; each once. Raises DataError."""
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that was not looked at because of its name."""
+
+    folder: Path
+    scripts: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} ({self.scripts} script(s)): {self.reason}; name the folder itself to port it"
+
+
+def scripts_in(paths: Iterable[Path]) -> tuple[list[Path], list[Skipped]]:
+    """The given files, and the ``*.py`` below folders, each once; and the folders below them that were skipped.
+
+    Hidden folders, and those with a name of what is made or installed, are skipped unless they are given themselves.
+    Raises DataError for what is not there, and for a folder without scripts.
+    """
     found: dict[Path, None] = {}
+    skipped: dict[Path, Skipped] = {}
     for path in paths:
         if path.is_dir():
-            below = sorted(one for one in path.rglob("*.py") if one.is_file() and not _is_skipped(one, path))
+            below, left_out = _below(path)
             if not below:
-                raise DataError(f"{path}: a folder without *.py files; give the folder of your scripts")
+                words = "".join(f"; skipped {one}" for one in left_out)
+                raise DataError(f"{path}: a folder without *.py files; give the folder of your scripts{words}")
             found |= dict.fromkeys(below)
+            skipped |= {one.folder: one for one in left_out}
         elif path.is_file():
             found[path] = None
         else:
             raise DataError(f"{path}: no such file or folder")
-    return list(found)
+    return list(found), [
+        one for folder, one in skipped.items() if not any(path.is_relative_to(folder) for path in found)
+    ]
+
+
+def _below(folder: Path) -> tuple[list[Path], list[Skipped]]:
+    found, skipped = list[Path](), list[Skipped]()
+    for name, folders, files in os.walk(folder):
+        here = Path(name)
+        for one in [one for one in folders if one in _SKIPPED or one.startswith(".")]:
+            folders.remove(one)
+            scripts = sum(path.is_file() for path in (here / one).rglob("*.py"))
+            if scripts:
+                skipped.append(Skipped(here / one, scripts, _SKIPPED.get(one, "hidden")))
+        found += [
+            here / one for one in files if one.endswith(".py") and not one.startswith(".") and (here / one).is_file()
+        ]
+    return sorted(found), sorted(skipped, key=lambda one: one.folder)
 
 
 def port_all(paths: Sequence[Path]) -> list[Ported]:
@@ -51,7 +93,3 @@ def write(ported: Ported) -> None:
         os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
         write_all(file, ported.new)
     os.replace(beside, path)
-
-
-def _is_skipped(path: Path, folder: Path) -> bool:
-    return any(part in _SKIPPED or part.startswith(".") for part in path.relative_to(folder).parts)

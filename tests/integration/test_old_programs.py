@@ -18,7 +18,7 @@ _TRY = """
 import json, sys
 import numpy as np
 import paddle
-from fleet_train import DistributedStrategy
+from fleet_train import DistributedStrategy, compat
 
 paddle.enable_static()
 

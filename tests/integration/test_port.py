@@ -52,4 +52,7 @@ def test_ported_script_trains_on_two_ranks_with_equal_replicas(
     assert first[-1] < first[0]
     if script == "fluid_resnet.py":
         assert (tmp_path / "resnet_inference" / "model.json").exists()
+        for rank in result.ranks:
+            once, twice = figures(rank.output, "tested")
+            assert once == twice, "dropout and batch norm are in test mode"
     assert (tmp_path / saved / "persistables.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from libcst.metadata import Assignment, PositionProvider, Scope, ScopeProvider
 from fleet_train.port.rewriting.calls import source
 from fleet_train.port.rewriting.names import Meaning, meaning_of
 from fleet_train.port.tables.index import FLUID, canonical, is_fleet
+
+_BUILD_STRATEGIES = ("paddle.fluid.BuildStrategy", "paddle.static.BuildStrategy")
+_PARAMETERS = ("parameters", "parameter_list", "no_grad_set")
 
 
 @dataclass
@@ -23,10 +27,19 @@ class Facts:
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
+    numpy: str = ""
+    """The name by which the module knows numpy."""
     fetch_lists: set[tuple[int, str]] = field(default_factory=set)
     """(id of the defining scope, name) of lists that are passed to fetch_list=."""
+    parameter_lists: set[tuple[int, str]] = field(default_factory=set)
+    """The same for lists of parameters that optimizers are given."""
     fetched: set[tuple[int, str]] = field(default_factory=set)
     """The same for names that receive one fetched value."""
+    all_fetched: set[tuple[int, str]] = field(default_factory=set)
+    """The same for names that receive the list of fetched values."""
+    blocks: set[tuple[int, str]] = field(default_factory=set)
+    """The same for names of blocks of programs."""
+    build_strategies: set[tuple[int, str]] = field(default_factory=set)
     init_lines: list[tuple[int, int]] = field(default_factory=list)
     """(id of the scope, line) of each call of fleet.init."""
 
@@ -49,6 +62,8 @@ class FactFinder(cst.CSTVisitor):
     def visit_Import(self, node: cst.Import) -> None:
         for alias in node.names:
             self._imported(alias.evaluated_name)
+            if alias.evaluated_name == "numpy":
+                self.facts.numpy = alias.evaluated_alias or "numpy"
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = source(node.module) if node.module and not node.relative else ""
@@ -74,6 +89,8 @@ class FactFinder(cst.CSTVisitor):
         for argument in node.args:
             if argument.keyword is not None and argument.keyword.value == "fetch_list":
                 self._remember(self.facts.fetch_lists, argument.value)
+        for argument in parameter_arguments(node, name):
+            self._remember(self.facts.parameter_lists, argument.value)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         meaning = self._meaning(node)
@@ -82,12 +99,30 @@ class FactFinder(cst.CSTVisitor):
         self.facts.is_dynamic |= name == "paddle.disable_static"
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        if not is_run(node.value):
-            return
+        found = self._kind_of(node.value)
         for target in node.targets:
-            if isinstance(target.target, (cst.Tuple, cst.List)):
-                for element in target.target.elements:
+            elements = target.target.elements if isinstance(target.target, (cst.Tuple, cst.List)) else ()
+            if found is self.facts.all_fetched:
+                for element in elements:
                     self._remember(self.facts.fetched, element.value)
+            if found is not None:
+                self._remember(found, target.target)
+
+    def _kind_of(self, value: cst.BaseExpression) -> set[tuple[int, str]] | None:
+        """The set of names that one which is given ``value`` belongs to."""
+        if is_run(value):
+            return self.facts.all_fetched
+        if isinstance(value, cst.Subscript) and index(value).isdigit():
+            whole = is_run(value.value) or self.names_one_of(self.facts.all_fetched, value.value)
+            return self.facts.fetched if whole else None
+        if is_block(value):
+            return self.facts.blocks
+        meaning = self._meaning(value.func) if isinstance(value, cst.Call) else None
+        name = canonical(meaning.name) if meaning else ""
+        return self.facts.build_strategies if name in _BUILD_STRATEGIES else None
+
+    def names_one_of(self, found: set[tuple[int, str]], node: cst.BaseExpression) -> bool:
+        return names_one_of(found, node, self._scope(node))
 
     def _remember(self, found: set[tuple[int, str]], node: cst.BaseExpression) -> None:
         scope = self._scope(node)
@@ -95,14 +130,42 @@ class FactFinder(cst.CSTVisitor):
             found |= defining_scopes(node.value, scope)
 
 
+def names_one_of(found: set[tuple[int, str]], node: cst.BaseExpression, scope: Scope | None) -> bool:
+    """Whether a node is a name of which a fact is known."""
+    return isinstance(node, cst.Name) and scope is not None and bool(defining_scopes(node.value, scope) & found)
+
+
 def is_run(node: cst.BaseExpression) -> bool:
-    """Whether this is ``something.run(..., fetch_list=...)``."""
-    return (
-        isinstance(node, cst.Call)
-        and isinstance(node.func, cst.Attribute)
-        and node.func.attr.value == "run"
-        and any(one.keyword is not None and one.keyword.value == "fetch_list" for one in node.args)
-    )
+    """Whether this is ``something.run(..., fetch_list=...)``, or ``something.run(program, feed, [...])``."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or node.func.attr.value != "run":
+        return False
+    if any(one.keyword is not None and one.keyword.value == "fetch_list" for one in node.args):
+        return True
+    plain = [one for one in node.args if one.keyword is None and not one.star]
+    return len(plain) > 2 and isinstance(plain[2].value, (cst.List, cst.Tuple))
+
+
+def is_block(node: cst.BaseExpression) -> bool:
+    """Whether this is ``program.global_block()`` or its like."""
+    text = source(node.func) if isinstance(node, cst.Call) else ""
+    return bool(re.search(r"\.(global_block|current_block)$|program(\(\))?\.block$", text))
+
+
+def index(node: cst.Subscript) -> str:
+    """The source text of a single index."""
+    if len(node.slice) != 1 or not isinstance(node.slice[0].slice, cst.Index):
+        return ""
+    return source(node.slice[0].slice.value)
+
+
+def parameter_arguments(call: cst.Call, name: str) -> list[cst.Arg]:
+    """The arguments of a call that list parameters: of ``minimize`` and of what Paddle has under ``name``."""
+    minimizes = isinstance(call.func, cst.Attribute) and call.func.attr.value == "minimize"
+    if not minimizes and not name.startswith("paddle."):
+        return []
+    found = [one for one in call.args if one.keyword is not None and one.keyword.value in _PARAMETERS]
+    plain = [one for one in call.args if one.keyword is None and not one.star]
+    return found + (plain[2:4] if minimizes else [])
 
 
 def defining_scopes(name: str, scope: Scope) -> set[tuple[int, str]]:

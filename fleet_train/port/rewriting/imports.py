@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ def with_new_imports(module: cst.Module, kept: Kept, needed: Collection[str]) ->
         else:
             body.append(_led([statement], [*comments, *_leading(statement)])[0] if comments else statement)
             comments = []
-    at = 0 if not lines else _behind_future(body)
+    at = 0 if not lines else _behind_paddle(body)
     return cleaned.with_changes(body=[*body[:at], *lines, *body[at:]])
 
 
@@ -156,6 +157,14 @@ def _behind_future(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) 
     while at < len(body) and _is_import(body[at]) and "__future__" in source(body[at]):
         at += 1
     return at
+
+
+def _behind_paddle(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) -> int:
+    """Behind the first import of Paddle: what a script sets for Paddle in front of it has to stay in front."""
+    for at, statement in enumerate(body):
+        if _is_import(statement) and re.search(r"\b(import|from) paddle\b", source(statement)):
+            return at + 1
+    return _behind_future(body)
 
 
 def _behind_imports(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) -> int:

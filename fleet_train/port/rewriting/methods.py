@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from fleet_train.port.rewriting import fetches
-from fleet_train.port.rewriting.calls import source
+from fleet_train.port.rewriting.calls import dotted, source
+from fleet_train.port.rewriting.facts import is_block, parameter_arguments
 from fleet_train.port.rewriting.special import keyword
 from fleet_train.port.rewriting.transformer import Transformer
 
@@ -20,7 +23,17 @@ _BY_HAND = {
     "_global_learning_rate": "optimizer.get_lr(), a number to print",
     "with_data_parallel": "delete it: the program itself runs, one process per device",
 }
-_CLONE = "build the network a second time, for testing: docs/old-programs.md shows how"
+_CLONE = "compat.clone_for_test(program) for a program for testing, program.clone() for one for training"
+# What a block of today's programs does not have.
+_OF_BLOCKS = {
+    "var": "keep the Python variable; a parameter's value: paddle.static.global_scope().find_var(name).get_tensor()",
+    "_var_recursive": "keep the Python variable",
+    "has_var": "keep the Python variable",
+    "vars": "program.list_vars()",
+    "create_var": "paddle.static.data, or the function that computes the value",
+    "create_parameter": "compat.create_parameter",
+    "append_op": "the function of paddle that does it",
+}
 
 
 def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
@@ -35,22 +48,17 @@ def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
         return updated
     if method in _BY_HAND:
         script.mark(original, f"{source(function.value).strip()}.{method}", _BY_HAND[method])
-    elif method == "clone" and _literal(original, "for_test") == "True":
-        script.mark(original, "clone(for_test=True)", _CLONE)
+    elif method == "clone":
+        return _clone(script, original, updated)
     elif method == "run":
         return _run(script, original, updated)
     elif method == "minimize":
         return _minimize(script, original, updated)
-    elif method == "append" and script.is_fetch_list(function.value):
+    elif method == "append" and script.names_one_of(
+        script.facts.fetch_lists | script.facts.parameter_lists, function.value
+    ):
         return fetches.appended_without_name(updated)
     return updated
-
-
-def index(node: cst.Subscript) -> str:
-    """The source text of a single index."""
-    if len(node.slice) != 1 or not isinstance(node.slice[0].slice, cst.Index):
-        return ""
-    return source(node.slice[0].slice.value)
 
 
 def without_array(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -61,6 +69,33 @@ def without_array(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 _ARRAYS = {f"{module}.{name}" for module in ("np", "numpy") for name in ("array", "asarray")}
+
+
+def mark_block(script: Transformer, node: cst.Attribute) -> None:
+    """A mark where a block is asked for what it no longer has."""
+    name = node.attr.value
+    if name in _OF_BLOCKS and (is_block(node.value) or script.names_one_of(script.facts.blocks, node.value)):
+        script.mark(node, f"{source(node.value)}.{name}", _OF_BLOCKS[name])
+
+
+def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    """``main.clone(for_test=True)``; the copy of the test program has to be told from other ``clone(True)``."""
+    text = _literal(original, "for_test")
+    named = keyword(original, "for_test") is not None
+    if not named and (text not in ("True", "False") or not _PROGRAM.search(source(original.func))):
+        return updated
+    if text == "False":
+        return updated.with_changes(args=[])
+    function = updated.func
+    if text != "True" or not isinstance(function, cst.Attribute) or not script.may_write("compat", original):
+        script.mark(original, f"clone(for_test={text})", _CLONE)
+        return updated
+    script.needed.add("compat")
+    argument = cst.Arg(function.value)
+    return updated.with_changes(func=dotted("compat.clone_for_test"), args=[argument])
+
+
+_PROGRAM = re.compile(r"(?i)(program|prog|main)\w*(\(\))?\.clone$")
 
 
 def _was_compiled(script: Transformer, node: cst.BaseExpression) -> bool:
@@ -87,9 +122,30 @@ def _run(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call
         return updated
     for text in fetches.texts_in(argument.value):
         script.mark(original, f"fetching {text}", "fetch the Python variable: values have no names today")
+    return _without_names(original, updated, [argument])
+
+
+def with_parameters(script: Transformer, original: cst.Call, updated: cst.Call, name: str) -> cst.Call:
+    """``parameters=[p.name]`` as ``[p]`` in calls of ``minimize`` and of what Paddle has under ``name``."""
+    arguments = parameter_arguments(original, name)
+    for argument in arguments:
+        mark_parameters(script, original, argument.value)
+    return _without_names(original, updated, arguments)
+
+
+def mark_parameters(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> None:
+    """A mark for each name of a parameter in a list."""
+    for text in fetches.texts_in(value):
+        script.mark(node, f"the parameter {text}", _BY_NAME)
+
+
+_BY_NAME = "the parameter itself: [p for p in program.global_block().all_parameters() if p.name in names]"
+
+
+def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg]) -> cst.Call:
     return updated.with_changes(
         args=[
-            one.with_changes(value=fetches.without_names(one.value)) if old is argument else one
+            one.with_changes(value=fetches.without_names(one.value)) if old in arguments else one
             for old, one in zip(original.args, updated.args, strict=True)
         ]
     )
@@ -98,6 +154,7 @@ def _run(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call
 def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
     if keyword(original, "grad_clip") is not None:
         script.mark(original, "minimize(grad_clip=...)", "give grad_clip to the optimizer")
+    updated = with_parameters(script, original, updated, "")
     return updated.with_changes(
         args=[
             one.with_changes(keyword=cst.Name("parameters"))

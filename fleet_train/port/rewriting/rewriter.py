@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import cast
 
 import libcst as cst
-from libcst.metadata import Scope
 
-from fleet_train.port.rewriting import fetches, guards, methods, special
+from fleet_train.port.rewriting import environment, fetches, guards, methods, special
 from fleet_train.port.rewriting.calls import Undecided, dotted, rewritten, source
-from fleet_train.port.rewriting.facts import defining_scopes, is_run
-from fleet_train.port.rewriting.heads import HEADS, brings, call_of, outer_names, shown
+from fleet_train.port.rewriting.facts import index, is_run
+from fleet_train.port.rewriting.heads import HEADS, call_of, outer_names, shown
 from fleet_train.port.rewriting.names import Meaning, means_only
 from fleet_train.port.rewriting.transformer import Transformer
 from fleet_train.port.tables.index import FLEET, canonical, is_module, is_old
+from fleet_train.port.tables.programs import BUILD_FIELDS
 from fleet_train.port.tables.rules import Rule, To, Todo
 
 _UNKNOWN = "no entry in the table: look for its equal in Paddle 3, which has no paddle.fluid"
@@ -27,6 +27,8 @@ class Rewriter(Transformer):
         return self._reference(original_node, updated_node)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        if self.facts.uses_paddle:
+            methods.mark_block(self, original_node)
         return self._reference(original_node, updated_node)
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
@@ -126,7 +128,7 @@ class Rewriter(Transformer):
         if not meaning.certain:
             return f"{new}, if it is what this name stands for: it is also bound to something else"
         head = new.partition(".")[0]
-        if head in HEADS and not means_only(head, HEADS[head], node, self.scope_of, brings(head)):
+        if head in HEADS and not self.may_write(head, node):
             return f"{new}: `{head}` is the name of something else here; rename that, and port again"
         return None
 
@@ -139,6 +141,9 @@ class Rewriter(Transformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         meaning = self.meaning_of(original_node.func)
         rule = self.rule_of(original_node.func)
+        updated_node = environment.on_in_call(self, original_node, updated_node)
+        if meaning is not None:
+            updated_node = methods.with_parameters(self, original_node, updated_node, canonical(meaning.name))
         if meaning is None or rule is None:
             return methods.rewritten(self, original_node, updated_node)
         if isinstance(rule, Todo) and canonical(meaning.name) not in special.CALLS:
@@ -184,22 +189,53 @@ class Rewriter(Transformer):
     # Fetches and rank guards
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        if any(self.is_fetch_list(target.target) for target in original_node.targets):
+        targets = [target.target for target in original_node.targets]
+        fetched = any(self.names_one_of(self.facts.fetch_lists, target) for target in targets)
+        learned = any(self.names_one_of(self.facts.parameter_lists, target) for target in targets)
+        if fetched:
             for text in fetches.texts_in(original_node.value):
                 self.mark(original_node, f"fetching {text}", "fetch the Python variable: values have no names today")
+        elif learned:
+            methods.mark_parameters(self, original_node, original_node.value)
+        if fetched or learned:
             return updated_node.with_changes(value=fetches.without_names(updated_node.value))
-        return updated_node
+        for target in targets:
+            self._mark_build_field(target)
+        return environment.on_in_assignment(self, original_node, updated_node)
+
+    def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
+        return environment.on_in_dictionary(self, original_node, updated_node)
+
+    def _mark_build_field(self, target: cst.BaseExpression) -> None:
+        """A field that a BuildStrategy of today does not have; ours, in fleet scripts, knows the old ones."""
+        if self.facts.is_fleet_script or not isinstance(target, cst.Attribute) or target.attr.value in BUILD_FIELDS:
+            return
+        if self.names_one_of(self.facts.build_strategies, target.value):
+            self.mark(target, f"BuildStrategy.{target.attr.value}", "delete the line: Paddle 3 has no such field")
 
     def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.Subscript:
-        if self.facts.uses_paddle and methods.index(original_node) == "0":
-            value = methods.without_array(original_node.value)
-            scope = self.scope_of(value)
-            fetched = isinstance(value, cst.Name) and scope is not None
-            if fetched and defining_scopes(cast("cst.Name", value).value, cast("Scope", scope)) & self.facts.fetched:
-                self._mark_fetched(original_node, source(value))
-            elif isinstance(value, cst.Subscript) and is_run(value.value):
-                self._mark_fetched(original_node, "the fetched value")
-        return updated_node
+        """``loss_now[0]`` of a fetched value, which may be a scalar: 1.x gave it one dimension, today it has none."""
+        if not self.facts.uses_paddle or index(original_node) != "0" or self._is_assigned(original_node):
+            return updated_node
+        value = methods.without_array(original_node.value)
+        fetched = self.names_one_of(self.facts.fetched, value)
+        if isinstance(value, cst.Subscript) and index(value).isdigit():
+            fetched = is_run(value.value) or self.names_one_of(self.facts.all_fetched, value.value)
+        if not fetched:
+            return updated_node
+        numpy, scope = self.facts.numpy, self.scope_of(original_node)
+        if (
+            not numpy
+            or scope is None
+            or not scope[numpy]
+            or not means_only(numpy, "numpy", original_node, self.scope_of, lambda _: False)
+        ):
+            self._mark_fetched(original_node, "the fetched value" if is_run(value) else source(value))
+            return updated_node
+        return updated_node.with_changes(value=cst.Call(dotted(f"{numpy}.atleast_1d"), [cst.Arg(updated_node.value)]))
+
+    def _is_assigned(self, node: cst.Subscript) -> bool:
+        return isinstance(self.parent_of(node), (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del))
 
     def _mark_fetched(self, node: cst.Subscript, value: str) -> None:
         self.mark(

@@ -8,9 +8,10 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, Scope, ScopeProvider
 
 from fleet_train.port.rewriting import marks
-from fleet_train.port.rewriting.facts import Facts, defining_scopes
-from fleet_train.port.rewriting.names import Meaning, meaning_of
-from fleet_train.port.tables.index import rule_of
+from fleet_train.port.rewriting.facts import Facts, names_one_of
+from fleet_train.port.rewriting.heads import HEADS, brings
+from fleet_train.port.rewriting.names import Meaning, meaning_of, means_only
+from fleet_train.port.tables.index import is_old, rule_of
 from fleet_train.port.tables.rules import Rule
 
 
@@ -44,12 +45,13 @@ class Transformer(cst.CSTTransformer):
         meaning = self.meaning_of(node)
         return rule_of(meaning.name, self.facts.is_fleet_script) if meaning else None
 
-    def is_fetch_list(self, node: cst.BaseExpression) -> bool:
-        """Whether a name is that of a list that is handed to fetch_list=."""
-        scope = self.scope_of(node)
-        if not isinstance(node, cst.Name) or scope is None:
-            return False
-        return bool(defining_scopes(node.value, scope) & self.facts.fetch_lists)
+    def names_one_of(self, found: set[tuple[int, str]], node: cst.BaseExpression) -> bool:
+        """Whether a node is a name of which a fact is known."""
+        return names_one_of(found, node, self.scope_of(node))
+
+    def may_write(self, head: str, node: cst.CSTNode) -> bool:
+        """Whether ``head`` means at ``node`` what our imports bind to it."""
+        return means_only(head, HEADS[head], node, self.scope_of, brings(head))
 
     # Marks
 
@@ -60,8 +62,9 @@ class Transformer(cst.CSTTransformer):
         self._comments.setdefault(node, []).append(marks.comment(what, do))
 
     def keep(self, meaning: Meaning) -> None:
-        """The imports behind a name that stays."""
-        self.kept |= {(one.node, one.name) for one in meaning.imports}
+        """The imports behind an old name that stays."""
+        if is_old(meaning.name):
+            self.kept |= {(one.node, one.name) for one in meaning.imports}
 
     def visit_Module(self, node: cst.Module) -> None:
         self._first = (node.body[0], node.header) if node.body else None

@@ -38,14 +38,16 @@ _RULES: dict[str, Rule] = {
 _IN_FLEET_SCRIPTS: dict[str, Rule] = {
     **{f"{FLUID}{name}": rule for name, rule in SAVING.items()},
     "paddle.static.ExecutionStrategy": SAVING["ExecutionStrategy"],
+    "paddle.static.BuildStrategy": SAVING["BuildStrategy"],
 }
 
 _LAYER_MODULES = "nn|ops|tensor|loss|control_flow|io|metric_op|learning_rate_scheduler|rnn|detection|sequence_lod"
 # Modules in which 1.x defined what the table has under the public name.
 _HOMES = (
+    (r"paddle\.incubate\.distributed\.fleet(?=\.(?!recompute_)|$)", "paddle.fluid.incubate.fleet"),
     (r"paddle\.fluid\.incubate\.fleet\.collective\.fleet(?=\.|$)", "paddle.distributed.fleet"),
     (r"paddle\.fluid\.incubate\.fleet\.collective\.(?=DistributedStrategy|CollectiveOptimizer)", FLEET),
-    (r"paddle\.fluid\.incubate\.fleet\.base\.role_maker(?=\.|$)", f"{FLEET}base.role_maker"),
+    (r"paddle\.fluid\.incubate\.fleet\.(base\.)?role_maker(?=\.|$)", f"{FLEET}base.role_maker"),
     (r"paddle\.fluid\.incubate\.fleet\.base\.fleet_base\.", FLEET),
     (r"paddle\.distributed\.fleet\.base\.(distributed_strategy|fleet_base)\.", FLEET),
     (r"paddle\.fleet(?=\.|$)", "paddle.distributed.fleet"),
@@ -56,8 +58,14 @@ _HOMES = (
     (r"(paddle\.fluid\.initializer\.\w+?)Initializer(?=\.|$)", r"\1"),
     (r"(paddle\.fluid\.regularizer\.\w+?)Regularizer(?=\.|$)", r"\1"),
 )
-_OLD = re.compile(r"(paddle\.fluid|paddle\.distributed\.fleet|paddle\.fleet|fleetx)(\.|$)")
-_FLEET_MODULE = re.compile(r"paddle\.(fluid\.incubate\.fleet\.(collective|base)|distributed\.fleet|fleet)(\.|$)")
+_OLD = re.compile(
+    r"(paddle\.fluid|paddle\.distributed\.fleet|paddle\.fleet|fleetx|"
+    r"paddle\.incubate\.distributed\.fleet(?=\.(?!recompute_)))(\.|$)"
+)
+_FLEET_MODULE = re.compile(
+    r"paddle\.((fluid\.incubate|incubate\.distributed)\.fleet\.(collective|base|role_maker)|distributed\.fleet|fleet)"
+    r"(\.|$)"
+)
 
 
 def canonical(name: str) -> str:

@@ -28,8 +28,10 @@ _ELEMENTWISE = {
 }
 _REDUCTIONS = {"mean": "mean", "max": "max", "min": "min", "prod": "prod", "all": "all", "any": "any"}
 _COMPAT = (
-    "batch_norm conv2d conv2d_transpose embedding flatten group_norm layer_norm lrn mul one_hot pool2d"  # same names
+    "batch_norm conv2d conv2d_transpose cos_sim create_parameter embedding fc flatten group_norm layer_norm lrn mul "
+    "one_hot pool2d"  # same names
 )
+_STRUCTURES = "assert_same_structure convert_to_list flatten is_sequence map_structure pack_sequence_as"
 _SCHEDULER = "use {}; give it to the optimizer as learning_rate and call its step() after each exe.run"
 _DECAYS = {
     "piecewise_decay": "paddle.optimizer.lr.PiecewiseDecay(boundaries, values)",
@@ -43,22 +45,21 @@ _DECAYS = {
 }
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
 
+SPECTRAL_NORM = "paddle.nn.SpectralNorm(weight.shape, dim, power_iters, eps)(weight)"
+AUC = "paddle.metric.Auc on fetched predictions: the static one keeps no statistics, each value is of one batch"
+
 LAYERS: dict[str, Rule] = {
     # Inputs and parameters
     "data": To(
         "compat.data",
         hand="paddle.static.data(name, [None, ...], dtype); pad sequences, which have no levels of detail today",
     ),
-    "create_parameter": To("paddle.create_parameter", "shape dtype name attr is_bias default_initializer"),
     "create_global_var": Todo(
         "paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=...), or count in Python"
     ),
     # Layers with parameters
-    "fc": To(
-        "paddle.static.nn.fc",
-        "input>x size num_flatten_dims / param_attr>weight_attr bias_attr act>activation name",
-    ),
     **{name: To(f"compat.{name}") for name in _COMPAT.split()},
+    "spectral_norm": Todo(SPECTRAL_NORM),
     "prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
     "instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
     "conv3d": Todo("paddle.nn.Conv3D(in_channels, num_filters, filter_size, ...)(input)"),
@@ -187,7 +188,7 @@ LAYERS: dict[str, Rule] = {
     "huber_loss": Todo("paddle.nn.functional.smooth_l1_loss(input, label, reduction='none', delta=delta)"),
     "kldiv_loss": Todo("paddle.nn.functional.kl_div(x, target, reduction)"),
     "accuracy": To("paddle.static.accuracy", "input label k correct total"),
-    "auc": Todo("paddle.metric.Auc on fetched predictions: the static one returns other values and cannot be summed"),
+    "auc": Todo(AUC),
     "dropout": To(
         _F + "dropout",
         'x dropout_prob>p / is_test-False seed-None|0 name dropout_implementation>mode="downscale_in_infer"',
@@ -204,6 +205,10 @@ LAYERS: dict[str, Rule] = {
         otherwise="compat.dropout",
     ),
     # Control flow
+    "array_read": To("paddle.tensor.array_read", "array i"),
+    "array_write": To("paddle.tensor.array_write", "x i array"),
+    "array_length": To("paddle.tensor.array_length", "array"),
+    "create_array": To("paddle.tensor.create_array", "dtype"),
     "cond": To("paddle.static.nn.cond"),
     "case": To("paddle.static.nn.case"),
     "switch_case": To("paddle.static.nn.switch_case"),
@@ -231,6 +236,8 @@ LAYERS: dict[str, Rule] = {
             ("sequence_pool", "a masked mean, sum or max"),
         )
     },
+    "sequence_mask": To(_F + "sequence_mask", "x maxlen dtype name"),
+    **{f"utils.{name}": To(f"paddle.utils.layers_utils.{name}") for name in _STRUCTURES.split()},
     "Print": To("paddle.static.Print"),
     "py_func": Todo("paddle.static.register_op, or compute in Python between two exe.run"),
 }

@@ -103,5 +103,5 @@ ATTRIBUTES: dict[str, Rule] = {
     "ParamAttr": To(
         "paddle.ParamAttr", "name initializer learning_rate regularizer trainable do_model_average gradient_clip-None"
     ),
-    "WeightNormParamAttr": To("paddle.static.WeightNormParamAttr"),
+    "WeightNormParamAttr": Todo("paddle.nn.utils.weight_norm(layer, dim=dim) with a layer of paddle.nn"),
 }

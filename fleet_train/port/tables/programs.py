@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fleet_train.port.tables.layers import AUC, SPECTRAL_NORM
+from fleet_train.port.tables.learning import ATTRIBUTES
 from fleet_train.port.tables.rules import Rule, To, Todo
 
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
@@ -36,6 +38,11 @@ PROGRAMS: dict[str, Rule] = {
     "core.get_cuda_device_count": To("paddle.device.cuda.device_count"),
     "core.Scope": To("paddle.base.core.Scope", ""),
     "core.EOFException": Todo("a DataLoader ends its loop by itself: no exception is raised"),
+    "require_version": To(
+        "paddle.utils.require_version",
+        "min_version / max_version-None",
+        hand="delete the call: the script is for Paddle 3 now, which is newer",
+    ),
     "set_flags": To("paddle.set_flags"),
     "get_flags": To("paddle.get_flags"),
     "unique_name": To("paddle.utils.unique_name"),
@@ -75,6 +82,14 @@ PROGRAMS: dict[str, Rule] = {
     "io.batch": To("paddle.batch", "reader batch_size drop_last"),
     "io.save": To("paddle.static.save", "program model_path"),
     "save": To("paddle.static.save", "program model_path"),
+    **{
+        f"{module}{name}": To(f"paddle.static.{name}", arguments)
+        for module in ("", "io.")
+        for name, arguments in (
+            ("load_program_state", "model_path var_list"),
+            ("set_program_state", "program state_dict"),
+        )
+    },
     "io.load": To("paddle.static.load", "program model_path executor var_list"),
     "load": To("paddle.static.load", "program model_path executor var_list"),
     "io.save_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read"),
@@ -100,6 +115,15 @@ STATIC: dict[str, Rule] = {
     "paddle.static.nn.layer_norm": To("compat.layer_norm"),
     "paddle.static.nn.group_norm": To("compat.group_norm"),
     "paddle.static.nn.embedding": To("compat.embedding_v2"),
+    # Paddle 3 counts the names of these per process, heedless of unique_name.guard.
+    "paddle.static.nn.fc": To(
+        "compat.fc", "x>input size num_flatten_dims weight_attr>param_attr bias_attr activation>act name"
+    ),
+    "paddle.static.nn.spectral_norm": Todo(SPECTRAL_NORM),
+    "paddle.static.create_parameter": To("compat.create_parameter"),
+    "paddle.create_parameter": To("compat.create_parameter"),
+    "paddle.static.auc": Todo(AUC),
+    "paddle.static.WeightNormParamAttr": ATTRIBUTES["WeightNormParamAttr"],
     "paddle.static.create_global_var": Todo(
         "paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=...)"
     ),
@@ -111,3 +135,16 @@ STATIC: dict[str, Rule] = {
     "paddle.static.nn.instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
     "paddle.static.nn.prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
 }
+
+# What a BuildStrategy of Paddle 3 can be given; assigning to anything else raises.
+BUILD_FIELDS = frozenset(
+    """
+    allow_cuda_graph_capture async_mode bkcl_comm_num build_cinn_pass cache_runtime_context debug_graphviz_path
+    enable_addto enable_auto_fusion enable_backward_optimizer_op_deps enable_inplace fuse_adamw fuse_all_optimizer_ops
+    fuse_all_reduce_ops fuse_bn_act_ops fuse_bn_add_act_ops fuse_broadcast_ops fuse_dot_product_attention
+    fuse_elewise_add_act_ops fuse_gemm_epilogue fuse_relu_depthwise_conv fuse_resunit fused_attention
+    fused_feedforward hierarchical_allreduce_inter_nranks memory_optimize mkldnn_enabled_op_types nccl_comm_num
+    num_trainers onednn_enabled_op_types reduce_strategy sequential_run sync_batch_norm trainer_id trainers_endpoints
+    use_hierarchical_allreduce
+    """.split()
+)

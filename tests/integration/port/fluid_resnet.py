@@ -71,6 +71,7 @@ with fluid.program_guard(train_program, start_program):
         loss = fluid.layers.mean(each)
         hits = fluid.layers.accuracy(input=shares, label=colour, k=1)
 
+        test_program = train_program.clone(for_test=True)
         fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
         optimizer = fluid.optimizer.Momentum(
             learning_rate=0.05, momentum=0.9, regularization=fluid.regularizer.L2Decay(1e-4),
@@ -90,6 +91,10 @@ for step, batch in enumerate(paddle.batch(samples, batch_size=8)()):
         break
     now, right = exe.run(compiled, feed=feeder.feed(batch), fetch_list=[value.name for value in watched])
     print("trainer %d step %d loss=%.6f hits=%.3f" % (trainer_id, step, np.mean(now), np.mean(right)))
+same = {'picture': np.ones([2, 3, 16, 16], 'float32'), 'colour': np.array([[1], [2]], 'int64')}
+for _ in range(2):
+    results = exe.run(test_program, feed=same, fetch_list=[loss.name])
+    print("tested=%.6f" % results[0][0])
 if trainer_id == 0:
     fluid.io.save_persistables(exe, "resnet_out", main_program=fleet._origin_program)
     fluid.io.save_inference_model("resnet_inference", ['picture'], [shares], exe)

@@ -171,6 +171,13 @@ FORWARD = {
     "case": "L.case([(L.less_than(L.reduce_sum(x), L.reduce_sum(y)), lambda: L.scale(x, 2.0))], lambda: y)",
     "switch_case": "L.switch_case(L.fill_constant([1], 'int32', 1), {0: lambda: x, 1: lambda: y})",
     "while_loop": "L.while_loop(lambda v: L.less_than(v, L.fill_constant([1], 'float32', 9.0)), lambda v: [L.scale(v, 2.0)], [L.fill_constant([1], 'float32', 1.0)])",
+    "cos_sim": "[L.cos_sim(x, y), L.cos_sim(X=x, Y=L.unsqueeze(row, [0]))]",
+    "sequence_mask": "[L.sequence_mask(L.reshape(label, [-1]), 5), L.sequence_mask(label, dtype='float32')]",
+    "sequence_mask value": "L.sequence_mask(L.reshape(label, [-1]), maxlen=L.fill_constant([1], 'int32', 4))",
+    "array_write": "L.array_read(L.array_write(x, L.fill_constant([1], 'int64', 0)), L.fill_constant([1], 'int64', 0))",
+    "array_length": "L.array_length(L.array_write(x, L.fill_constant([1], 'int64', 1), L.create_array('float32')))",
+    "utils": "[L.utils.map_structure(L.exp, [x, [y]])[1][0], L.utils.flatten([x, [y]])[1]]",
+    "group_norm without": "L.group_norm(image, groups=3)",
     "nets.simple_img_conv_pool": "fluid.nets.simple_img_conv_pool(image, 4, 3, 2, 2, act='relu', param_attr=fixed(4, 3, 3, 3))",
     "nets.img_conv_group": "fluid.nets.img_conv_group(image, [4, 4], 2, conv_act='relu', pool_stride=2, param_attr=fluid.ParamAttr(initializer=fluid.initializer.Constant(0.1)))",
     "nets.glu": "fluid.nets.glu(L.concat([x, y], axis=1), dim=1)",
@@ -217,6 +224,23 @@ TRAINED = {
     + "SGD(0.5).minimize(loss)",
     "softmax_with_cross_entropy gradient": "loss = L.mean(L.softmax_with_cross_entropy(L.fc(x, 3, "
     "param_attr=fixed(3, 3)), label))\n" + _STEP + "SGD(0.5).minimize(loss)",
+}
+
+# The names of the parameters are compared.
+NAMED = {
+    "names fc": "[L.fc(x, 3), L.fc(x, 3, name='head'), L.fc(x, 3, name='head'), L.fc([x, y], 3, name=None)]",
+    "names fc given": "[L.fc([x, y], 3, param_attr=['a', fluid.ParamAttr(name='b')]), L.fc([x, y], 3, param_attr='c')]",
+    "names fc one": "[L.fc(x, 3, param_attr=['one'], bias_attr='two'), L.fc(x, 3, param_attr=True, bias_attr=True)]",
+    "names fc kinds": "L.fc(x, 3, param_attr=fluid.regularizer.L2Decay(0.1), bias_attr=fluid.initializer.Constant(0.5))",
+    "names embedding": "[L.embedding(label, [3, 4]), L.embedding(label, [3, 4], param_attr='table'), fluid.embedding(label, [3, 4])]",
+    "names embedding kinds": "[L.embedding(label, [3, 4], param_attr=fluid.initializer.Constant(0.5)), L.embedding(label, [3, 4], param_attr=fluid.regularizer.L2Decay(0.1))]",
+    "names group_norm": "[L.group_norm(image, 3), L.group_norm(image, 3, param_attr=True, bias_attr='b'), L.group_norm(image, 3, 1e-5, True, True, name='g')]",
+    "names create_parameter": "[L.create_parameter([3], 'float32'), L.create_parameter([3], 'float32', name='n'), L.create_parameter([3], 'float32', 'n', fluid.ParamAttr()), L.create_parameter([3], 'float32', is_bias=True)]",
+    "names conv2d": "[L.conv2d(image, 3, 3), L.conv2d(image, 3, 3, groups=3, use_cudnn=False), L.conv2d(image, 3, 3, name='c', param_attr=fluid.initializer.Constant(0.5), bias_attr=False)]",
+    "names conv2d_transpose": "[L.conv2d_transpose(image, 3, filter_size=3), L.conv2d_transpose(image, 3, filter_size=3, name='c', bias_attr='d')]",
+    "names batch_norm": "[L.batch_norm(image), L.batch_norm(image, name='b', moving_mean_name='m', moving_variance_name='v'), L.batch_norm(image, param_attr='s', bias_attr=fluid.initializer.Constant(0.5))]",
+    "names layer_norm": "[L.layer_norm(x), L.layer_norm(x, name='l', param_attr='q'), L.layer_norm(x, scale=False, shift=False)]",
+    "names nets": "[fluid.nets.img_conv_group(image, [3, 3], 2, conv_with_batchnorm=True), fluid.nets.simple_img_conv_pool(image, 3, 3, 2, 2)]",
 }
 
 # Start values: (standard deviation, largest) of what is fetched are compared.
@@ -268,12 +292,12 @@ def feed():
 
 def cases():
     """Each case with its number of steps."""
-    return [(name, 4 if name in TRAINED else 1) for name in [*FORWARD, *RANDOM, *TRAINED]]
+    return [(name, 4 if name in TRAINED else 1) for name in [*FORWARD, *RANDOM, *NAMED, *TRAINED]]
 
 
 def module():
     """The text of a script for Paddle 1.8 with a function for the inputs and one for each case."""
-    bodies = [["return " + expression] for expression in [*FORWARD.values(), *RANDOM.values()]]
+    bodies = [["return " + expression] for expression in [*FORWARD.values(), *RANDOM.values(), *NAMED.values()]]
     bodies += [statements.split("\n") + ["return loss"] for statements in TRAINED.values()]
     text = PREAMBLE
     for number, body in enumerate(bodies):
@@ -289,19 +313,21 @@ def run_all(text, static, unique_name, new_scope, place):
         with unique_name.guard():
             try:
                 case = names["case_%d" % number]
-                found[name] = summary(name, run(names["inputs"], case, steps, static, new_scope(), place))
+                found[name] = summary(name, run(name, names["inputs"], case, steps, static, new_scope(), place))
             except Exception as error:
                 found[name] = type(error).__name__ + ": " + str(error)
     return found
 
 
-def run(inputs, case, steps, static, scope, place):
-    """Fetched arrays of every step. ``static``: paddle.static, or paddle.fluid of 1.8."""
+def run(name, inputs, case, steps, static, scope, place):
+    """Fetched arrays of every step, or names of parameters. ``static``: paddle.static, or paddle.fluid of 1.8."""
     main, startup = static.Program(), static.Program()
     main.random_seed = startup.random_seed = 7
     with static.program_guard(main, startup):
         out = case(*inputs())
         out = list(out) if isinstance(out, (list, tuple)) else [out]
+    if name in NAMED:
+        return sorted({one.name for one in main.global_block().all_parameters()})
     with static.scope_guard(scope):
         exe = static.Executor(place)
         exe.run(startup)
@@ -309,7 +335,9 @@ def run(inputs, case, steps, static, scope, place):
 
 
 def summary(name, arrays):
-    """What is compared: all values, or two figures of random ones."""
+    """What is compared: all values, two figures of random ones, or names."""
+    if name in NAMED:
+        return arrays
     if name in RANDOM:
         parts = [np.asarray(one) for one in arrays]
         parts = [one[one != 0] if one.size > one.shape[-1] * 64 or "start" in name else one for one in parts]

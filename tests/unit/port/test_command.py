@@ -12,7 +12,7 @@ from fleet_train.errors import ConversionError, DataError
 
 OLD = "import paddle.fluid as fluid\ny = fluid.layers.mean(x)\n"
 NEW = "import paddle\ny = paddle.mean(x)\n"
-MARKED = "import paddle\nmain.clone(for_test=True)\n"
+MARKED = "import paddle\nmain.clone(for_test=testing)\n"
 
 
 def run(*arguments: str | Path) -> Result:
@@ -52,7 +52,7 @@ def test_write_changes_files_and_folders_and_keeps_the_mode(folder: Path) -> Non
     assert (folder / "train.py").stat().st_mode & 0o777 == 0o755
     assert (folder / "models" / "notes.txt").read_text() == (folder / ".hidden" / "a.py").read_text() == OLD
     assert sorted(path.name for path in folder.iterdir()) == [".hidden", "models", "train.py"]
-    assert run("--write", folder).stderr.strip() == "2 script(s), 0 changed"
+    assert run("--write", folder).stderr.splitlines()[-1] == "2 script(s), 0 changed"
 
 
 def test_check_fails_while_something_would_change(folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_is_left_is_listed_again_by_every_run(tmp_path: Path) -> None:
     for _ in range(2):
         result = run("--write", script)
         assert "To do by hand (1; lines of the ported scripts):" in result.stderr
-        assert f"  {script}:3: clone(for_test=True) -> build the network a second time" in result.stderr
+        assert f"  {script}:3: clone(for_test=testing) -> compat.clone_for_test(program)" in result.stderr
 
 
 def test_a_file_that_does_not_parse_stops_everything_before_a_file_is_written(folder: Path) -> None:
@@ -86,6 +86,24 @@ def test_a_file_that_does_not_parse_stops_everything_before_a_file_is_written(fo
 def test_what_is_not_there_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     assert isinstance(run(tmp_path / name).exception, DataError)
+
+
+def test_folders_that_are_skipped_by_their_name_are_listed_and_ported_where_they_are_named(tmp_path: Path) -> None:
+    for name in ("train.py", "dist/a.py", "dist/lib/b.py", "lib/build/c.py", ".venv/d.py", "node_modules/readme.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(OLD)
+    result = run("--write", tmp_path)
+    assert [line for line in result.stderr.splitlines() if line.startswith("skipped")] == [
+        f"skipped {tmp_path}/.venv (1 script(s)): hidden; name the folder itself to port it",
+        f"skipped {tmp_path}/dist (2 script(s)): a name of build output; name the folder itself to port it",
+        f"skipped {tmp_path}/lib/build (1 script(s)): a name of build output; name the folder itself to port it",
+    ]
+    named = run("--write", tmp_path, tmp_path / "dist")
+    assert "skipped" in named.stderr
+    assert f"{tmp_path}/dist (" not in named.stderr
+    assert (tmp_path / "dist/a.py").read_text() == (tmp_path / "dist/lib/b.py").read_text() == NEW
+    assert (tmp_path / "lib/build/c.py").read_text() == OLD
+    assert f"skipped {tmp_path}/lib/build (1 script(s))" in str(run(tmp_path / "lib").exception)
 
 
 def test_write_and_check_exclude_each_other(folder: Path) -> None:

@@ -39,6 +39,38 @@ def shown(batches):
     return [[{name: list(value.shape) for name, value in feed.items()} for feed in batch] for batch in batches]
 
 
+def clones():
+    # What a clone for testing has of a program, in front of minimize and behind it, and what it refuses.
+    main = paddle.static.Program()
+    exe, ones = paddle.static.Executor(paddle.CPUPlace()), {"f": np.ones((2, 4), "float32")}
+    with paddle.static.program_guard(main, paddle.static.Program()), paddle.utils.unique_name.guard():
+        f = paddle.static.data("f", [None, 4])
+        loss = paddle.mean(compat.dropout(compat.fc(f, 3), 0.5))
+        early = compat.clone_for_test(main)
+        paddle.optimizer.SGD(0.1).minimize(loss)
+        late = paddle.max(f)
+        exe.run(paddle.static.default_startup_program())
+    other = paddle.static.Program()
+    with paddle.static.program_guard(other, paddle.static.Program()), paddle.utils.unique_name.guard():
+        f = paddle.static.data("f", [None, 4])
+        h = compat.fc(f, 3)
+        cond = paddle.static.nn.cond(paddle.sum(h) > 0, lambda: compat.dropout(h, 0.9), lambda: h * 1e9)
+        in_branch = compat.clone_for_test(other)
+        paddle.optimizer.SGD(0.1).minimize(paddle.mean(cond))
+    names = [one.name() for one in compat.clone_for_test(main).global_block().ops]
+    signs = [{"f": ones["f"]}, {"f": -ones["f"]}]  # one of them takes the branch with dropout
+    return {
+        "late": refusal(lambda: exe.run(early, feed=ones, fetch_list=[loss, late])),
+        "flow": refusal(lambda: compat.clone_for_test(other)),
+        "learns": [name for name in names if name.endswith("_grad") or "sgd" in name],
+        "same": [float(exe.run(early, feed=ones, fetch_list=loss)[0]) for _ in range(2)],
+        "branch": [[exe.run(in_branch, feed=feed, fetch_list=[cond])[0].tolist() for feed in signs] for _ in range(2)],
+        "own": exe.run(early, feed=ones, fetch_list=[early.global_block().ops[-1].result(0)])[0].tolist(),
+    }
+
+
+shared = paddle.ParamAttr(learning_rate=0.5)
+compat.conv2d(image, 2, 3, param_attr=shared)
 loader = compat.from_generator(feed_list=[x, label], capacity=4)
 fed = feeder.feed([([1, 2, 3, 4], 5), (np.ones((2, 2)), [6])])
 print(json.dumps({
@@ -62,6 +94,12 @@ print(json.dumps({
     "all samples": shown(loader.set_sample_generator(lambda: samples(5), 2, drop_last=False)),
     "sample lists": shown(loader.set_sample_list_generator(paddle.batch(lambda: samples(3), 2))) * 2,
     "batches": shown(loader.set_batch_generator(lambda: [(np.ones((3, 2, 2)), np.ones((3, 1)))])()),
+    "table": refusal(lambda: compat.embedding(label, [4, 4], param_attr=False)),
+    "several": refusal(lambda: compat.embedding(label, [4, 4], param_attr=["a", "b"])),
+    "weights": refusal(lambda: compat.fc([image, image], 3, param_attr=["a", "b", "c"])),
+    "width": refusal(lambda: compat.fc(paddle.static.data("wide", [None, None]), 3)),
+    "shared": [shared.name, shared.initializer is None],
+    "clones": clones(),
     "fed": {name: [str(value.dtype), value.tolist()] for name, value in fed.items()},
     "group_norm": list(compat.group_norm(image, 3, param_attr=False, bias_attr=False).shape),
     "open": list(compat.flatten(paddle.static.data("o", [None, None, 3]), 2).shape),
@@ -97,10 +135,27 @@ def outcomes() -> dict[str, Any]:
         ("implementation", "use downgrade_in_infer or upscale_in_train"),
         ("pool", "pool_type='median'; use 'max' or 'avg'"),
         ("transpose", "give filter_size"),
+        ("table", ": param_attr=False: it has no form without this parameter"),
+        ("several", "2 attributes for one parameter; give one"),
+        ("weights", "fc: param_attr lists 3 attributes for 2 inputs"),
+        ("width", "the input [-1, -1] is open behind axis 1; fix its shape"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_fix(case: str, words: str, outcomes: dict[str, Any]) -> None:
     assert words in (outcomes[case] or "nothing was refused")
+
+
+def test_attributes_that_several_layers_are_given_stay_as_they_were(outcomes: dict[str, Any]) -> None:
+    assert outcomes["shared"] == [None, True]
+
+
+def test_a_clone_for_testing_has_what_was_there_without_what_learns(outcomes: dict[str, Any]) -> None:
+    found = outcomes["clones"]
+    assert "fetch_list[1]: the test program does not have this value" in found["late"]
+    assert "clone it before minimize" in found["flow"]
+    assert found["learns"] == []
+    assert found["same"][0] == found["same"][1] == found["own"]
+    assert found["branch"][0] == found["branch"][1]
 
 
 def test_feeder_gives_each_input_its_shape_and_dtype(outcomes: dict[str, Any]) -> None:
