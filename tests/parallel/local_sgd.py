@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.profile import Profile
+from fleet_train.convert.session import current, exchange_of
+from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.selftest.subjects import profiles
 from fleet_train.selftest.subjects.comparing import relative_difference
 from fleet_train.selftest.subjects.networks import BATCH_NORM, FEATURES, SAMPLES_PER_RANK, Network, batches, share
 from fleet_train.selftest.subjects.simulated import Reference
@@ -19,6 +23,8 @@ from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 
 STEPS = 17
+SELFTEST_STEPS = range(18, 61)
+PROFILES = [name for name in profile_names() if load_profile(name).use_local_sgd]
 
 STREAMING = {
     "local_sgd_steps": 6,
@@ -172,9 +178,12 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
         worst = max(worst, relative_difference(held, expected))
         equal_at.append(digest(real.parameters()))
     with paddle.static.scope_guard(real.scope):
-        fleet.synchronize_parameters(real.main)  # an averaging that is under way ends before the next case counts
+        fleet.synchronize_parameters(real.main)
+    reference.job.synchronise()
+    expected = {name: reference.job.ranks[rank][name] for name in expected if name in real.parameters()}
     return {
         "difference": worst,
+        "synchronised": relative_difference({name: real.parameters()[name] for name in expected}, expected),
         "collectives": collectives,
         "averagings": averagings,
         "digests": equal_at,
@@ -182,6 +191,43 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
         "overlap": profile.local_sgd_overlap_steps * profile.accumulate_steps,
         "fragments": profile.local_sgd_fragments,
     }
+
+
+def run_profile(name: str) -> dict[str, Any]:
+    """The profile as the selftest trains it with each of SELFTEST_STEPS, made equal at the end of each."""
+    groups = groupby(SELFTEST_STEPS, lambda steps: profiles.fit(load_profile(name), steps).profile)
+    ends = [end for profile, steps in groups for end in every_end(profile, list(steps))]
+    checked = profiles._check_profile(current().job, name, 50, seed=0)
+    return {"ends": ends, "check": checked.line}
+
+
+def every_end(profile: Profile, ends: list[int]) -> list[dict[str, Any]]:
+    """One run of the ranks and one of the simulator; after each of ``ends`` both are made equal, and put back."""
+    rank, world = fleet.worker_index(), fleet.worker_num()
+    real = Trained(MLP, lambda inner: fleet.distributed_optimizer(inner, profile), profiles._optimizer)
+    exchange, start, found = exchange_of(real.main), real.state(), []
+    reference = Reference(MLP, profiles._optimizer, start)
+    for step, (features, labels) in enumerate(batches(ends[-1], SAMPLES_PER_RANK * world, seed=0), 1):
+        real.step(features[share(rank)], labels[share(rank)])
+        reference.step(features, labels)
+        if step not in ends:
+            continue
+        held, underway, job = real.state(), exchange._underway, copy.deepcopy(reference.job)
+        with paddle.static.scope_guard(real.scope):
+            fleet.synchronize_parameters(real.main)
+        job.synchronise()
+        ended = profiles.Run(start, {}, real.parameters(), 0.0)
+        found.append(
+            {
+                "steps": step,
+                "difference": ended.difference(ended.end, job.ranks[rank]),
+                "digest": digest(ended.end),
+                "underway": underway is not None,
+            }
+        )
+        real.start_from(held)
+        exchange._underway = underway
+    return found
 
 
 def main() -> None:
@@ -192,6 +238,7 @@ def main() -> None:
     report(
         fleet.worker_index(),
         cases={name: run(*case, seed, counted) for seed, (name, case) in enumerate(CASES.items()) if name in chosen},
+        profiles={name: run_profile(name) for name in PROFILES if name in chosen},
     )
 
 

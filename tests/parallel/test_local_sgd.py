@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.local_sgd import CASES
+from tests.parallel.local_sgd import CASES, PROFILES, SELFTEST_STEPS
+from fleet_train.profile import load_profile
+from fleet_train.selftest.subjects.profiles import tolerance_of
 from tests.support.processes import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksResult, run_ranks
 
 Ranks = list[dict[str, Any]]
 HIERARCHICAL = [case for case in CASES if case.startswith("hierarchical")]
@@ -20,21 +22,26 @@ FLAT = [case for case in CASES if case not in HIERARCHICAL]
 
 
 @pytest.fixture(scope="module")
-def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Ranks]:
+def result_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], RanksResult]:
     """What the ranks found, by number of ranks and of nodes; each is run once."""
 
     @cache
-    def run(world_size: int, nodes: int) -> Ranks:
+    def run(world_size: int, nodes: int) -> RanksResult:
         chosen = FLAT if nodes == world_size else HIERARCHICAL
         script, folder = ROOT / "tests/parallel/local_sgd.py", tmp_path_factory.mktemp("local_sgd")
+        names = [*chosen, *(PROFILES if world_size == 2 else [])]
         result = run_ranks(
-            script, world_size, folder=folder, nodes=nodes, args=[json.dumps(chosen)], timeout_seconds=170
+            script, world_size, folder=folder, nodes=nodes, args=[json.dumps(names)], timeout_seconds=600
         )
-        cases: Ranks = result.of_all("cases")
-        assert all(list(rank) == chosen for rank in cases)
-        return cases
+        assert all(list(rank) == chosen for rank in result.of_all("cases"))
+        return result
 
     return run
+
+
+@pytest.fixture(scope="module")
+def ranks_of(result_of: Callable[[int, int], RanksResult]) -> Callable[[int, int], Ranks]:
+    return lambda world_size, nodes: result_of(world_size, nodes).of_all("cases")
 
 
 EACH_CASE = pytest.mark.parametrize(
@@ -55,6 +62,7 @@ def test_parameters_follow_the_simulation_step_by_step(
     tolerance = 1e-3 if any(rounded in case for rounded in ("bf", "int", "streaming")) else 1e-5
     for rank in ranks_of(world_size, nodes):
         assert rank[case]["difference"] < tolerance
+        assert rank[case]["synchronised"] < tolerance
 
 
 @EACH_CASE
@@ -96,3 +104,17 @@ def test_adaptive_periods_change(ranks_of: Callable[[int, int], Ranks]) -> None:
     periods = [later - earlier for earlier, later in pairwise(averagings)]
     assert averagings[0] == 3 + 4
     assert any(period != 4 for period in periods)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_selftest_can_end_after_any_number_of_steps(
+    result_of: Callable[[int, int], RanksResult], name: str
+) -> None:
+    profile = load_profile(name)
+    first, second = (rank[name] for rank in result_of(2, 2).of_all("profiles"))
+    assert [end["steps"] for end in first["ends"]] == list(SELFTEST_STEPS)
+    for ours, theirs in zip(first["ends"], second["ends"], strict=True):
+        assert ours["difference"] < tolerance_of(profile, on_gpu=False) / 2, ours
+        assert ours["digest"] == theirs["digest"], ours
+    assert any(end["underway"] for end in first["ends"]) == bool(profile.local_sgd_overlap_steps)
+    assert first["check"].startswith(f"ok    profile {name}: 50 steps"), first["check"]

@@ -61,7 +61,7 @@ class SimulatedAveraging:
         fragment.agree([_flats(values, fragment.names) for values in ranks], rate)
         for values in ranks:
             values.update(_cut(fragment.anchor, values, fragment.names))
-        self._mean(ranks, statistics)
+        average(self._wire, ranks, statistics)
         self._treat(optimizers)
         self.schedule.begin_period()
         if self.schedule.kind == "adaptive":
@@ -70,27 +70,30 @@ class SimulatedAveraging:
     def after_local_step(self, ranks: Sequence[Values]) -> None:
         """Add the change of an averaging after its overlap."""
         self._steps_beside += 1
-        if self._corrections and self._steps_beside >= self.overlap_steps:
-            for values, correction in zip(ranks, self._corrections, strict=True):
-                changed = {name: values[name] + change for name, change in correction.items()}
-                values.update({name: new.astype(values[name].dtype) for name, new in changed.items()})
-            self._corrections = []
+        if self._steps_beside >= self.overlap_steps:
+            self._take_in(ranks)
+
+    def synchronise(self, ranks: Sequence[Values]) -> None:
+        """Apply an averaging under way, and replace parameters and statistics by their means; the period goes on."""
+        self._take_in(ranks)
+        average(self._wire, ranks, [name for fragment in self._fragments for name in fragment.names])
+        average(self._wire, ranks, self._statistics)
+
+    def _take_in(self, ranks: Sequence[Values]) -> None:
+        for values, correction in zip(ranks, self._corrections or [{}] * len(ranks), strict=True):
+            changed = {name: values[name] + change for name, change in correction.items()}
+            values.update({name: new.astype(values[name].dtype) for name, new in changed.items()})
+        self._corrections = []
 
     def _send(self, fragment: _Fragment, statistics: list[str], ranks: Sequence[Values], rate: float) -> None:
         fragment.agree([_flats(values, fragment.names) for values in ranks], rate)
         means = _cut(fragment.anchor, ranks[0], fragment.names)
         tables = [{name: values[name] for name in statistics} for values in ranks]
-        self._mean(tables, statistics)
+        average(self._wire, tables, statistics)
         means |= tables[0]
         self._corrections = [{name: mean - values[name] for name, mean in means.items()} for values in ranks]
         self._steps_beside = 0
         self.schedule.begin_period()
-
-    def _mean(self, tables: Sequence[Values], names: Sequence[str]) -> None:
-        parts = zip(*[_flats(table, names) for table in tables], strict=True)
-        means = [self._wire.mean(list(part), part[0].dtype.name) for part in parts]
-        for table in tables:
-            table.update(_cut(means, table, names))
 
     def _treat(self, optimizers: Sequence[NumpyOptimizer]) -> None:
         kinds = sorted(optimizers[0].state)
@@ -99,7 +102,7 @@ class SimulatedAveraging:
                 {f"{kind} {name}": value for kind in kinds for name, value in one.state[kind].items()}
                 for one in optimizers
             ]
-            self._mean(joined, sorted(joined[0]))
+            average(self._wire, joined, sorted(joined[0]))
             for optimizer, table in zip(optimizers, joined, strict=True):
                 for kind in kinds:
                     optimizer.state[kind] = {name: table[f"{kind} {name}"] for name in optimizer.state[kind]}
@@ -107,6 +110,14 @@ class SimulatedAveraging:
             for optimizer in optimizers:
                 for kind in kinds:
                     optimizer.state[kind] = {n: np.zeros_like(value) for n, value in optimizer.state[kind].items()}
+
+
+def average(wire: SimulatedWire, tables: Sequence[Values], names: Sequence[str]) -> None:
+    """Replace the values of these names by their means over the ranks; ``tables``: one per rank, changed in place."""
+    parts = zip(*[_flats(table, names) for table in tables], strict=True)
+    means = [wire.mean(list(part), part[0].dtype.name) for part in parts]
+    for table in tables:
+        table.update(_cut(means, table, names))
 
 
 class _Fragment:

@@ -10,7 +10,7 @@ import numpy as np
 from fleet_train.errors import ConversionError
 from fleet_train.plan.compression_settings import Array
 from fleet_train.plan.plan import CommPlan
-from fleet_train.plan.simulate.averaging import SimulatedAveraging, Values
+from fleet_train.plan.simulate.averaging import SimulatedAveraging, Values, average
 from fleet_train.plan.simulate.methods import make_method
 from fleet_train.plan.simulate.optimizers import Momentum, NumpyOptimizer, Sgd
 from fleet_train.plan.simulate.wire import SimulatedWire
@@ -72,6 +72,7 @@ class SimulatedJob:
             raise ConversionError(f"simulate: no start value for {missing[0]!r}, whose gradient the plan sends")
         self.rate = rate
         self.updates = 0
+        self._with_gradient = frozenset(names)
         self.ranks: list[Values] = [{name: np.array(v) for name, v in start.items()} for _ in range(plan.world_size)]
         self._plan = plan
         self._wire = SimulatedWire(plan)
@@ -94,6 +95,18 @@ class SimulatedJob:
         gradients = [_merge([local[rank] for local in self._merged]) for rank in range(self._plan.world_size)]
         self._merged = []
         return self._update(gradients, [one.loss for one in local])
+
+    def synchronise(self) -> None:
+        """What `fleet.synchronize_parameters` does between two steps: all ranks hold the same values after it.
+
+        Statistics become their means over the ranks; after a local step an averaging under way is applied, and the
+        parameters become their means, too. Its bytes are not counted.
+        """
+        if self._averaging is None or self._averaging.schedule.is_synchronous(self.updates):
+            average(self._wire, self.ranks, [name for name in self.ranks[0] if name not in self._with_gradient])
+        else:
+            self._averaging.synchronise(self.ranks)
+        self._wire.take()
 
     def _update(self, gradients: Sequence[Values], losses: Sequence[float]) -> Step:
         self.updates += 1

@@ -44,7 +44,8 @@ class Trial:
     gradient_deviation: float | None
     """Deviation of the averaged gradients from the exact mean: the median over updates that send gradients."""
     movement_deviation: float
-    """Deviation of the parameters' total movement (mean over the ranks) from that with exact means in every update."""
+    """Deviation of the parameters' total movement, made equal on all ranks, from that with exact means in every
+    update."""
     sent_bytes_per_step: tuple[float, ...]
     """Payload that each rank sent, the mean over all updates."""
     most_sent_bytes: float
@@ -151,7 +152,7 @@ class _Run:
         for name, gradient in mean.items():
             self._exact[name] -= RATE * gradient
         if step.gradients:
-            self.deviations.append(_deviation(step.gradients, mean))
+            self.deviations.append(deviation(step.gradients, mean))
         self._compare()
 
     def _compare(self) -> None:
@@ -160,17 +161,14 @@ class _Run:
             self.equal.append(number)
         else:
             moved = self._movement(first)
-            self.drift = max(self.drift, *(_deviation(self._movement(other), moved) for other in self._job.ranks[1:]))
+            self.drift = max(self.drift, *(deviation(self._movement(other), moved) for other in self._job.ranks[1:]))
 
     def _movement(self, values: Values) -> dict[str, Array]:
         return {name: values[name].astype(np.float64) - self._start[name] for name in self._shared}
 
-    def _mean_movement(self) -> dict[str, Array]:
-        ranks = [self._movement(values) for values in self._job.ranks]
-        return {name: np.asarray(np.mean([rank[name] for rank in ranks], axis=0)) for name in self._shared}
-
     def result(self, shortened: dict[str, int]) -> Trial:
         sent = np.array([step.sent for step in self.steps])
+        self._job.synchronise()  # an averaging under way is part of the movement
         return Trial(
             ranks=self.plan.world_size,
             updates=len(self.steps),
@@ -180,14 +178,15 @@ class _Run:
             averaged=tuple(number for number, step in enumerate(self.steps, 1) if step.averaged),
             drift=self.drift,
             gradient_deviation=float(np.median(self.deviations)) if self.deviations else None,
-            movement_deviation=_deviation(self._mean_movement(), self._exact),
+            movement_deviation=deviation(self._movement(self._job.ranks[0]), self._exact),
             sent_bytes_per_step=tuple(float(nbytes) for nbytes in sent.mean(axis=0)),
             most_sent_bytes=float(sent.max()),
             on_purpose=_purpose(self.profile),
         )
 
 
-def _deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
+def deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
+    """The Euclidean distance of all values together, relative to the norm of ``exact``."""
     off = sum(float(np.square(found[name] - value).sum()) for name, value in exact.items())
     return float(np.sqrt(off / max(sum(float(np.square(value).sum()) for value in exact.values()), 1e-300)))
 
