@@ -34,10 +34,12 @@ def on_in_dictionary(script: Transformer, original: cst.DictElement, updated: cs
 
 def on_in_call(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
     """``os.environ.setdefault("FLAGS_enable_pir_api", "0")``, ``os.environ.update(FLAGS_enable_pir_api="0")``."""
+    first = original.args[0].value if len(original.args) == 2 else None
     sets = (
-        source(original.func).endswith(_SETTERS)
-        and len(original.args) == 2
-        and _is_flag(source(original.args[0].value))
+        isinstance(original.func, cst.Attribute)
+        and original.func.attr.value in _SETTERS
+        and isinstance(first, cst.SimpleString)
+        and _is_flag(first.value)
     )
     arguments = [
         new.with_changes(value=_on(script, original, new.value))

@@ -147,8 +147,12 @@ def is_run(node: cst.BaseExpression) -> bool:
 
 def is_block(node: cst.BaseExpression) -> bool:
     """Whether this is ``program.global_block()`` or its like."""
-    text = source(node.func) if isinstance(node, cst.Call) else ""
-    return bool(re.search(r"\.(global_block|current_block)$|program(\(\))?\.block$", text))
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return False
+    method = node.func.attr.value
+    if method == "block":
+        return bool(re.search(r"program(\(\))?$", source(node.func.value)))
+    return method in ("global_block", "current_block")
 
 
 def index(node: cst.Subscript) -> str:

@@ -24,6 +24,9 @@ _BY_HAND = {
     "with_data_parallel": "delete it: the program itself runs, one process per device",
 }
 _CLONE = "compat.clone_for_test(program) for a program for testing, program.clone() for one for training"
+_BY_NAME = "the parameter itself: [p for p in program.global_block().all_parameters() if p.name in names]"
+# What is a program, of all that has a method `clone` and may be given True.
+_PROGRAM = re.compile(r"(?i)(prog(ram)?|main)(\(\))?\.clone$")
 # What a block of today's programs does not have.
 _OF_BLOCKS = {
     "var": "keep the Python variable; a parameter's value: paddle.static.global_scope().find_var(name).get_tensor()",
@@ -79,7 +82,7 @@ def mark_block(script: Transformer, node: cst.Attribute) -> None:
 
 
 def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-    """``main.clone(for_test=True)``; the copy of the test program has to be told from other ``clone(True)``."""
+    """``main.clone(for_test=True)`` and ``main.clone(True)``."""
     text = _literal(original, "for_test")
     named = keyword(original, "for_test") is not None
     if not named and (text not in ("True", "False") or not _PROGRAM.search(source(original.func))):
@@ -93,9 +96,6 @@ def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Ba
     script.needed.add("compat")
     argument = cst.Arg(function.value)
     return updated.with_changes(func=dotted("compat.clone_for_test"), args=[argument])
-
-
-_PROGRAM = re.compile(r"(?i)(program|prog|main)\w*(\(\))?\.clone$")
 
 
 def _was_compiled(script: Transformer, node: cst.BaseExpression) -> bool:
@@ -137,9 +137,6 @@ def mark_parameters(script: Transformer, node: cst.CSTNode, value: cst.BaseExpre
     """A mark for each name of a parameter in a list."""
     for text in fetches.texts_in(value):
         script.mark(node, f"the parameter {text}", _BY_NAME)
-
-
-_BY_NAME = "the parameter itself: [p for p in program.global_block().all_parameters() if p.name in names]"
 
 
 def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg]) -> cst.Call:

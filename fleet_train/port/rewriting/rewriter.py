@@ -230,7 +230,7 @@ class Rewriter(Transformer):
             or not scope[numpy]
             or not means_only(numpy, "numpy", original_node, self.scope_of, lambda _: False)
         ):
-            self._mark_fetched(original_node, "the fetched value" if is_run(value) else source(value))
+            self._mark_fetched(original_node, source(value))
             return updated_node
         return updated_node.with_changes(value=cst.Call(dotted(f"{numpy}.atleast_1d"), [cst.Arg(updated_node.value)]))
 

@@ -77,6 +77,7 @@ with fluid.program_guard(train_program, start_program):
             learning_rate=0.05, momentum=0.9, regularization=fluid.regularizer.L2Decay(1e-4),
             grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=5.0))
         fleet.distributed_optimizer(optimizer).minimize(loss)
+        cloned_late = fleet.main_program.clone(for_test=True)
 
 card = int(os.environ.get('FLAGS_selected_gpus', 0))
 place = fluid.CUDAPlace(card) if args.use_gpu else fluid.CPUPlace()
@@ -94,6 +95,9 @@ for step, batch in enumerate(paddle.batch(samples, batch_size=8)()):
 same = {'picture': np.ones([2, 3, 16, 16], 'float32'), 'colour': np.array([[1], [2]], 'int64')}
 for _ in range(2):
     results = exe.run(test_program, feed=same, fetch_list=[loss.name])
+    print("tested=%.6f" % results[0][0])
+if trainer_id == 0:
+    results = exe.run(cloned_late, feed=same, fetch_list=[loss])
     print("tested=%.6f" % results[0][0])
 if trainer_id == 0:
     fluid.io.save_persistables(exe, "resnet_out", main_program=fleet._origin_program)

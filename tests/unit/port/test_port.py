@@ -158,6 +158,8 @@ def test_a_call_that_may_mean_something_else_stays_and_says_why(line: str, reaso
         ),
         ("main.clone(True)", "compat.clone_for_test(main)"),
         ("main.clone(for_test=False)", "main.clone()"),
+        ("main_model.clone(True)", "main_model.clone(True)"),
+        ("main.clone()", "main.clone()"),
         ("fluid.layers.utils.map_structure(f, x)", "paddle.utils.layers_utils.map_structure(f, x)"),
         ("fluid.require_version('1.8')", "paddle.utils.require_version('1.8')"),
     ],
