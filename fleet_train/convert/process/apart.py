@@ -41,7 +41,7 @@ def watch(first_run: Callable[[Any], None] | None) -> None:
     @functools.wraps(run)
     def watched(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
         about = paddle.static.default_main_program() if program is None else program
-        if about not in seen:
+        if isinstance(about, paddle.static.Program) and about not in seen:
             seen.add(about)
             first_run(about)
         return run(self, program, *arguments, **options)
@@ -54,8 +54,6 @@ def updates_alone(program: Any, converted: set[str]) -> str:
 
     ``converted``: the parameters that this process's converted programs update.
     """
-    if not isinstance(program, paddle.static.Program):
-        return ""
     block = program.global_block().ops
     together = {*converted, ""} if any(map(is_link, block)) else set()
     for operator in chain(block, *map(nested_operators, block)):
