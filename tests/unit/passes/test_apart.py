@@ -67,3 +67,18 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
     finally:
         apart.watch(None)
     assert paddle.static.Executor.run is before
+
+
+def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
+    monkeypatch.setattr(apart, "_paddles_run", None)
+    apart.watch(lambda _: ran.append("looked"))
+    ours = paddle.static.Executor.run
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
+    theirs = paddle.static.Executor.run
+    paddle.static.Executor().run(paddle.static.Program())
+    apart.watch(None)
+    assert paddle.static.Executor.run is theirs
+    paddle.static.Executor().run(paddle.static.Program())
+    assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]
