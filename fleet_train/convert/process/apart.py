@@ -25,28 +25,31 @@ _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
 _NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
 
-_original: Callable[..., Any] | None = None
+_paddles_run: Callable[..., Any] | None = None  # while it is replaced
+_first_run: Callable[[Any], None] | None = None
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(first_run: Callable[[Any], None] | None) -> None:
-    """From now on ``first_run`` is called with each program before it first runs; None puts Paddle's method back."""
-    global _original
-    if _original is not None:
-        paddle.static.Executor.run, _original = _original, None
-    if first_run is None:
-        return
-    run = _original = paddle.static.Executor.run
-    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+    """From now on ``first_run`` is called with each program before it first runs; None puts Paddle's method back,
+    unless somebody else has replaced it meanwhile."""
+    global _paddles_run, _first_run
+    _first_run = first_run
+    _seen.clear()
+    if first_run is not None and _paddles_run is None:
+        _paddles_run = paddle.static.Executor.run
+        paddle.static.Executor.run = functools.update_wrapper(_run, _paddles_run)
+    elif first_run is None and paddle.static.Executor.run is _run:
+        paddle.static.Executor.run, _paddles_run = _paddles_run, None
 
-    @functools.wraps(run)
-    def watched(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
-        about = paddle.static.default_main_program() if program is None else program
-        if about not in seen:
-            seen.add(about)
-            first_run(about)
-        return run(self, program, *arguments, **options)
 
-    paddle.static.Executor.run = watched
+def _run(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
+    assert _paddles_run is not None
+    about = paddle.static.default_main_program() if program is None else program
+    if _first_run is not None and isinstance(about, paddle.static.Program) and about not in _seen:
+        _seen.add(about)
+        _first_run(about)
+    return _paddles_run(self, program, *arguments, **options)
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
@@ -54,8 +57,6 @@ def updates_alone(program: Any, converted: set[str]) -> str:
 
     ``converted``: the parameters that this process's converted programs update.
     """
-    if not isinstance(program, paddle.static.Program):
-        return ""
     block = program.global_block().ops
     together = {*converted, ""} if any(map(is_link, block)) else set()
     for operator in chain(block, *map(nested_operators, block)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,12 +77,12 @@ class World:
         return self.stock_code
 
 
-def monitored(world: World) -> Monitor:
+def monitored(world: World, look_at_connections: Callable[[], None] = lambda: None) -> Monitor:
     def clock() -> float:
         return world.now
 
     stop = GracefulStop(world, world, world.stopping, 30.0, lambda: world.waiting_nodes, clock)  # type: ignore[arg-type]
-    return Monitor(world, world, world, NoFollower(), stop, clock)  # type: ignore[arg-type]
+    return Monitor(world, world, world, NoFollower(), stop, clock, look_at_connections)  # type: ignore[arg-type]
 
 
 def look_at(world: World, monitor: Monitor, now: float) -> Verdict | None:
@@ -97,6 +98,14 @@ def test_it_waits_until_all_ranks_have_ended() -> None:
         assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
     assert look_at(world, monitor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
+
+
+def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
+    world, looks = World(), []
+    monitor = monitored(world, lambda: looks.append(world.now))
+    for now in (0.0, 0.1, 9.9, 10.0, 10.1, 25.0):
+        look_at(world, monitor, now)
+    assert looks == [0.0, 10.0, 25.0]
 
 
 def test_a_failed_rank_ends_the_job_at_once() -> None:

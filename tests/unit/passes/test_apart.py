@@ -61,11 +61,24 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
             for _ in range(3):
                 exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
                 exe.run(main, feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+        with pytest.raises(AttributeError, match="'list' object"):  # as Paddle has it
+            exe.run([])
         assert seen == [startup, main]
     finally:
         apart.watch(None)
     assert paddle.static.Executor.run is before
 
 
-def test_a_program_of_the_old_ir_is_left_to_paddle() -> None:
-    assert apart.updates_alone(paddle.base.framework.Program(), set()) == ""
+def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
+    monkeypatch.setattr(apart, "_paddles_run", None)
+    apart.watch(lambda _: ran.append("looked"))
+    ours = paddle.static.Executor.run
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
+    theirs = paddle.static.Executor.run
+    paddle.static.Executor().run(paddle.static.Program())
+    apart.watch(None)
+    assert paddle.static.Executor.run is theirs
+    paddle.static.Executor().run(paddle.static.Program())
+    assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]
