@@ -112,8 +112,9 @@ class QueueDataset:
         setting = name.removeprefix("set_")
         if setting != name and setting in _OFF | _MAPPED:
             return lambda value: self.update_settings(**{setting: value})
-        reason = "use an InMemoryDataset" if hasattr(InMemoryDataset, name) else "there is no such call"
-        raise UnknownCall(f"{type(self).__name__}.{name}: {reason}; what reads a sample belongs to pipe_command")
+        known = name in vars(InMemoryDataset)
+        reason = "use an InMemoryDataset" if known else "there is no such call; pipe_command prepares the samples"
+        raise UnknownCall(f"{type(self).__name__}.{name}: {reason}")
 
     def batches(self) -> Iterator[Feed]:
         """Feeds for the executor."""
