@@ -57,19 +57,10 @@ def test_ported_script_trains_on_two_ranks_with_equal_replicas(
         assert (tmp_path / "resnet_inference" / "model.json").exists()
     assert (tmp_path / saved / "persistables.safetensors").exists()
     if script == "fleet_2x_docs.py":
-        with_another_import(path, tmp_path, result.values[0]["digest"])
+        fleets, ours = "import paddle.distributed.fleet as fleet", "from fleet_train import fleet"
+        path.write_text((SCRIPTS / script).read_text().replace(fleets, ours))
+        by_hand = run_ranks(SCRIPTS / "run_script.py", 2, folder=tmp_path, args=[str(path)])
+        assert by_hand.of_all("digest") == result.of_all("digest"), "the import is the only line that has to change"
     if script == "fluid_reader.py":
         assert figures(first, "tested") == figures(second, "tested")
         assert figures(first, "tested")[-1] > 0.7, "the program for testing has what was learned"
-
-
-def with_another_import(path: Path, folder: Path, ported: str) -> None:
-    """The script fails in Paddle's own minimize; with our import, and nothing else changed, it trains as if ported."""
-    old = (SCRIPTS / "fleet_2x_docs.py").read_text()
-    path.write_text(old)
-    unchanged = run_ranks(SCRIPTS / "run_script.py", 2, folder=folder, args=[str(path)], check=False)
-    assert [rank.exit_code != 0 for rank in unchanged.ranks] == [True, True]
-    assert "TypeError: clone(): incompatible function arguments" in unchanged.ranks[0].output
-    path.write_text(old.replace("import paddle.distributed.fleet as fleet", "from fleet_train import fleet"))
-    imported = run_ranks(SCRIPTS / "run_script.py", 2, folder=folder, args=[str(path)])
-    assert set(imported.of_all("digest")) == {ported}

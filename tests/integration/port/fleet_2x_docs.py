@@ -48,6 +48,7 @@ def optimizer_setting(parameter_list=None):
 
 def train_resnet():
     paddle.enable_static()
+    paddle.seed(2022)
 
     fleet.init(is_collective=True)
     strategy = fleet.DistributedStrategy()
