@@ -162,9 +162,8 @@ class InMemoryDataset(QueueDataset):
         notice = (
             "global_shuffle is mapped: each rank shuffles its own samples; to exchange them, shuffle the list of files"
         )
-        say(
-            [f"{notice} with the same seed on all ranks before fleet.split_files"] if fleet is not None else [], _rank()
-        )
+        if fleet is not None:
+            say([f"{notice} with the same seed on all ranks before fleet.split_files"], _rank())
         self.local_shuffle()
 
     def get_memory_data_size(self, fleet: Any = None) -> int:
@@ -255,6 +254,11 @@ def _run_all(
     exe: Any, program: Any, feeds: Iterator[Feed], scope: Any, fetch_list: Any, fetch_info: Any, print_period: int
 ) -> None:
     names = list(fetch_info) if fetch_info else [f"value {index}" for index in range(len(fetch_list or ()))]
+    if print_period < 1 or len(names) != len(fetch_list or ()):
+        raise ArgumentError(
+            f"fetch_info={names} and print_period={print_period}: give a name for each of the {len(fetch_list or ())} "
+            "values of fetch_list, and a period of at least 1 batch"
+        )
     for step, feed in enumerate(feeds, 1):
         fetched = list(fetch_list) if fetch_list and step % print_period == 0 else []
         values = exe.run(program, feed=feed, fetch_list=fetched, scope=scope)

@@ -142,7 +142,8 @@ def _feed_by_loaders() -> None:
 
     @functools.wraps(run)
     def run_with_loaders(executor: Any, program: Any = None, feed: Any = None, *args: Any, **options: Any) -> Any:
-        block = (program or paddle.static.default_main_program()).global_block()
+        main = program or paddle.static.default_main_program()
+        block = main.global_block() if isinstance(main, paddle.static.Program) else None
         for loader in sorted(_LOADERS, key=lambda one: not one.is_started):
             feed = loader.completed(block, feed)
         return run(executor, program, feed, *args, **options)

@@ -348,6 +348,19 @@ def test_training_from_a_dataset_is_handed_to_compat(old: str, now: str) -> None
     assert not port(once.new, "train.py").changed
 
 
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("from paddle.distributed.fleet import metrics", "metrics.auc"),
+        ("import paddle.distributed.fleet.metrics.metric as m", "m.auc"),
+        ("import paddle.distributed.fleet as fleet", "fleet.metrics.auc"),
+    ],
+)
+def test_metrics_of_fleet_are_ours(imported: str, used: str) -> None:
+    text = f"{imported}\nvalue = {used}(positive, negative)\n"
+    assert new(text) == "from fleet_train import fleet\nvalue = fleet.metrics.auc(positive, negative)\n"
+
+
 def test_training_from_a_dataset_is_marked_where_compat_is_another_thing() -> None:
     assert len(whats("import paddle\nimport compat\nexe.train_from_dataset(main, dataset)\n")) == 1
 
