@@ -25,16 +25,12 @@ class Lines(fleet.MultiSlotDataGenerator):
 
 
 def write_files():
-    random = np.random.RandomState(2)
-    names = []
-    for part in range(4):
-        names.append('part-%d.txt' % part)
-        if part // 2 != fleet.worker_index():
-            continue
-        with open(names[-1], 'w') as out:
-            for _ in range(LINES // 2):
-                dense, ids = random.uniform(-1, 1, 3), random.randint(0, 20, 2)
-                out.write('%d;%s;%s\n' % (dense.sum() > 0, ' '.join('%.4f' % one for one in dense), ' '.join(map(str, ids))))
+    random = np.random.RandomState(fleet.worker_index())
+    names = ['part-%d.txt' % part for part in range(fleet.worker_num())]
+    with open(names[fleet.worker_index()], 'w') as out:
+        for _ in range(LINES):
+            dense, ids = random.uniform(-1, 1, 3), random.randint(0, 20, 2)
+            out.write('%d;%s;%s\n' % (dense.sum() > 0, ' '.join('%.4f' % one for one in dense), ' '.join(map(str, ids))))
     return names
 
 
@@ -68,7 +64,7 @@ def train():
     files = write_files()
     fleet.barrier_worker()
     dataset.set_filelist(fleet.util.get_file_shard(files))
-    for epoch in range(3):
+    for epoch in range(2):
         exe.train_from_dataset(
             paddle.static.default_main_program(),
             dataset,
