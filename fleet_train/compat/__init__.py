@@ -6,6 +6,15 @@ plain renaming would change what a script computes. ``use_cudnn`` and ``in_place
 Parameters are named as in 1.8: `parameters`. New programs should use ``paddle.nn``.
 """
 
+from paddle.distributed.fleet import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+
+from fleet_train.compat.datasets import (
+    DatasetFactory,
+    InMemoryDataset,
+    QueueDataset,
+    infer_from_dataset,
+    train_from_dataset,
+)
 from fleet_train.compat.elementwise import (
     cos_sim,
     elementwise_add,
@@ -27,7 +36,7 @@ from fleet_train.compat.images import (
     pool2d,
     simple_img_conv_pool,
 )
-from fleet_train.compat.loading import from_generator
+from fleet_train.compat.loading import create_py_reader_by_data, from_generator, py_reader, read_file
 from fleet_train.compat.norms import batch_norm, group_norm, layer_norm
 from fleet_train.compat.parameters import create_parameter, fc
 from fleet_train.compat.testing import clone_for_test
@@ -35,12 +44,18 @@ from fleet_train.compat.tokens import dropout, embedding, embedding_v2, one_hot
 
 __all__ = [
     "DataFeeder",
+    "DatasetFactory",
+    "InMemoryDataset",
+    "MultiSlotDataGenerator",
+    "MultiSlotStringDataGenerator",
+    "QueueDataset",
     "batch_norm",
     "clone_for_test",
     "conv2d",
     "conv2d_transpose",
     "cos_sim",
     "create_parameter",
+    "create_py_reader_by_data",
     "data",
     "dropout",
     "elementwise_add",
@@ -57,10 +72,14 @@ __all__ = [
     "from_generator",
     "group_norm",
     "img_conv_group",
+    "infer_from_dataset",
     "layer_norm",
     "lrn",
     "mul",
     "one_hot",
     "pool2d",
+    "py_reader",
+    "read_file",
     "simple_img_conv_pool",
+    "train_from_dataset",
 ]

@@ -1,13 +1,21 @@
-"""``fluid.io.DataLoader.from_generator``: batches for ``exe.run(feed=...)`` from a Python generator."""
+"""Loaders of Paddle 1.x over a Python generator: ``DataLoader.from_generator``, ``PyReader``, ``py_reader``.
+
+An iterable one yields feeds for ``exe.run(feed=...)``. The others feed the programs that have their inputs: between
+``start()`` and ``reset()``, ``exe.run(program, fetch_list=[...])`` takes the next batch by itself.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import paddle
 
 from fleet_train.compat.feeding import DataFeeder
+from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
 Feed = dict[str, np.ndarray[Any, Any]]
@@ -56,19 +64,91 @@ class GeneratorLoader:
         self._batches = lambda: (self._named(batch) for batch in reader())
         return self
 
+    # Their names in PyReader and py_reader.
+    decorate_sample_generator = set_sample_generator
+    decorate_sample_list_generator = decorate_paddle_reader = set_sample_list_generator
+    decorate_batch_generator = decorate_tensor_provider = set_batch_generator
+
     def __call__(self) -> Iterator[list[Feed]]:
         return iter(self)
 
     def __iter__(self) -> Iterator[list[Feed]]:
+        return ([feed] for feed in self._feeds())
+
+    def _feeds(self) -> Iterator[Feed]:
         if self._batches is None:
             raise ConversionError("from_generator: set a generator first: loader.set_batch_generator(reader)")
-        return ([feed] for feed in self._batches())
+        return self._batches()
 
     def _named(self, batch: Any) -> Feed:
         arrays = batch if isinstance(batch, (list, tuple)) else [batch]
         if len(arrays) != len(self._names):
             raise ConversionError(f"from_generator: a batch has {len(arrays)} arrays for {len(self._names)} inputs")
         return {name: np.asarray(array) for name, array in zip(self._names, arrays, strict=True)}
+
+
+class ProgramLoader(GeneratorLoader):
+    """Feeds the program that has its inputs, up to ``capacity`` batches ahead on a thread.
+
+    ``start()`` begins a pass. At its end ``exe.run`` raises ``fluid.core.EOFException``
+    (``paddle.base.core.EOFException``), and ``reset()`` makes the loader ready for the next ``start()``.
+    """
+
+    def __init__(self, feed_list: Sequence[Any], capacity: int) -> None:
+        super().__init__(feed_list)
+        self.inputs = list(feed_list)
+        self._capacity = capacity
+        self._ready: Prefetcher[Feed] | None = None
+        self._program = paddle.static.default_main_program()  # kept: a value does not keep its program alive
+        _LOADERS.add(self)
+        _feed_by_loaders()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a pass has begun and was not reset."""
+        return self._ready is not None
+
+    def start(self) -> None:
+        """Begin a pass over the generator."""
+        if self._ready is not None:
+            raise ConversionError("the loader was started twice: call its reset() before the next start()")
+        self._ready = Prefetcher(self._feeds(), depth=self._capacity)
+
+    def reset(self) -> None:
+        """End the pass, also before its last batch."""
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
+
+    def completed(self, block: Any, feed: Any) -> Any:
+        """The feed of a run of the program with this block, with the next batch if the program needs one."""
+        given = feed or {}
+        if self.inputs[0].block != block or not isinstance(given, dict) or not given.keys().isdisjoint(self._names):
+            return feed
+        if self._ready is None:
+            raise ConversionError(f"exe.run: {', '.join(self._names)} come from a loader: call its start() before")
+        for batch in self._ready:
+            return {**given, **batch}
+        raise paddle.base.core.EOFException("the loader has no batch left: call its reset(), then start()")
+
+
+_LOADERS = weakref.WeakSet[ProgramLoader]()
+
+
+@functools.cache
+def _feed_by_loaders() -> None:
+    """From now on executors ask the loaders of a program for what is not fed by hand."""
+    run = paddle.static.Executor.run
+
+    @functools.wraps(run)
+    def run_with_loaders(executor: Any, program: Any = None, feed: Any = None, *args: Any, **options: Any) -> Any:
+        main = program or paddle.static.default_main_program()
+        block = main.global_block() if isinstance(main, paddle.static.Program) else None
+        for loader in sorted(_LOADERS, key=lambda one: not one.is_started):
+            feed = loader.completed(block, feed)
+        return run(executor, program, feed, *args, **options)
+
+    paddle.static.Executor.run = run_with_loaders
 
 
 def from_generator(
@@ -80,20 +160,51 @@ def from_generator(
     use_multiprocess: bool = False,
     drop_last: bool = True,
 ) -> GeneratorLoader:
-    """A loader for the inputs of a program. ``capacity`` and the buffers chose a speed, ``drop_last`` was about several
-    devices of one process; they are not looked at.
+    """A loader for the inputs of a program; ``iterable=False``: one that feeds the program, see ``ProgramLoader``.
 
-    Raises ConversionError for loaders that are part of the program (``iterable=False``) and for ``return_list=True``.
+    ``capacity`` (batches prepared in advance) is that of loaders that feed a program. The buffers chose a speed, and
+    ``drop_last`` was about several devices of one process; they are not looked at. ``fluid.io.PyReader`` takes the
+    same arguments. Raises ConversionError for ``return_list=True``.
     """
-    del capacity, use_double_buffer, use_multiprocess, drop_last
-    if not iterable:
-        raise ConversionError(
-            "from_generator: iterable=False fed the program internally; write `for data in loader():`"
-        )
+    del use_double_buffer, use_multiprocess, drop_last
     if return_list:
         raise ConversionError(
             "from_generator: return_list=True is for dynamic mode; leave it out and feed what the loader yields"
         )
     if not feed_list:
         raise ConversionError("from_generator: give feed_list, the inputs of the program")
-    return GeneratorLoader(feed_list)
+    return GeneratorLoader(feed_list) if iterable else ProgramLoader(feed_list, capacity or 2)
+
+
+def py_reader(
+    capacity: int,
+    shapes: Sequence[Sequence[int | None]],
+    dtypes: Sequence[str],
+    lod_levels: Sequence[int] | None = None,
+    name: str | None = None,
+    use_double_buffer: bool = True,
+) -> ProgramLoader:
+    """``fluid.layers.py_reader``: a loader with inputs of its own, which ``read_file`` returns.
+
+    ``shapes`` include the batch dimension. Sequences with levels of detail are refused.
+    """
+    del use_double_buffer
+    if any(lod_levels or ()):
+        raise ConversionError(f"py_reader: lod_levels={list(lod_levels or ())}: pad the sequences, feed their lengths")
+    prefix = name or paddle.utils.unique_name.generate("py_reader")
+    described = enumerate(zip(shapes, dtypes, strict=True))
+    inputs = [paddle.static.data(f"{prefix}_{index}", list(shape), dtype) for index, (shape, dtype) in described]
+    return ProgramLoader(inputs, capacity)
+
+
+def create_py_reader_by_data(
+    capacity: int, feed_list: Sequence[Any], name: str | None = None, use_double_buffer: bool = True
+) -> ProgramLoader:
+    """``fluid.layers.create_py_reader_by_data``: a loader for inputs that the program has."""
+    del name, use_double_buffer
+    return ProgramLoader(feed_list, capacity)
+
+
+def read_file(reader: ProgramLoader) -> Any:
+    """``fluid.layers.read_file``: the inputs of a ``py_reader``, a single one without a list."""
+    return reader.inputs[0] if len(reader.inputs) == 1 else list(reader.inputs)

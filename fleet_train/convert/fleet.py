@@ -29,6 +29,7 @@ import paddle  # noqa: E402
 from fleet_train.collectives.job.job import Job  # noqa: E402
 from fleet_train.collectives.job.step_notes import Communication  # noqa: E402
 from fleet_train.convert import session  # noqa: E402
+from fleet_train.convert.calls import metrics  # noqa: E402
 from fleet_train.convert.calls.collective import (  # noqa: E402
     agree,
     all_reduce,
@@ -77,6 +78,7 @@ from fleet_train.convert.settings.strategy import DistributedStrategy  # noqa: E
 from fleet_train.convert.settings.wrappers import unwrap  # noqa: E402
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
+from fleet_train.profile.stock.objects import asked_of_stock  # noqa: E402
 
 if TYPE_CHECKING:
     main_program: Any
@@ -109,6 +111,7 @@ __all__ = [
     "local_rank",
     "loss_scale",
     "main_program",
+    "metrics",
     "minimize",
     "node_num",
     "nranks",
@@ -195,17 +198,23 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
     name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
-    on several nodes and ``single_node`` on one. Optimizers that Paddle wraps around others
-    (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are unwrapped, and what they ask for becomes
-    settings of the profile.
+    on several nodes and ``single_node`` on one. A strategy object in which nothing was set is as None. Optimizers that
+    Paddle wraps around others (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are unwrapped, and what
+    they ask for becomes settings of the profile.
 
     Raises ProfileError for settings that cannot be carried out, ConversionError for optimizers that cannot.
     """
     now = _current()
     rank, node_num = now.job.cluster.rank, now.job.cluster.node_num
-    notices = _which_strategy(strategy, now)
+    own = None if _is_empty(strategy) else strategy
+    by_init = None if _is_empty(now.strategy) else now.strategy
     unwrapped = unwrap(optimizer)
-    asked = unwrapped.added_to(_resolve(now.strategy if strategy is None else strategy, now.job))
+    resolved = _resolve(by_init if own is None else own, now.job)
+    if own is None and by_init is None and (strategy is not None or now.strategy is not None):
+        notices = [f"nothing was set in the script's strategy: profile '{resolved.name}' is used"]
+    else:
+        notices = _which_strategy(own, by_init)
+    asked = unwrapped.added_to(resolved)
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
     say([*notices, *applied_mappings(now.profile, node_num)], rank)
@@ -230,16 +239,23 @@ def minimize(
     return _current().optimizers[-1].minimize(loss, startup_program, parameter_list, no_grad_set)
 
 
-def _which_strategy(strategy: Any, now: session.Session) -> list[str]:
+def _is_empty(strategy: Any) -> bool:
+    """Whether a strategy of ours or of Paddle asks for nothing: no object, or one in which nothing was set."""
+    if strategy is None or isinstance(strategy, (str, Path, Profile)):
+        return strategy is None
+    return strategy.is_empty() if isinstance(strategy, DistributedStrategy) else not asked_of_stock(strategy)
+
+
+def _which_strategy(strategy: Any, by_init: Any) -> list[str]:
     """The message if a strategy was given in more than one place."""
     launchers, offered = asked_strategy(os.environ), session.offered()
-    names_its_own = strategy is not None or now.strategy is not None
+    names_its_own = strategy is not None or by_init is not None
     notices = []
     if launchers and names_its_own:
         notices.append(f"the script gives its own strategy; the launcher's --strategy is not used ({launchers})")
     if offered is not None and names_its_own:
         notices.append(f"the function gives its own strategy; that of spawn is not used ({offered.name})")
-    if strategy is not None and now.strategy is not None and strategy is not now.strategy:
+    if strategy is not None and by_init is not None and strategy is not by_init:
         notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
     return notices
 

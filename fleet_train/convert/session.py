@@ -125,6 +125,11 @@ def offered() -> Profile | None:
     return _offered
 
 
+def is_open() -> bool:
+    """Whether ``fleet.init`` was called, and ``fleet.shutdown`` was not."""
+    return _session is not None
+
+
 def current() -> Session:
     """The session; ConversionError before ``fleet.init``."""
     if _session is None:

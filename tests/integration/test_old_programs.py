@@ -85,6 +85,15 @@ def test_example_of_a_program_for_testing_tests_twice_alike(tmp_path: Path) -> N
     assert run(tmp_path / "example.py").splitlines()[-1] == "tested twice: True"
 
 
+@pytest.mark.long
+def test_example_of_a_dataset_learns(tmp_path: Path) -> None:
+    example = next(block for block in fenced_blocks(PAGE, "python") if "QueueDataset" in block)
+    (tmp_path / "example.py").write_text(example)
+    losses = [float(value) for value in re.findall(r"batch [48], loss: (\S+)", run(tmp_path / "example.py"))]
+    assert len(losses) == 40
+    assert losses[-1] < 0.05 < losses[0]
+
+
 def test_number_of_snippets_is_the_recorded_one() -> None:
     recorded = json.loads((ROOT / "tests" / "unit" / "port" / "numbers_1_8.json").read_text())
     assert f"{len(recorded)} snippets were run" in PAGE

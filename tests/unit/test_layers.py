@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"selftest"},
     "port": {"errors", "files"},
     "manifest": {"errors"},
-    "compat": {"errors"},
+    "compat": {"convert", "data"},
     "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},
     "fleet": {"convert"},
     "__init__": {

@@ -817,15 +817,58 @@ def test_hierarchical_allreduce_of_the_stock_strategy_is_adopted(stock: Callable
 
 def test_fields_that_the_stock_class_keeps_outside_its_protobuf_are_read(stock: Callable[[], Any]) -> None:
     given = stock()
-    given.fuse_grad_size_in_TFLOPS = 3
+    given.fuse_grad_size_in_TFLOPS = 0
     given.hybrid_configs = {"order": ["mp", "dp"]}
     with pytest.raises(ProfileError) as caught:
         DistributedStrategy.from_stock(given)
     lines = str(caught.value).split("\n")
     assert [line.split(":")[0] for line in lines] == [
         "DistributedStrategy.hybrid_parallel_order",
-        "DistributedStrategy.fuse_grad_size_in_TFLOPS",
+        "DistributedStrategy.fuse_grad_size_in_TFLOPS (read as fuse_parameter_groups_size)",
     ]
+
+
+def test_sizes_of_fleets_groups_become_buckets_that_rank_0_names(stock: Callable[[], Any]) -> None:
+    given = stock()
+    given._fuse_grad_size_in_TFLOPS = 20.0
+    given.fuse_grad_size_in_MB = 0
+    profile = DistributedStrategy.from_stock(given).to_profile()
+    assert profile.settings() == {
+        "name": "strategy",
+        "fuse_parameter_groups_size": 20,
+        "fuse_grad_size_in_MB": 4096,
+    }
+    assert applied_mappings(profile) == [
+        "DistributedStrategy.fuse_grad_size_in_MB: 0 is mapped: read as fuse_grad_size_in_MB: 4096; Fleet's 0 is no "
+        "limit by size, fuse_parameter_groups_size is the limit",
+        "DistributedStrategy.fuse_grad_size_in_TFLOPS: 20 is mapped: read as fuse_parameter_groups_size, the number of "
+        "gradients, because Fleet sets FLAGS_fuse_parameter_groups_size with it",
+    ]
+    assert DistributedStrategy(_fuse_grad_size_in_TFLOPS=20.0).to_profile().fuse_parameter_groups_size == 20
+    assert "allowed: a number, more than 0" in refusal("fuse_grad_size_in_MB", -2)
+
+
+def test_execution_strategy_is_the_exec_strategy_of_fleet_2_x() -> None:
+    strategy = DistributedStrategy()
+    strategy.execution_strategy = DistributedStrategy().exec_strategy
+    assert strategy.is_empty()
+    threads = DistributedStrategy().exec_strategy
+    threads.num_threads = 3
+    strategy.execution_strategy = threads
+    strategy.execution_strategy.num_iteration_per_drop_scope = 30
+    assert (strategy.exec_strategy.num_threads, strategy.execution_strategy.num_threads) == (3, 3)
+    assert strategy.to_profile().num_iteration_per_drop_scope == 30
+    with pytest.raises(ProfileError, match=r"^exec_strategy\.thread: unknown attribute"):
+        strategy.execution_strategy.thread = 3
+
+
+def test_a_strategy_is_empty_until_something_is_set_in_it_even_a_default() -> None:
+    assert DistributedStrategy().is_empty()
+    assert copy.deepcopy(DistributedStrategy()).is_empty()
+    assert not DistributedStrategy(amp=False).is_empty()
+    assert not DistributedStrategy(fuse_all_reduce_ops=True).is_empty()
+    assert not DistributedStrategy(name="mine").is_empty()
+    assert not DistributedStrategy.from_profile("single_node").is_empty()
 
 
 def test_a_field_of_a_later_paddle_is_refused_by_its_name(stock: Callable[[], Any]) -> None:

@@ -15,6 +15,7 @@ _DYNAMIC = (
 )
 _MODEL_PARALLEL = "splits the model; only data parallelism is supported, every rank holds the whole model"
 _SLOTS = "reads the slot files of parameter-server jobs; read data with paddle.io.DataLoader, or fleet_train.data"
+_COMPAT = "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
 _CHECKPOINTS = (
     "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, folder) on "
     "all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
@@ -48,7 +49,6 @@ ABSENT: dict[str, str] = {
     "auto": "belongs to automatic parallelism, which is out of scope here; choose a profile instead",
     "base": "is Paddle's own package; use: from fleet_train import role_maker",
     "utils": "is Paddle's own package: for recompute set recompute_segments, for file systems use pathlib",
-    "metrics": "is Paddle's own package; reduce counts with fleet.all_reduce(array, 'sum') and divide after it",
     "runtime": "is Paddle's own package, for parameter servers",
     "proto": "is Paddle's own package; fleet_train.DistributedStrategy has the fields of its strategy",
     "dataset": _SLOTS,
@@ -56,10 +56,10 @@ ABSENT: dict[str, str] = {
     "BoxPSDataset": _SLOTS,
     "DatasetBase": _SLOTS,
     "FileInstantDataset": _SLOTS,
-    "InMemoryDataset": _SLOTS,
-    "QueueDataset": _SLOTS,
-    "MultiSlotDataGenerator": _SLOTS,
-    "MultiSlotStringDataGenerator": _SLOTS,
+    "InMemoryDataset": _COMPAT,
+    "QueueDataset": _COMPAT,
+    "MultiSlotDataGenerator": _COMPAT,
+    "MultiSlotStringDataGenerator": _COMPAT,
     "launch": "is a command: python -m fleet_train launch --help",
     "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
     "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",

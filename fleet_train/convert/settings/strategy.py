@@ -18,7 +18,8 @@ from fleet_train.profile.stock.fields import STOCK_FIELDS
 from fleet_train.profile.stock.objects import asked_of_stock
 from fleet_train.profile.stock.settle import settle
 
-_PARTS = ("build_strategy", "exec_strategy")
+_PARTS = {"build_strategy": "build_strategy", "exec_strategy": "exec_strategy", "execution_strategy": "exec_strategy"}
+"""Names of the strategy's parts; Fleet 1.8 called the last one ``exec_strategy``, 2.x ``execution_strategy``."""
 _INHERITED = {path.partition(".")[2] for path in STOCK_FIELDS if path.startswith("build_strategy.")}
 _EXECUTION = {path.partition(".")[2] for path in STOCK_FIELDS if path.startswith("exec_strategy.")}
 _EXECUTION_KNOBS = frozenset({"num_threads", "num_iteration_per_drop_scope"})
@@ -122,6 +123,10 @@ class DistributedStrategy:
             raise ProfileError("\n".join(problems))
         return strategy
 
+    def is_empty(self) -> bool:
+        """Whether nothing was set in it, not even to a default."""
+        return not self._accepted and not self._settings and self._base == Profile(name="strategy")
+
     def to_profile(self) -> Profile:
         """The settings as one checked profile. Raises ProfileError for contradictory settings."""
         if problems := [*self._without_switch(), *self._overruled()]:
@@ -189,7 +194,7 @@ class DistributedStrategy:
 
     def __getattr__(self, name: str) -> Any:
         if name in _PARTS:
-            return _Part(self, name)
+            return _Part(self, _PARTS[name])
         if name.startswith("__") or name not in _TOP | _INHERITED:
             raise UnknownAttribute(
                 f"DistributedStrategy.{name}: unknown attribute{suggestion(name, _TOP | _INHERITED)}"
@@ -198,7 +203,7 @@ class DistributedStrategy:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS or (name.endswith("_configs") and name in _TOP):
-            for leaf, given in _members(name, value):
+            for leaf, given in _members(_PARTS.get(name, name), value):
                 self._take(leaf, given)
         elif name in _TOP:
             self._take(name, value)

@@ -9,20 +9,20 @@ import libcst as cst
 from fleet_train.port.rewriting import fetches
 from fleet_train.port.rewriting.calls import dotted, source
 from fleet_train.port.rewriting.facts import is_block, parameter_arguments
+from fleet_train.port.rewriting.heads import HEADS, brings
+from fleet_train.port.rewriting.names import means_only
 from fleet_train.port.rewriting.special import keyword
 from fleet_train.port.rewriting.transformer import Transformer
 
 _BY_HAND = {
     "all_parameters": "program.global_block().all_parameters()",
-    "train_from_dataset": "a loop of exe.run over paddle.io.DataLoader",
-    "infer_from_dataset": "a loop of exe.run over paddle.io.DataLoader",
-    "decorate_paddle_reader": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
-    "decorate_sample_list_generator": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
-    "decorate_batch_generator": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
-    "decorate_tensor_provider": "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False)",
+    "train_from_dataset": "compat.train_from_dataset(exe, program, dataset, ...), if this is an executor",
+    "infer_from_dataset": "compat.infer_from_dataset(exe, program, dataset, ...), if this is an executor",
     "_global_learning_rate": "optimizer.get_lr(), a number to print",
     "with_data_parallel": "delete it: the program itself runs, one process per device",
 }
+_FROM_DATASET = ("train_from_dataset", "infer_from_dataset")
+_DATASET_ARGUMENTS = set("program dataset scope thread debug fetch_list fetch_info print_period fetch_handler".split())
 _CLONE = "compat.clone_for_test(program) for a program for testing, program.clone() for one for training"
 _BY_NAME = "the parameter itself: [p for p in program.global_block().all_parameters() if p.name in names]"
 # What is a program, of all that has a method `clone` and may be given True.
@@ -49,6 +49,12 @@ def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
         return updated.func.value if isinstance(updated.func, cst.Attribute) else updated
     if method == "all_parameters" and source(function.value).endswith("global_block()"):
         return updated
+    if method in _FROM_DATASET:
+        meaning = script.meaning_of(function)
+        if meaning is not None and meaning.name.startswith("fleet_train."):
+            return updated
+        if (call := _from_dataset(script, original, updated)) is not None:
+            return call
     if method in _BY_HAND:
         script.mark(original, f"{source(function.value).strip()}.{method}", _BY_HAND[method])
     elif method == "clone":
@@ -62,6 +68,22 @@ def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
     ):
         return fetches.appended_without_name(updated)
     return updated
+
+
+def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call | None:
+    """``exe.train_from_dataset(...)`` as ``compat``'s function of the executor; None if it may be another object's."""
+    named = {one.keyword.value for one in original.args if one.keyword is not None}
+    if any(one.star for one in original.args) or not named <= _DATASET_ARGUMENTS:
+        return None
+    if "dataset" not in named and len(original.args) - len(named) < 2:
+        return None
+    if not means_only("compat", HEADS["compat"], original, script.scope_of, brings("compat")):
+        return None
+    script.needed.add("compat")
+    function = cst.ensure_type(updated.func, cst.Attribute)
+    executor = cst.Arg(function.value, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    call = updated.with_changes(func=dotted(f"compat.{function.attr.value}"), args=[executor, *updated.args])
+    return _fetching(script, original, call, keyword(original, "fetch_list"), shift=1)
 
 
 def without_array(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -117,12 +139,17 @@ def _third(call: cst.Call) -> cst.Arg | None:
 
 
 def _run(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
-    argument = keyword(original, "fetch_list") or _third(original)
-    if argument is None:
+    return _fetching(script, original, updated, keyword(original, "fetch_list") or _third(original))
+
+
+def _fetching(
+    script: Transformer, original: cst.Call, updated: cst.Call, fetched: cst.Arg | None, shift: int = 0
+) -> cst.Call:
+    if fetched is None:
         return updated
-    for text in fetches.texts_in(argument.value):
+    for text in fetches.texts_in(fetched.value):
         script.mark(original, f"fetching {text}", "fetch the Python variable: values have no names today")
-    return _without_names(original, updated, [argument])
+    return _without_names(original, updated, [fetched], shift)
 
 
 def with_parameters(script: Transformer, original: cst.Call, updated: cst.Call, name: str) -> cst.Call:
@@ -139,13 +166,13 @@ def mark_parameters(script: Transformer, node: cst.CSTNode, value: cst.BaseExpre
         script.mark(node, f"the parameter {text}", _BY_NAME)
 
 
-def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg]) -> cst.Call:
-    return updated.with_changes(
-        args=[
-            one.with_changes(value=fetches.without_names(one.value)) if old in arguments else one
-            for old, one in zip(original.args, updated.args, strict=True)
-        ]
-    )
+def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg], shift: int = 0) -> cst.Call:
+    """The call with values instead of names in these arguments; ``updated`` has ``shift`` more arguments in front."""
+    kept = [
+        one.with_changes(value=fetches.without_names(one.value)) if old in arguments else one
+        for old, one in zip(original.args, updated.args[shift:], strict=True)
+    ]
+    return updated.with_changes(args=[*updated.args[:shift], *kept])
 
 
 def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:

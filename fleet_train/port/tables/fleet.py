@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fleet_train.port.tables.programs import DATASETS, GENERATORS
 from fleet_train.port.tables.rules import Rule, To, Todo
 
 _SERVERS = "delete it: parameter servers are not supported; collective training has workers only"
@@ -34,6 +35,9 @@ FACADE: dict[str, Rule] = {
         for name in ("distributed_model", "distributed_scaler")
     },
     "PaddleCloudRoleMaker": To("role_maker.PaddleCloudRoleMaker"),
+    **{f"metrics.{name}": To(f"fleet.metrics.{name}") for name in "sum max min auc mae mse rmse acc".split()},
+    **{name: To(f"compat.{name}") for name in DATASETS},
+    **{name: To(f"compat.{name}") for name in GENERATORS},
     "save_check_point": Todo("fleet.save_persistables(exe, dirname) and a file of your own for the epoch"),
     "load_check_point": Todo("fleet.load_persistables(exe, dirname) and a file of your own for the epoch"),
     "save": Todo("fleet.save_persistables(exe, dirname) or fleet.save_inference_model(exe, dirname, feeds, targets)"),

@@ -7,7 +7,7 @@ import re
 from fleet_train.port.tables.fleet import FACADE, ROLE_MAKERS, SAVING
 from fleet_train.port.tables.layers import LAYERS, NETS
 from fleet_train.port.tables.learning import ATTRIBUTES, CLIPS, INITIALIZERS, OPTIMIZERS, REGULARIZERS
-from fleet_train.port.tables.programs import PROGRAMS, STATIC
+from fleet_train.port.tables.programs import DATASETS, PROGRAMS, STATIC
 from fleet_train.port.tables.rules import Rule, To, Todo
 
 FLUID = "paddle.fluid."
@@ -27,8 +27,7 @@ _RULES: dict[str, Rule] = {
     FLEET.rstrip("."): To("fleet"),
     f"{FLEET}base.role_maker": To("role_maker"),
     "paddle.fluid.incubate.fleet.parameter_server": Todo("collective training: parameter servers are not supported"),
-    "paddle.distributed.QueueDataset": Todo("paddle.io.DataLoader; train_from_dataset is for parameter servers"),
-    "paddle.distributed.InMemoryDataset": Todo("paddle.io.DataLoader; train_from_dataset is for parameter servers"),
+    **{f"paddle.distributed.{name}": To(f"compat.{name}") for name in DATASETS[:2]},
     "fleetx": Todo(
         "the network from paddle.vision.models or paddle.nn and data from paddle.io.DataLoader, or "
         "`python -m fleet_train train --model ResNet50`"
@@ -52,7 +51,8 @@ _HOMES = (
     (r"paddle\.distributed\.fleet\.base\.(distributed_strategy|fleet_base)\.", FLEET),
     (r"paddle\.fleet(?=\.|$)", "paddle.distributed.fleet"),
     (rf"paddle\.fluid\.layers\.({_LAYER_MODULES})\.", f"{FLUID}layers."),
-    (r"paddle\.fluid\.(executor|framework|compiler|param_attr|data_feeder|backward)\.", FLUID),
+    (r"paddle\.fluid\.(executor|framework|compiler|param_attr|data_feeder|backward|dataset)\.", FLUID),
+    (r"paddle\.distributed\.fleet\.metrics\.metric(?=\.|$)", f"{FLEET}metrics"),
     (r"paddle\.fluid\.core\.(?=(CPU|CUDA|CUDAPinned)Place)", FLUID),
     (r"(paddle\.fluid\.optimizer\.\w+?)Optimizer(?=\.|$)", r"\1"),
     (r"(paddle\.fluid\.initializer\.\w+?)Initializer(?=\.|$)", r"\1"),
@@ -117,7 +117,7 @@ def rows() -> dict[str, Rule]:
 _PREFIXES = {".".join(name.split(".")[:count]) + "." for name in _RULES for count in range(1, name.count(".") + 1)}
 _HOME = re.compile(
     r"paddle\.fluid\.((incubate|incubate\.fleet|incubate\.fleet\.collective|incubate\.fleet\.base|executor|framework|"
-    rf"compiler|param_attr|data_feeder|backward|core|layers\.({_LAYER_MODULES}))\.)$"
+    rf"compiler|param_attr|data_feeder|backward|dataset|core|layers\.({_LAYER_MODULES}))\.)$"
 )
 _PACKAGES = {
     "fleetx",

@@ -218,9 +218,9 @@ LAYERS: dict[str, Rule] = {
         for name in ("Switch", "While", "IfElse", "StaticRNN", "DynamicRNN")
     },
     # Readers
-    "py_reader": Todo(_LOADER),
-    "create_py_reader_by_data": Todo(_LOADER),
-    "read_file": Todo(_LOADER),
+    "py_reader": To("compat.py_reader"),
+    "create_py_reader_by_data": To("compat.create_py_reader_by_data"),
+    "read_file": To("compat.read_file"),
     "double_buffer": Todo(_LOADER),
     # Learning rates
     **{name: Todo(_SCHEDULER.format(text)) for name, text in _DECAYS.items()},

@@ -8,6 +8,8 @@ from fleet_train.port.tables.rules import Rule, To, Todo
 
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
 _DYNAMIC = "fleet_train converts static programs; dynamic mode is not supported"
+DATASETS = ("QueueDataset", "InMemoryDataset", "DatasetFactory")
+GENERATORS = ("MultiSlotDataGenerator", "MultiSlotStringDataGenerator")
 _STATE = "paddle.static.save(program, prefix) / paddle.static.load(program, prefix)"
 
 PROGRAMS: dict[str, Rule] = {
@@ -37,7 +39,7 @@ PROGRAMS: dict[str, Rule] = {
     "core.is_compiled_with_cuda": To("paddle.is_compiled_with_cuda"),
     "core.get_cuda_device_count": To("paddle.device.cuda.device_count"),
     "core.Scope": To("paddle.base.core.Scope", ""),
-    "core.EOFException": Todo("a DataLoader ends its loop by itself: no exception is raised"),
+    "core.EOFException": To("paddle.base.core.EOFException"),
     "require_version": To(
         "paddle.utils.require_version",
         "min_version / max_version-None",
@@ -56,6 +58,8 @@ PROGRAMS: dict[str, Rule] = {
         hand="clip the indices, then paddle.nn.functional.one_hot(x, num_classes)",
     ),
     "DataFeeder": To("compat.DataFeeder"),
+    **{name: To(f"compat.{name}") for name in DATASETS},
+    **{f"incubate.data_generator.{name}": To(f"compat.{name}") for name in GENERATORS},
     "CompiledProgram": Todo("the program itself; its build and execution settings belong to DistributedStrategy"),
     "BuildStrategy": To("paddle.static.BuildStrategy"),
     "ExecutionStrategy": Todo(
@@ -78,7 +82,7 @@ PROGRAMS: dict[str, Rule] = {
     "transpiler": Todo("fleet.distributed_optimizer"),
     "io.DataLoader": Todo(_LOADER),
     "io.DataLoader.from_generator": To("compat.from_generator"),
-    "io.PyReader": Todo(_LOADER),
+    "io.PyReader": To("compat.from_generator"),
     "io.batch": To("paddle.batch", "reader batch_size drop_last"),
     "io.save": To("paddle.static.save", "program model_path"),
     "save": To("paddle.static.save", "program model_path"),

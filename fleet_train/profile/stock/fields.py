@@ -41,6 +41,8 @@ _TO_KNOBS = {
     "recompute_configs.checkpoints": "recompute_checkpoints",
     "build_strategy.sync_batch_norm": "sync_batch_norm",
     "fuse_grad_size_in_num": "fuse_parameter_groups_size",
+    "fuse_grad_size_in_TFLOPS": "fuse_parameter_groups_size",
+    "_fuse_grad_size_in_TFLOPS": "fuse_parameter_groups_size",
     "localsgd": "use_local_sgd",
     "localsgd_configs.k_steps": "local_sgd_steps",
     "localsgd_configs.begin_step": "local_sgd_is_warm_steps",
@@ -60,6 +62,13 @@ _RECOMPUTED = Switch(
     "; recompute_configs.checkpoints names parameters to split at; without any, nothing is recomputed, as in Fleet",
     yields=True,
 )
+
+_NO_LIMIT = {
+    "fuse_grad_size_in_MB": Switch(
+        0, (("fuse_grad_size_in_MB", 4096),), "; Fleet's 0 is no limit by size, fuse_parameter_groups_size is the limit"
+    ),
+}
+"""Values that a knob does not have under its own name."""
 
 _SWITCHES = {
     "recompute": _RECOMPUTED,
@@ -172,8 +181,6 @@ _REFUSED = {
     "heter_ccl_mode": "joins different kinds of devices in one job, which is not supported; leave it off",
     "mode": "only the collective mode is supported; leave it out",
     "collective_mode": "allowed: grad_allreduce or local_sgd",
-    "fuse_grad_size_in_TFLOPS": "nothing in Paddle's static path reads it; use fuse_grad_size_in_MB",
-    "_fuse_grad_size_in_TFLOPS": "nothing in Paddle's static path reads it; use fuse_grad_size_in_MB",
     "calc_comm_same_stream": "would keep communication from overlapping the backward pass; leave it off",
     "_calc_comm_same_stream": "would keep communication from overlapping the backward pass; leave it off",
     "without_graph_optimization": "the old graph passes do not run on PIR programs; leave it at True",
@@ -256,7 +263,15 @@ def _last(value: Any) -> Any:
     return float(f"{last:.7g}") if isinstance(last, float) else last
 
 
+def _count(value: Any) -> Any:
+    """Fleet writes ``int(fuse_grad_size_in_TFLOPS)`` into FLAGS_fuse_parameter_groups_size."""
+    return int(value) if isinstance(value, float) else value
+
+
+_COUNTED = (_count, ", the number of gradients, because Fleet sets FLAGS_fuse_parameter_groups_size with it")
 _READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "fuse_grad_size_in_TFLOPS": _COUNTED,
+    "_fuse_grad_size_in_TFLOPS": _COUNTED,
     "dgc_configs.sparsity": (_last, "; the last one counts; the stages before it are those of the paper"),
     "amp_configs.decr_ratio": (_last, ""),
     "amp_configs.incr_ratio": (_last, ""),
@@ -277,4 +292,4 @@ def _row(path: str) -> StockField:
 _SAME_NAME = [name for name in KNOBS if name not in FLAG_KNOBS and name not in DESCRIPTIVE]
 STOCK_FIELDS: dict[str, StockField] = {
     path: _row(path) for path in sorted({*_REFUSED, *_MAPPED, *_SILENT, *_SWITCHES, *_TO_KNOBS})
-} | {name: StockField(name, knob=name) for name in _SAME_NAME}
+} | {name: StockField(name, knob=name, switch=_NO_LIMIT.get(name)) for name in _SAME_NAME}

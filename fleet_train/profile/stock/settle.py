@@ -29,14 +29,14 @@ def settle(path: str, value: Any) -> Outcome:
     row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
     if row is None:
         return Outcome(problem=f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
-    if row.knob:
-        read = row.reading(value) if row.reading and value is not None else value
-        return Outcome() if _is_one_of(read, row.silent) else _to_knob(row, value, read)
     if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
         sentence = f"{path}: {shown(value)} is mapped: {row.switch.words}"
         if row.switch.yields:
             return Outcome(fallback=row.switch.settings, sentence=sentence)
         return Outcome(row.switch.settings, sentence=sentence)
+    if row.knob:
+        read = row.reading(value) if row.reading and value is not None else value
+        return Outcome() if _is_one_of(read, row.silent) else _to_knob(row, value, read)
     if _is_one_of(value, row.mapped):
         return Outcome(sentence=f"{path}: {shown(value)} is mapped: {row.mapping}")
     # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.

@@ -71,6 +71,63 @@ def clones():
 
 shared = paddle.ParamAttr(learning_rate=0.5)
 compat.conv2d(image, 2, 3, param_attr=shared)
+exe = paddle.static.Executor(paddle.CPUPlace())
+own = paddle.static.Program()
+with paddle.static.program_guard(own, paddle.static.Program()):
+    value = paddle.static.data("inside", [None, 2])
+    total = paddle.sum(value)
+    inside = compat.from_generator([value], capacity=2, iterable=False)
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
+def fetched_until_the_end():
+    found = []
+    for _ in range(2):
+        inside.reset()
+        inside.decorate_batch_generator(lambda: (np.full((1, 2), number, "float32") for number in range(5)))
+        inside.start()
+        try:
+            while True:
+                found.append(exe.run(own, fetch_list=[total])[0].item())
+        except paddle.base.core.EOFException:
+            pass
+    return found
+
+
+def failed():
+    inside.reset()
+    inside.set_batch_generator(lambda: (1 // 0 for _ in range(2))).start()
+    error = raised(lambda: exe.run(own, fetch_list=[total]))
+    inside.reset()
+    return error
+
+
+def dataset(path, command="cat"):
+    made = compat.QueueDataset()
+    made.init(batch_size=2, thread_num=2, use_var=[one, two], pipe_command=command, fs_name="")
+    made.set_filelist([path])
+    return made
+
+
+def rows(text, command="cat"):
+    open("rows.txt", "w").write(text)
+    return [{name: array.tolist() for name, array in feed.items()} for feed in dataset("rows.txt", command).batches()]
+
+
+def abandoned():
+    batches = dataset("rows.txt", "yes '2 1 2 1 3'").batches()
+    first = next(batches)
+    batches.close()
+    return first["one"].tolist()
+
+
+one, two = paddle.static.data("one", [None, 2]), paddle.static.data("two", [None, 1], "int64")
 loader = compat.from_generator(feed_list=[x, label], capacity=4)
 fed = feeder.feed([([1, 2, 3, 4], 5), (np.ones((2, 2)), [6])])
 print(json.dumps({
@@ -86,7 +143,31 @@ print(json.dumps({
     "implementation": refusal(lambda: compat.dropout(x, 0.5, dropout_implementation="both")),
     "pool": refusal(lambda: compat.pool2d(image, 2, "median")),
     "transpose": refusal(lambda: compat.conv2d_transpose(image, 4, output_size=16)),
-    "inside": refusal(lambda: compat.from_generator([x], iterable=False)),
+    "outside": refusal(lambda: exe.run(own, fetch_list=[total])),
+    "twice": refusal(lambda: (inside.set_batch_generator(lambda: []).start(), inside.start())),
+    "fed by hand": exe.run(own, feed={"inside": np.ones((1, 2), "float32")}, fetch_list=[total])[0].item(),
+    "fed inside": fetched_until_the_end(),
+    "after the end": type(raised(lambda: exe.run(own, fetch_list=[total]))).__name__,
+    "failed": str(failed()),
+    "levels": refusal(lambda: compat.py_reader(2, [[-1, 1]], ["int64"], lod_levels=[1])),
+    "one input": isinstance(compat.read_file(compat.py_reader(2, [[-1, 1]], ["int64"])), paddle.pir.Value),
+    "line": refusal(lambda: rows("2 1 2 1\\n")),
+    "words": refusal(lambda: rows("2 1 2 1 3 4\\n")),
+    "letters": refusal(lambda: rows("2 1 a 1 3\\n")),
+    "exit code": refusal(lambda: rows("", "cat; exit 3")),
+    "no file": refusal(lambda: list(dataset("nowhere.txt").batches())),
+    "rows": rows("2 1 2 1 3\\n2 3 4 1 5\\n2 5 6 1 7\\n", "head -n 2"),
+    "abandoned": abandoned(),
+    "hdfs": refusal(lambda: compat.QueueDataset().set_hdfs_config("hdfs://a", "b")),
+    "setting": refusal(lambda: compat.InMemoryDataset().init(parse_ins_id=True)),
+    "no setting": refusal(lambda: compat.InMemoryDataset().init(shuffle=True)),
+    "shuffled": refusal(lambda: compat.QueueDataset().local_shuffle()),
+    "unloaded": refusal(lambda: compat.InMemoryDataset().local_shuffle()),
+    "kind": refusal(lambda: compat.DatasetFactory().create_dataset("Dataset")),
+    "stock dataset": refusal(lambda: compat.train_from_dataset(exe, None, paddle.distributed.QueueDataset())),
+    "period": refusal(lambda: compat.train_from_dataset(exe, own, dataset("rows.txt"), print_period=0)),
+    "infos": refusal(lambda: compat.train_from_dataset(exe, own, dataset("rows.txt"), fetch_info=["loss"])),
+    "handler": refusal(lambda: compat.infer_from_dataset(exe, None, compat.QueueDataset(), fetch_handler=print)),
     "list": refusal(lambda: compat.from_generator([x], return_list=True)),
     "unset": refusal(lambda: iter(compat.from_generator([x]))),
     "arrays": refusal(lambda: list(compat.from_generator([x, label]).set_batch_generator(lambda: [(1,)]))),
@@ -108,9 +189,17 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Any]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(python("-c", _CASES), env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        python("-c", _CASES),
+        cwd=tmp_path_factory.mktemp("cases"),
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -123,7 +212,25 @@ def outcomes() -> dict[str, Any]:
         ("lod", "lod_level=1: pad the sequences"),
         ("names", "give the input variables instead of their names ['x']"),
         ("entries", "a sample has 1 entries for 2 inputs"),
-        ("inside", "iterable=False fed the program internally"),
+        ("outside", "exe.run: inside come from a loader: call its start() before"),
+        ("twice", "the loader was started twice: call its reset()"),
+        ("failed", "integer division or modulo by zero"),
+        ("levels", "lod_levels=[1]: pad the sequences"),
+        ("line", "rows.txt:1: not 2 slots of `count value ...` (float32, int64)"),
+        ("words", "rows.txt:1: not 2 slots"),
+        ("letters", "rows.txt:1: not 2 slots"),
+        ("exit code", "rows.txt: pipe_command 'cat; exit 3' ended with exit code 3"),
+        ("no file", "nowhere.txt: No such file or directory"),
+        ("hdfs", "fs_name='hdfs://a': files are read from local or mounted folders"),
+        ("setting", "InMemoryDataset: parse_ins_id=True: lines have no identifiers here"),
+        ("no setting", "InMemoryDataset: unknown setting shuffle=True"),
+        ("shuffled", "QueueDataset.local_shuffle: use an InMemoryDataset"),
+        ("unloaded", "call load_into_memory() first"),
+        ("kind", "create_dataset('Dataset'): use one of QueueDataset, InMemoryDataset"),
+        ("stock dataset", "give a compat.QueueDataset or a compat.InMemoryDataset"),
+        ("period", "a period of at least 1 batch"),
+        ("infos", "fetch_info=['loss'] and print_period=100: give a name for each of the 0 values"),
+        ("handler", "infer_from_dataset: fetch_handler is not supported"),
         ("list", "return_list=True is for dynamic mode"),
         ("unset", "set a generator first"),
         ("arrays", "a batch has 1 arrays for 2 inputs"),
@@ -168,6 +275,18 @@ def test_feeder_gives_each_input_its_shape_and_dtype(outcomes: dict[str, Any]) -
 def test_shapes_that_are_open_or_without_parameters_are_kept(outcomes: dict[str, Any]) -> None:
     assert outcomes["group_norm"] == [-1, 3, 8, 8]
     assert outcomes["open"] == [-1, 3]
+
+
+def test_a_loader_inside_feeds_what_is_not_fed_by_hand_until_its_end(outcomes: dict[str, Any]) -> None:
+    assert outcomes["fed by hand"] == 2.0
+    assert outcomes["fed inside"] == [0.0, 2.0, 4.0, 6.0, 8.0] * 2
+    assert outcomes["after the end"] == "EOFException"
+    assert outcomes["one input"]
+
+
+def test_dataset_makes_batches_of_lines(outcomes: dict[str, Any]) -> None:
+    assert outcomes["rows"] == [{"one": [[1.0, 2.0], [3.0, 4.0]], "two": [[3], [5]]}]
+    assert outcomes["abandoned"] == [[1.0, 2.0]] * 2, "a command that writes forever ends with its reader"
 
 
 def test_loader_yields_a_list_with_one_feed_for_each_batch(outcomes: dict[str, Any]) -> None:

@@ -172,13 +172,13 @@ def test_a_marked_line_keeps_its_import_and_the_others_go() -> None:
     text = """\
         import paddle.fluid as fluid
         import paddle.fluid.layers as L
-        reader = fluid.layers.py_reader(16)
+        reader = fluid.layers.double_buffer(reader)
         y = L.relu(x)
     """
     lines = new(text).splitlines()
     assert lines[1:3] == ["import paddle.fluid as fluid", "import paddle"]
-    assert lines[3].startswith("# TODO(fleet_train): fluid.layers.py_reader -> paddle.io.DataLoader")
-    assert lines[4:] == ["reader = fluid.layers.py_reader(16)", "y = paddle.nn.functional.relu(x)"]
+    assert lines[3].startswith("# TODO(fleet_train): fluid.layers.double_buffer -> paddle.io.DataLoader")
+    assert lines[4:] == ["reader = fluid.layers.double_buffer(reader)", "y = paddle.nn.functional.relu(x)"]
 
 
 def test_marks_are_at_the_lines_of_the_ported_script() -> None:
@@ -486,7 +486,8 @@ def test_fleet_of_2_x_is_ours_by_the_same_names() -> None:
     [
         "test = main.clone(for_test=testing)",
         "main.all_parameters()",
-        "exe.train_from_dataset(main, dataset)",
+        "exe.train_from_dataset(**options)",
+        "tokenizer.train_from_dataset(path=path)",
         "opt.minimize(loss, grad_clip=clip)",
         "compiled.with_data_parallel(loss_name=name)",
     ],
@@ -496,11 +497,45 @@ def test_removed_methods_are_marked(line: str) -> None:
     assert whats(line + "\n") == [], "a script without Paddle is not looked at"
 
 
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("exe.train_from_dataset(main, dataset)", "compat.train_from_dataset(exe, main, dataset)"),
+        (
+            "self._exe.infer_from_dataset(dataset=d, fetch_list=[loss.name])",
+            "compat.infer_from_dataset(self._exe, dataset=d, fetch_list=[loss])",
+        ),
+    ],
+)
+def test_training_from_a_dataset_is_handed_to_compat(old: str, now: str) -> None:
+    once = ported(f"import paddle\n{old}\n")
+    assert sorted(once.new.decode().splitlines()) == sorted(["import paddle", "from fleet_train import compat", now])
+    assert once.marks == ()
+    assert not port(once.new, "train.py").changed
+
+
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("from paddle.distributed.fleet import metrics", "metrics.auc"),
+        ("import paddle.distributed.fleet.metrics.metric as m", "m.auc"),
+        ("import paddle.distributed.fleet as fleet", "fleet.metrics.auc"),
+    ],
+)
+def test_metrics_of_fleet_are_ours(imported: str, used: str) -> None:
+    text = f"{imported}\nvalue = {used}(positive, negative)\n"
+    assert new(text) == "from fleet_train import fleet\nvalue = fleet.metrics.auc(positive, negative)\n"
+
+
+def test_training_from_a_dataset_is_marked_where_compat_is_another_thing() -> None:
+    assert len(whats("import paddle\nimport compat\nexe.train_from_dataset(main, dataset)\n")) == 1
+
+
 def test_a_second_run_changes_nothing() -> None:
     text = f"""{FLEET}
 place = fluid.CUDAPlace(0)
 fleet.init(role)
-reader = fluid.layers.py_reader(16)
+reader = fluid.layers.double_buffer(reader)
 test = fluid.default_main_program().clone(for_test=True)
 (loss,) = exe.run(feed=f, fetch_list=[loss.name])
 print(loss[0])
@@ -525,7 +560,7 @@ def test_marks_are_placed_above_any_kind_of_statement() -> None:
         else: fluid.layers.While(3)
         try:
             pass
-        except fluid.core.EOFException:
+        except fluid.layers.Stop:
             pass
         @fluid.dygraph.no_grad
         def f(x=fluid.layers.split): return [fluid.layers.While(i) for i in x]
@@ -540,7 +575,7 @@ def test_marks_are_placed_above_any_kind_of_statement() -> None:
         "fluid.layers.While",
         "fluid.layers.While",
         "fluid.layers.While",
-        "fluid.core.EOFException",
+        "fluid.layers.Stop",
         "fluid.dygraph.no_grad",
         "fluid.layers.split",
         "fluid.layers.While",
@@ -557,7 +592,7 @@ def test_an_import_inside_a_function_goes_with_its_last_use() -> None:
 
 
 def test_a_todo_line_on_the_first_statement_is_not_repeated() -> None:
-    once = ported("# mine\n\nimport paddle.fluid as fluid\nfluid.layers.py_reader()\n")
+    once = ported("# mine\n\nimport paddle.fluid as fluid\nfluid.layers.double_buffer()\n")
     assert not port(once.new, "train.py").changed
 
 
