@@ -123,4 +123,5 @@ _PACKAGES = {
     "fleetx",
     *(f"{FLUID}{name}" for name in ("contrib", "dygraph", "metrics", "profiler", "transpiler")),
     f"{FLUID}incubate.fleet.parameter_server",
+    f"{FLUID}incubate.fleet.utils.fleet_util",
 }

@@ -59,6 +59,7 @@ PROGRAMS: dict[str, Rule] = {
     ),
     "DataFeeder": To("compat.DataFeeder"),
     **{name: To(f"compat.{name}") for name in DATASETS},
+    "incubate.fleet.utils.fleet_util": Todo("fleet.metrics: auc, acc, mae, mse, rmse, sum, max, min of all ranks"),
     **{f"incubate.data_generator.{name}": To(f"compat.{name}") for name in GENERATORS},
     "CompiledProgram": Todo("the program itself; its build and execution settings belong to DistributedStrategy"),
     "BuildStrategy": To("paddle.static.BuildStrategy"),
