@@ -21,7 +21,8 @@ from tests.support.processes import ROOT, Ended, Job, clean_environ, python
 from tests.support.ranks import stock_environs
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.long]  # a whole selftest takes a minute, and more on a busy machine
+# A whole selftest takes two minutes, and many more on a busy machine.
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 FAULTS = ("a rank skips a collective", "a rank is stopped", "a rank is killed")
 
 
@@ -48,14 +49,14 @@ def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) ->
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A whole selftest of two ranks: its folder, what it printed as JSON, and its lines."""
+    """A whole selftest of two ranks, as users type it: its folder, what it printed as JSON, and its lines."""
     folder = tmp_path_factory.mktemp("selftest")
     # stdout and stderr apart, as a script that reads the JSON has them
     script = folder / "run.sh"
     script.write_text('"$@" > printed.json\n')
     with Job(folder) as job:
-        job.start("selftest", ["sh", str(script), *selftest("--quick", "--json")], clean_environ())
-        (ended,) = job.wait(timeout_seconds=280)
+        job.start("selftest", ["sh", str(script), *selftest("--json")], clean_environ())
+        (ended,) = job.wait(timeout_seconds=500)
         assert ended.exit_code == 0, ended.output
         assert job.orphans() == []
     return folder, json.loads((folder / "printed.json").read_text()), ended.output
@@ -81,16 +82,25 @@ def test_figures_say_what_was_done(whole: tuple[Path, dict[str, Any], str]) -> N
     for kind in KINDS:
         assert {*figures[kind]["dtypes"], *figures[kind]["unsupported"]} == dtypes
     assert figures["all_reduce sum"]["unsupported"] == ["float16"]
-    assert all(figures[f"profile {name}"]["steps"] == 20 for name in profile_names())
+    assert all(figures[f"profile {name}"]["steps"] == 50 for name in profile_names())
+    for name in profile_names():
+        profile = figures[f"profile {name}"]
+        assert profile["difference"] < profile["tolerance"] / 4, name
     assert figures["profile multi_node"]["buckets"] > 2
-    assert figures["profile diloco"]["changed"] == {"local_sgd_is_warm_steps": 2, "local_sgd_steps": 5}
+    assert figures["profile diloco"]["changed"] == {"local_sgd_is_warm_steps": 2, "local_sgd_steps": 12}
     overlap = figures["overlap"]
     assert set(overlap["milliseconds"]) == set(TURNS)
-    assert all(len(times) == 3 and min(times) > 0 for times in overlap["rounds_seconds"].values())
+    assert all(len(times) == 9 and min(times) > 0 for times in overlap["rounds_seconds"].values())
     for fault in FAULTS:
         assert figures[fault]["exit_codes"] == {"0": WorkerFailed.exit_code}
         assert 0 <= figures[fault]["seconds"]["0"] < figures[fault]["bound_seconds"] == 14
     assert figures["a rank is stopped"]["seconds"]["0"] > 2  # it was waited for
+
+
+def test_quick(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--quick", "--skip", "faults")
+    assert ended.exit_code == 0, ended.output
+    assert ended.output.count(": 20 steps, ") == len(profile_names())
 
 
 def test_the_record_is_what_was_printed_and_names_no_machine(whole: tuple[Path, dict[str, Any], str]) -> None:
@@ -135,6 +145,7 @@ def test_wrong_communication_fails_and_is_named(tmp_path: Path, sabotage: str, g
     assert ended.exit_code == 1, ended.output
     assert re.search(told, ended.output), ended.output
     assert "\nFAILED: " in ended.output
+    assert "ok    profile" not in ended.output  # also of those that round
 
 
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, hears_ctrl_c: None) -> None:

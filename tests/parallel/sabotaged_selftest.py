@@ -32,6 +32,7 @@ def spoil_averages() -> None:
     import paddle
 
     from fleet_train.collectives.methods.allreduce import FlatAllreduce
+    from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce
     from fleet_train.selftest.subjects import profiles
 
     real = FlatAllreduce.sum
@@ -48,7 +49,12 @@ def spoil_averages() -> None:
         return sums
 
     FlatAllreduce.sum = total  # type: ignore[method-assign]
-    profiles.profile_names = lambda: ["single_node"]  # type: ignore[attr-defined]
+    names = ["single_node"]
+    if KIND == "every average":
+        real_added = QuantisedAllreduce.sum_added
+        QuantisedAllreduce.sum_added = lambda one, factor, more=False: real_added(one, 1.01 * factor, more)  # type: ignore[method-assign]
+        names += ["amp_bf16", "bf16_compression", "diloco", "ethernet_1g", "int4_compression", "powersgd"]
+    profiles.profile_names = lambda: names  # type: ignore[attr-defined]
 
 
 if IS_SUBJECT and KIND == "one value":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 from typing import Any
 
 from fleet_train.cluster import Cluster
@@ -64,7 +65,10 @@ def needs_link(
 
 
 def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
-    """Choose the open settings of ``profile``. The same arguments give the same choice on every rank."""
+    """Choose the open settings of ``profile``. The same arguments give the same choice on every rank.
+
+    Times are added by ``fsum``: Python 3.12's ``sum`` rounds otherwise than older ones.
+    """
     if not open_knobs(profile):
         return Choice(profile)
     if not is_worth_cutting(gradients, cluster):
@@ -156,7 +160,7 @@ def _numbers(given: Any, otherwise: Sequence[float]) -> list[float]:
 
 def assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
     """Computing times from short to long, relative to the time of the gradients of ``plan`` on the link."""
-    link = sum(phase.seconds for bucket in plan.buckets for sent in bucket.sent for phase in paths.of(plan, sent))
+    link = fsum(phase.seconds for bucket in plan.buckets for sent in bucket.sent for phase in paths.of(plan, sent))
     return tuple(Compute.of(share * link) for share in _COMPUTING)
 
 

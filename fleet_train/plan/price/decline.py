@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import fsum
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.build import build_settled
@@ -60,7 +61,7 @@ def decline(
 
 def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[Compute]) -> float:
     """The step time, computing plus exposed communication, summed over ``computing``."""
-    return sum(predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for compute in computing)
+    return fsum(predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for compute in computing)
 
 
 def _sentence(asked: str, best: str, link: str, share: float) -> str:

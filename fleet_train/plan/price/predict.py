@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
@@ -163,8 +164,8 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
     """
     costs = paths.costs
     alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
-    communication = sum(phase.seconds for one in alone for phase in one)
-    beside = sum(_handing(bucket, costs) for bucket in plan.buckets)
+    communication = fsum(phase.seconds for one in alone for phase in one)
+    beside = fsum(_handing(bucket, costs) for bucket in plan.buckets)
     if plan.waits_for_each:
         return communication, communication + beside
     computed = compute.forward + compute.backward
@@ -178,7 +179,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
             ]
         )
         shares = _shares_before(computed + taken + beside, plan, ready, ends)
-        taken = sum(
+        taken = fsum(
             costs.taken(bucket.compression) * bucket.nbytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
@@ -223,7 +224,7 @@ def _handing(bucket: Bucket, costs: Costs) -> float:
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
     """One after the other, overlapping nothing."""
-    return sum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
+    return fsum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
 
 
 def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:

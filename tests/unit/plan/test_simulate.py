@@ -110,6 +110,28 @@ def test_an_overlapped_average_arrives_after_its_overlap() -> None:
     assert every_value(job) == [{-1.0}, {-2.0}]
 
 
+def test_synchronising_takes_in_what_is_under_way() -> None:
+    outer = {"outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.5}
+    job = job_of(LOCAL | outer | {"local_sgd_steps": 4, "local_sgd_overlap_steps": 2})
+    for _ in range(5):
+        job.step(ones_times_rank)
+    # The difference of the period is 1: DiLoCo steps to -1.5, half a unit from the mean; then one local step.
+    assert every_value(job) == [{0.0}, {-2.5}]
+    job.synchronise()
+    assert every_value(job) == [{-1.75}] * 2
+    assert job.step(ones_times_rank).sent == (0.0, 0.0)
+    assert every_value(job) == [{-1.75}, {-2.25}]  # nothing is taken in twice
+
+
+def test_synchronising_in_the_warm_up_averages_statistics_alone() -> None:
+    gradient, statistic = TensorSpec("w", (2,), "float32"), TensorSpec("mean", (2,), "float32")
+    plan = build_plan([gradient], Cluster.imagined(2, 1), Profile(), [gradient, statistic])
+    job = SimulatedJob(plan, Profile(), {"w": np.zeros(2, np.float32), "mean": np.zeros(2, np.float32)}, rate=1.0)
+    job.step(lambda rank, values: Local({"w": values["w"] + 1}, statistics={"mean": values["mean"] + rank}))
+    job.synchronise()
+    assert [(values["w"].tolist(), values["mean"].tolist()) for values in job.ranks] == [([-1, -1], [0.5, 0.5])] * 2
+
+
 def test_an_adaptive_period_grows_as_the_ranks_mean_loss_does() -> None:
     knobs = {"local_sgd_schedule": "adaptive", "local_sgd_steps": 2, "local_sgd_max_steps": 16}
     job, loss = job_of(LOCAL | knobs), 1.0
@@ -302,3 +324,10 @@ def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait(
     assert trial.averaged == (6, 10)
     assert trial.movement_deviation < 1e-6
     assert "averaged beside the next steps after 6, 10" in describe(trial)
+
+
+def test_a_trial_counts_an_averaging_under_way_as_movement() -> None:
+    outer = {"outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
+    knobs = {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_dtype": "int8"} | outer
+    beside, at_once = (trial_of(local_sgd_overlap_steps=steps, **knobs)[0].movement_deviation for steps in (1, 0))
+    assert beside == pytest.approx(at_once, rel=0.2)
