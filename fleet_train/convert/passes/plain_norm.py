@@ -54,6 +54,7 @@ def make_norms_plain(program: Any, forward: Sequence[Any], backward: Sequence[An
                 operator.result(0).replace_all_uses_with(made[name, number][2][0])
                 replaced.append(operator)
         for exchange in backward:
+            replaced += makers_of(exchange)  # of the sums, which are replaced, too
             for number in range(exchange.num_results() // 2):
                 gradients[exchange.name(), number] = _backward(exchange, number, made)
         for operator in operators:

@@ -107,7 +107,9 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
     piece = [*_combined_outside(piece, inside), *piece]
     makers: dict[int, Any] = {}
     for operator in piece:
-        if _is_repeatable(operator) and all(source.id in makers for source in inputs_of(operator) if _is_vector(source)):
+        if _is_repeatable(operator) and all(
+            source.id in makers for source in inputs_of(operator) if _is_vector(source)
+        ):
             found = [result for result in operator.results() if result.initialized()]
             makers |= {one.id: operator for one in found if one.id not in crossing or operator.name() == _COMBINE}
     readers = [operator for operator in backward if any(source.id in makers for source in _needed_by(operator))]

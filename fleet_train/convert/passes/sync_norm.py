@@ -2,10 +2,10 @@
 
 Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
 by local sums, an exchange, and arithmetic. So no gradient of an exchange must be derived, all exchanges are in the main
-block, and one chain of tokens gives them the same order on every rank. What ``plain_norm.py`` needs to write a
-program with plain batch norms is kept in it: further operands of the exchanges, and marks on results. Paddle's own ``sync_batch_norm_`` exists only on
-GPUs and uses its own communicator from the calculation stream: each device would order it against the gradients'
-collectives independently.
+block, and one chain of tokens gives them the same order on every rank. The program keeps what ``plain_norm.py`` needs
+to write it with plain batch norms: further operands of the exchanges, and marks on results. Paddle's own
+``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each device would
+order it against the gradients' collectives independently.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _gradients_of(operator: Any) -> list[Any]:
     return [user for user in saved_mean.all_used_ops() if user.name() == _GRADIENT]
 
 
-def _norm_of(operator: Any, x: Any, scale: Any, bias: Any, mean: Any) -> Norm:
-    """``mean`` [channels]: of its shape and dtype are scale and bias if the layer has none."""
-    attributes = operator.attrs()
+def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
+    """``inputs``: values, scale and bias. ``mean`` [channels]: scale and bias are like it if the layer has none."""
+    attributes, (x, scale, bias) = operator.attrs(), inputs
     scale = scale if scale.initialized() else paddle.ones(mean.shape, mean.dtype)
     bias = bias if bias.initialized() else paddle.zeros(mean.shape, mean.dtype)
     return Norm(x, scale, bias, attributes["epsilon"], attributes["data_format"])
@@ -122,7 +122,7 @@ def _replace_forward(
     for operator in group:
         x, running_mean, running_variance, scale, bias = operator.operands_source()
         paddle.pir.set_insertion_point(operator)
-        norms.append(_norm_of(operator, x, scale, bias, running_mean))
+        norms.append(_norm_of(operator, (x, scale, bias), running_mean))
         unread = (running_mean, running_variance, norms[-1].scale, norms[-1].bias)
         local.append(replace(arithmetic.local(norms[-1]), unread=unread))
     found, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
@@ -152,7 +152,7 @@ def _replace_backward(
     alone."""
     paddle.pir.set_insertion_point(group[0])
     norms = [
-        _norm_of(operator, *operator.operands_source()[:3], found.mean)
+        _norm_of(operator, operator.operands_source()[:3], found.mean)
         for operator, found in zip(group, statistics, strict=True)
     ]
     begun = [

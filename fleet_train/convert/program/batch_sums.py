@@ -2,7 +2,7 @@
 
 Ranks average gradients: of a mean over each rank's share of the batch that is the gradient of the joint batch, of a sum
 it is an N-th. A value is known by its degrees: how each of its terms grows with the number of samples (0: a value per
-sample or a mean, 1: a sum or a count, -1: one over a count). The batch is the unknown (-1) first dimension of the inputs.
+sample or a mean, 1: a sum or a count, -1: one over a count). The batch is the unknown (-1) first dimension of inputs.
 What cannot be decided has the degree None, and is never accused.
 """
 
@@ -168,7 +168,9 @@ def _total(left: float | None, right: float | None, sign: int) -> float | None:
     if left is None or right is None:
         return None
     total = left + sign * right
-    return total if total == _PARTLY or total == int(total) and not (left == right == _PARTLY and sign > 0) else None
+    if left == right == _PARTLY and sign > 0:
+        return None
+    return total if total == _PARTLY or total == int(total) else None
 
 
 def _multiplied_out(operator: Any, sources: Sequence[Any], given: Sequence[Degrees]) -> Degrees:

@@ -52,15 +52,15 @@ def for_one_card(program: Any) -> Any:
     local: dict[str, list[Any]] = {}
     for operator in ours:
         _bypass(operator, local)
-    norms = [[operator for operator in ours if _kind(operator)[0] == kind] for kind in ("gather", "total")]
-    behind = [one for operator in (*norms[0], *norms[1]) for one in makers_of(operator)]
-    behind += [operator.operand_source(0).get_defining_op() for operator in ours]
-    behind = [operator for operator in behind if not _is_ours(operator)]
-    if norms[0]:
-        make_norms_plain(reference, *norms)
+    forward, backward = ([one for one in ours if _kind(one)[0] == kind] for kind in ("gather", "total"))
+    if forward:
+        make_norms_plain(reference, forward, backward)
     for operator in reversed(ours):
+        # Its token; of an exchange of batch norms, what was computed for it as well.
+        is_norm = _kind(operator)[0] in ("gather", "total")
+        behind = makers_of(operator) if is_norm else [operator.operand_source(0).get_defining_op()]
         reference.global_block().remove_op(operator)
-    remove_unused(reference, behind)
+        remove_unused(reference, behind)
     return reference
 
 

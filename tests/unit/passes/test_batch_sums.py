@@ -1,5 +1,7 @@
 """Sums over the batch in a loss are found, and nothing else is accused."""
 
+# ruff: noqa: ARG005  # a loss may need only one of the three
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -72,8 +74,8 @@ OTHERS: dict[str, Loss] = {
     "by a mask": lambda x, y, weight: (x * mask(y)).sum() / mask(y).sum(),
     "by ones": lambda x, y, weight: x.sum() / paddle.ones_like(x).sum(),
     "by a mask of two unknown dimensions": lambda x, y, weight: (
-        (sequence(x).sum(axis=1) / paddle.ones_like(sequence(x)).sum(axis=1)).mean()
-    ),
+        sequence(x).sum(axis=1) / paddle.ones_like(sequence(x)).sum(axis=1)
+    ).mean(),
     "by a number, which may be that of samples": lambda x, y, weight: x.sum() / 8,
     "times the number of shares": lambda x, y, weight: F.cross_entropy(x, y) + 3 * x.sum(),
     "one of two unknown dimensions": lambda x, y, weight: sequence(x).sum(axis=1).mean(),
