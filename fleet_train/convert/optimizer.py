@@ -11,9 +11,9 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
 from fleet_train.collectives.job.job import Job
+from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
-from fleet_train.convert.program.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.program.consistency import agree_on_plan
 from fleet_train.convert.program.gradient_norm import UpdatedGradients, insert_gradient_norm
 from fleet_train.convert.program.gradients import (

@@ -16,7 +16,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert import optimizer as converting
-from fleet_train.convert.program.batch_sums import sum_over_batch
+from fleet_train.convert.passes.batch_sums import sum_over_batch
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
 from tests.programs.cases import Records, attempt, compared, run_program

@@ -94,10 +94,7 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
     for operator in operators:
         if passes_a_token(operator):
             if behind is not None:
-                start = operator.operand_source(0).get_defining_op()
                 operator.operand(0).set_source(behind)
-                if start.name() == "pd_op.full" and start.result(0).use_empty():
-                    start.erase()
             behind = operator.result(0)
 
 

@@ -56,11 +56,11 @@ def for_one_card(program: Any) -> Any:
     if forward:
         make_norms_plain(reference, forward, backward)
     for operator in reversed(ours):
-        # Its token; of an exchange of batch norms, what was computed for it as well.
-        is_norm = _kind(operator)[0] in ("gather", "total")
-        behind = makers_of(operator) if is_norm else [operator.operand_source(0).get_defining_op()]
+        behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
         reference.global_block().remove_op(operator)
         remove_unused(reference, behind)
+    constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
+    remove_unused(reference, constants)  # among them are the first tokens of our chains
     return reference
 
 

@@ -12,7 +12,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.program.batch_sums import said_of_batch_sum, sum_over_batch
+from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 
 Loss = Callable[[Any, Any, Any], Any]
 
