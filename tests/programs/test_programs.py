@@ -280,7 +280,7 @@ def test_every_subject_has_programs_and_every_strategy_meets_many() -> None:
     free = [one for one in PROGRAMS.values() if not (one.only or one.random)]
     met = Counter(name for one in free for name in exact_cases(one, {"ended": True, "linear": True}))
     asked = Counter(name for one in PROGRAMS.values() for name in one.only)
-    assert all(asked[name] if one.asked_for else met[name] >= 20 for name, one in EXACT.items())
+    assert all(asked[name] if one.asked_for else met[name] >= 18 for name, one in EXACT.items())
 
 
 def test_every_optimizer_of_paddle_is_in_a_program() -> None:
