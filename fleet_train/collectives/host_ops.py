@@ -58,6 +58,8 @@ def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]],
     )
 
     def emit(*values: Any) -> Any:
+        # Paddle ends the process if an operand is a vector of tensors or a tensor array.
+        assert all(value.is_dense_tensor_type() for value in values), f"{name}: {[str(one.type()) for one in values]}"
         with operators_in_dynamic_mode():
             return operator(*values)
 

@@ -33,6 +33,9 @@ class Local:
     values: Any
     mean: Any
     variance: Any
+    unread: tuple[Any, ...] = ()
+    """Further operands of the exchange, which it does not read: the layer's other inputs, for a program that is
+    written without the exchange."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class RankStatistics:
         layers = len(local)
 
         def run(link: Any, *tensors: Any) -> Any:
-            values, rest = tensors[:layers], tensors[layers:]
+            values, rest = tensors[:layers], tensors[layers : 3 * layers]
             rows = yield from self._gathered(packed(values, rest[:layers], rest[layers:]))
             return (passed_on(link), *combined(rows, [mean.shape[0] for mean in rest[:layers]]))
 
@@ -82,13 +85,20 @@ class RankStatistics:
         self._count("allgather", [1 + 2 * int(mean.shape[0]) for mean in means], means[0].dtype)
         shapes = [(shape, mean.dtype) for mean in means for shape in ([1], mean.shape, mean.shape)]
         inputs = [*(each.values for each in local), *means, *(each.variance for each in local)]
+        inputs += [value for each in local for value in each.unread]
         link, *found = self._emit("gather", what, shapes, run, chain, inputs)
         return [Statistics(*found[first : first + 3]) for first in range(0, len(found), 3)], link
 
     def average(
-        self, what: str, sums: Sequence[tuple[Any, Any]], counts: Sequence[Any], chain: Any
+        self,
+        what: str,
+        sums: Sequence[tuple[Any, Any]],
+        counts: Sequence[Any],
+        chain: Any,
+        unread: Sequence[Any] = (),
     ) -> tuple[list[tuple[Any, Any]], Any]:
-        """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token."""
+        """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token.
+        ``unread``: as of ``Local``."""
 
         def run(link: Any, *tensors: Any) -> Any:
             parts = tensors[: 2 * len(sums)]
@@ -100,7 +110,7 @@ class RankStatistics:
         kind = "allgather" if self._gathers_sums else "allreduce"
         self._count(kind, [int(part.shape[0]) for part in parts], parts[0].dtype)
         shapes = [(part.shape, part.dtype) for part in parts]
-        link, *means = self._emit("total", what, shapes, run, chain, [*parts, *counts])
+        link, *means = self._emit("total", what, shapes, run, chain, [*parts, *counts, *unread])
         return list(zip(means[::2], means[1::2], strict=True)), link
 
     @property

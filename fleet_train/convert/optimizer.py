@@ -11,6 +11,7 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish
 from fleet_train.collectives.job.job import Job
+from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.program.consistency import agree_on_plan
@@ -35,9 +36,11 @@ from fleet_train.convert.settings.profile_passes import (
     leaves_one_process_alone,
     pass_settings,
     refuse_beside_another_optimizer,
+    refuse_clip_of_sums,
     refuse_on_this_device,
     take_over_momentum,
 )
+from fleet_train.convert.settings.wrappers import owner_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
 from fleet_train.profile import Profile
@@ -49,8 +52,8 @@ UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 class DistributedOptimizer(AmpCalls):
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
-    Other attributes (``set_lr``, ``state_dict``, ...) are the wrapped optimizer's. With one process the wrapped
-    optimizer's program is unchanged, unless the profile asks for a pass over it.
+    Other attributes (``set_lr``, ``state_dict``, ``_grad_clip``, ...) are read from and set on the wrapped optimizer.
+    With one process the wrapped optimizer's program is unchanged, unless the profile asks for a pass over it.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class DistributedOptimizer(AmpCalls):
         refuse_on_this_device(profile, job.place)
         profile, fitted = fitted_to(job.engine, profile)
         say(fitted, job.cluster.rank)
-        self._inner, self._dgc = take_over_momentum(inner, profile, job.world_size)
+        wrapped, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(pass_settings(profile), job)
         say(self._passes.notices, job.cluster.rank)
         self._profile = profile
@@ -83,9 +86,16 @@ class DistributedOptimizer(AmpCalls):
         """Default startup programs at the time of the script's calls: they may initialize its network."""
         self._updated: UpdatedGradients | None = None
         self._norm: Any = None
+        self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_inner" not in vars(self) or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(owner_of(self._inner, name), name, value)
 
     def around_update(self, wrap: UpdateWrap) -> None:
         """Let ``wrap(update, averaged pairs)`` create the operators of an update; it calls ``update(pairs)``.
@@ -149,6 +159,9 @@ class DistributedOptimizer(AmpCalls):
         self._refuse_what_needs_the_program_alone(_program_of(loss))
         self._startups.append(paddle.static.default_startup_program())
         startup = _startup_or_default(startup_program)
+        parts = self._job.world_size * self._profile.accumulate_steps
+        if parts > 1 and (place := sum_over_batch(loss, parts)):
+            say([said_of_batch_sum(place, self._job.world_size, self._profile.accumulate_steps)], self._rank)
         with paddle.static.program_guard(_program_of(loss), startup):
             return self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
@@ -168,6 +181,7 @@ class DistributedOptimizer(AmpCalls):
         """
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
+        refuse_clip_of_sums(self._profile, self._inner)
         params_grads, several = summed_over_uses(params_grads)
         say(map(_said_of_sum, several), self._job.cluster.rank)
         merged = self._passes.merge(params_grads)

@@ -16,7 +16,6 @@ from fleet_train.collectives.job.join import join
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.process import apart, exits
 from fleet_train.convert.process.role_maker import cluster_of
-from fleet_train.convert.settings.apply_profile import say
 from fleet_train.convert.state import serializing
 from fleet_train.errors import ConversionError, FleetTrainError
 from fleet_train.plan import CommPlan
@@ -43,7 +42,6 @@ class Session:
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
         serializing.leave_out_host_operators(self._is_drifting)
-        say(filter(None, [serializing.unwritable(main)]), self.job.cluster.rank)
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))

@@ -83,7 +83,7 @@ class Program:
             for _ in range(steps):
                 x, y = draws.randn(BATCH, 6).astype("float32"), draws.randn(BATCH, 1).astype("float32")
                 feed = {"x": x[rank::ranks], "y": y[rank::ranks]}
-                self.exe.run(self.main, feed=feed, fetch_list=[self.loss])
+                self.exe.run(self.main, feed=feed, fetch_list=[] if self.loss is None else [self.loss])
         return self
 
     def parameters(self) -> dict[str, Any]:
@@ -98,9 +98,12 @@ def by(optimizer: Any, strategy: Any = None) -> Callable[[Any, Any], Any]:
     return lambda loss, startup: fleet.distributed_optimizer(optimizer, strategy).minimize(loss, startup)
 
 
-def by_paddle_alone(loss: Any, startup: Any) -> None:
-    with paddle.static.program_guard(loss.block.program, startup):
-        looking_ahead().minimize(loss)
+def by_paddle_alone(make: Callable[[], Any]) -> Callable[[Any, Any], None]:
+    def minimize(loss: Any, startup: Any) -> None:
+        with paddle.static.program_guard(loss.block.program, startup):
+            make().minimize(loss)
+
+    return minimize
 
 
 def keyword_minimize(loss: Any, startup: Any) -> None:
@@ -110,6 +113,27 @@ def keyword_minimize(loss: Any, startup: Any) -> None:
 
 def outside_of_its_guard(loss: Any, startup: Any) -> None:
     fleet.distributed_optimizer(sgd()).minimize(loss, startup_program=startup)
+
+
+def clip() -> Any:
+    return paddle.nn.ClipGradByGlobalNorm(0.05)
+
+
+def clip_set_afterwards(loss: Any, startup: Any) -> None:
+    optimizer = fleet.distributed_optimizer(sgd())
+    optimizer._grad_clip = clip()
+    optimizer.minimize(loss, startup)
+
+
+def of_the_sum(times: Callable[[], int]) -> Callable[[Any, Any], None]:
+    """``times`` the sum over the batch of what ``loss`` is the mean of."""
+
+    def minimize(loss: Any, startup: Any) -> None:
+        with paddle.static.program_guard(loss.block.program, startup):
+            total = times() * paddle.sum(loss.get_defining_op().operand_source(0))
+            fleet.distributed_optimizer(paddle.optimizer.SGD(0.01)).minimize(total)
+
+    return minimize
 
 
 def trainings() -> None:
@@ -126,13 +150,16 @@ def trainings() -> None:
             DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2),
         ),
         "plain": (sgd(), None),
+        "clip": (paddle.optimizer.SGD(0.1, grad_clip=clip()), None),
         "looking ahead": (looking_ahead(), None),
         "looking ahead in small buckets": (looking_ahead(), DistributedStrategy(fuse_parameter_groups_size=1)),
     }
     ways: dict[str, Callable[[Any, Any], Any]] = {name: by(*case) for name, case in cases.items()}
     if fleet.nranks() == 1:
-        ways["looking ahead by Paddle alone"] = by_paddle_alone
+        ways["looking ahead by Paddle alone"] = by_paddle_alone(looking_ahead)
     ways |= {"by fleet.minimize": keyword_minimize, "outside": outside_of_its_guard}
+    ways |= {"clip set afterwards": clip_set_afterwards, "sum": of_the_sum(lambda: 1)}
+    ways |= {"sum times ranks": of_the_sum(fleet.nranks)}
     digests, recomputing = {}, {}
     for name, minimize in ways.items():
         program = Program(minimize).train()
@@ -183,6 +210,68 @@ def saving_by_profile(folder: Path) -> None:
         program.train(1)
     told["startup"] = message_of(lambda: paddle.static.save(fleet.startup_program, str(folder / "startup")))
     report(fleet.rank(), told_when_saving=told)
+
+
+def norm_on_one_card(folder: Path) -> None:
+    """The program that Paddle has written of one with synchronised batch norm, and Paddle's own, train a step each."""
+    program = Program(by(sgd(), DistributedStrategy(sync_batch_norm=True)), with_norm=True).train(2)
+    with paddle.static.scope_guard(program.scope):
+        paddle.static.save(program.main, str(folder / "norm"))
+        paddle.static.save_inference_model(
+            str(folder / "norm_answers/model"), [program.x], [program.out], program.exe, program=program.main
+        )
+    written, ends = paddle.static.Program(), []
+    paddle.base.core.deserialize_pir_program(str(folder / "norm.json"), written)
+    for main in (written, None):
+        plain = Program(by_paddle_alone(sgd), with_norm=True)
+        for name, value in program.main.state_dict("all", program.scope).items():
+            plain.main.state_dict("all", plain.scope)[name].set(np.array(value), fleet.place())
+        plain.main = main or plain.main
+        plain.loss = None
+        plain.train(1)
+        ends.append({name: np.array(value) for name, value in plain.main.state_dict("all", plain.scope).items()})
+    report(fleet.rank(), written_norm=ends[0], plain_norm=ends[1])
+
+
+class Numbers(paddle.io.Dataset):
+    def __init__(self) -> None:
+        draws = np.random.RandomState(5)
+        self._x, self._y = draws.randn(4 * BATCH, 6).astype("float32"), draws.randint(0, 3, (4 * BATCH, 1))
+
+    def __getitem__(self, index: int) -> Any:
+        return self._x[index], self._y[index]
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+
+def paddle_model(folder: Path) -> None:
+    """``paddle.Model`` with a wrapped optimizer: it shares the samples out by itself."""
+    samples = BATCH // fleet.nranks()
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    spec = paddle.static.InputSpec
+    with (
+        paddle.static.scope_guard(paddle.static.Scope()),
+        paddle.static.program_guard(main, startup),
+        paddle.utils.unique_name.guard(),
+    ):
+        paddle.seed(7)
+        network = paddle.nn.Sequential(paddle.nn.Linear(6, 16), paddle.nn.Tanh(), paddle.nn.Linear(16, 3))
+        model = paddle.Model(network, [spec([None, 6], "float32", "x")], [spec([None, 1], "int64", "y")])
+        schedule = paddle.optimizer.lr.StepDecay(0.1, 3)
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(schedule, epsilon=1e-3))
+        model.prepare(optimizer, paddle.nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+        model.fit(Numbers(), batch_size=samples, epochs=2, shuffle=False, verbose=0)
+        found = model.evaluate(Numbers(), batch_size=samples, verbose=0)
+        scope = paddle.static.global_scope()
+        weights = [np.array(scope.find_var(one.name).get_tensor()).reshape(-1) for one in network.parameters()]
+        model.save(str(folder / "model"))
+        if fleet.rank() == 0:
+            saved = paddle.load(str(folder / "model.pdparams"))
+            report(0, model_saved=np.concatenate([np.asarray(saved[name]).reshape(-1) for name in sorted(saved)]))
+        names = [name for name, _ in network.named_parameters()]
+    ordered = [weights[place] for place in sorted(range(len(names)), key=names.__getitem__)]
+    report(fleet.rank(), **{"weights by paddle.Model": np.concatenate(ordered)}, accuracy=float(found["acc"]))
 
 
 def two_optimizers(folder: Path) -> None:
@@ -290,6 +379,8 @@ def main() -> None:
     trainings()
     saving(folder / f"rank{fleet.rank()}of{fleet.nranks()}")
     saving_by_profile(folder / f"by profile, rank{fleet.rank()}of{fleet.nranks()}")
+    norm_on_one_card(folder / f"norm, rank{fleet.rank()}of{fleet.nranks()}")
+    paddle_model(folder / f"model, rank{fleet.rank()}of{fleet.nranks()}")
     two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
     refusals()
     helpers()

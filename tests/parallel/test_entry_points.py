@@ -15,7 +15,16 @@ from tests.support.ranks import RanksResult, run_ranks
 
 SCRIPT = ROOT / "tests/parallel/entry_points.py"
 REFERENCES = ["amp", "merged", "recomputed", "several"]
-SGD = ["plain", "looking ahead", "looking ahead in small buckets", "by fleet.minimize", "outside"]
+SGD = [
+    "plain",
+    "clip",
+    "sum times ranks",
+    "looking ahead",
+    "looking ahead in small buckets",
+    "by fleet.minimize",
+    "outside",
+]
+BY_ITSELF = "by paddle.Model"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def one(results: tuple[RanksResult, RanksResult]) -> dict[str, Any]:
 def test_replicas_are_bit_equal_in_every_way_to_start(two: RanksResult) -> None:
     first, second = two.of_all("digests")
     assert first == second
-    assert len(first) == 13
+    assert len(first) == 17
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -61,10 +70,35 @@ def test_a_wrapper_has_an_effect(name: str, two: RanksResult) -> None:
     assert np.abs(wrapped - plain).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["merged", "recomputed", *SGD])
+@pytest.mark.parametrize("name", ["merged", "recomputed", *SGD, BY_ITSELF])
 def test_two_ranks_train_as_one_process_with_the_joint_batch(name: str, two: RanksResult, one: dict[str, Any]) -> None:
     expected = one[f"weights {name}"]
     np.testing.assert_allclose(two.values[1][f"weights {name}"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_set_on_the_wrapper_reaches_the_optimizer(two: RanksResult, one: dict[str, Any]) -> None:
+    for digests in (two.values[0]["digests"], one["digests"]):
+        assert digests["clip set afterwards"] == digests["clip"] != digests["plain"]
+
+
+def test_a_sum_over_the_batch_is_said_once_with_the_factor_that_makes_it_right(
+    two: RanksResult, one: dict[str, Any]
+) -> None:
+    np.testing.assert_array_equal(one["weights sum times ranks"], one["weights sum"])
+    assert np.abs(two.values[0]["weights sum"] - one["weights sum"]).max() > 1e-3
+    said = 'entry_points.py", line'
+    for sentence in ("the loss has a sum over the batch (File ", said, "or multiply the sum by 2"):
+        assert [sentence in rank.output for rank in two.ranks] == [True, False], sentence
+    assert two.ranks[0].output.count("the loss has a sum over the batch") == 1
+
+
+def test_paddle_model_saves_what_it_trained_and_each_rank_evaluates_its_share(
+    two: RanksResult, one: dict[str, Any]
+) -> None:
+    for values in (two.values[0], one):
+        np.testing.assert_array_equal(values["model_saved"], values["weights by paddle.Model"])
+    np.testing.assert_array_equal(*two.of_all("weights by paddle.Model"))
+    assert sum(two.of_all("accuracy")) / 2 == pytest.approx(one["accuracy"])
 
 
 def test_look_ahead_trains_as_paddles_own_and_buckets_do_not_change_it(two: RanksResult, one: dict[str, Any]) -> None:
@@ -102,19 +136,24 @@ def test_paddle_saves_and_loads_a_converted_program(two: RanksResult, one: dict[
     assert two.of_all("normalized_has_ours") == [False, False]
 
 
-def test_paddle_saves_what_every_profile_makes_but_synchronised_batch_norm(
-    two: RanksResult, one: dict[str, Any]
-) -> None:
-    for told in two.of_all("told_when_saving"):
-        refused = told.pop("norm")
-        assert refused.startswith("ConversionError: the program cannot be written without 'py_op.fleet_train_")
-        assert "use fleet.save_persistables to resume, and fleet.save_inference_model with a program" in refused
+def test_paddle_saves_what_every_profile_makes(two: RanksResult, one: dict[str, Any]) -> None:
+    for told in (*two.of_all("told_when_saving"), one["told_when_saving"]):
         assert set(told.values()) == {""}
-    assert set(one["told_when_saving"].values()) == {""}
-    # Said when the program is converted, too: not only after the training.
-    output = two.ranks[0].output
-    assert output.count("fleet_train: paddle.static.save: the program cannot be written without") == 1
-    assert output.count("fleet_train: paddle.static.save writes this rank's own parameters, and LocalSGD's") == 1
+    assert (
+        two.ranks[0].output.count("fleet_train: paddle.static.save writes this rank's own parameters, and Local") == 1
+    )
+
+
+def test_synchronised_batch_norm_is_written_as_paddles_own(two: RanksResult) -> None:
+    folder = two.folder.parent
+    x = np.random.RandomState(0).randn(3, 6).astype("float32")
+    for rank in (0, 1):
+        written, plain = two.values[rank]["written_norm"], two.values[rank]["plain_norm"]
+        assert written.keys() == plain.keys()
+        for name, value in plain.items():
+            np.testing.assert_array_equal(written[name], value, err_msg=name)
+    answers = [infer(folder / f"norm, rank{rank}of{ranks}/norm_answers", x, folder) for rank, ranks in ((0, 2), (0, 1))]
+    np.testing.assert_allclose(answers[0], answers[1], rtol=1e-4, atol=1e-5)
 
 
 def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult, one: dict[str, Any]) -> None:
@@ -149,11 +188,13 @@ for path in sys.argv[1:]:
     found.append([operator.name() for operator in program.global_block().ops])
 json.dump(found, open("operators.json", "w"))
 """
-    paths = [str(folder / name / "state.json") for name in ("rank0of2", "rank0of1")]
-    run_ranks(code, 1, nodes=0, folder=folder / "reader", args=paths)
-    ours, single = json.loads((folder / "reader/operators.json").read_text())
+    names = ("rank0of2/state", "rank0of1/state", "norm, rank0of2/norm", "norm, rank0of1/norm")
+    run_ranks(code, 1, nodes=0, folder=folder / "reader", args=[str(folder / f"{name}.json") for name in names])
+    ours, single, norm, single_norm = json.loads((folder / "reader/operators.json").read_text())
     assert sorted(ours) == sorted(single)
+    assert sorted(norm) == sorted(single_norm)
     assert "pd_op.adam_" in ours
+    assert norm.count("pd_op.batch_norm_") == 1
 
 
 def test_exported_networks_answer_the_same(two: RanksResult) -> None:

@@ -23,8 +23,11 @@ class Strategy:
     """Refused for a program with two optimizers."""
     asked_for: bool = False
     """Run only with programs that name it."""
+    rounded: bool = False
+    """Computes in bfloat16: what is fetched is compared, to 2e-2, and the ranks with each other."""
 
 
+AMP = {"amp_level": "O2"}
 SPLIT = {"nccl_comm_num": 3, "fuse_parameter_groups_size": 2}
 
 EXACT: dict[str, Strategy] = {
@@ -62,6 +65,12 @@ EXACT: dict[str, Strategy] = {
     "sync batch norm, recompute": Strategy(
         for_one_optimizer=True, settings={"sync_batch_norm": True, "recompute_segments": 2}, asked_for=True
     ),
+    "sync batch norm, amp": Strategy(
+        for_one_optimizer=True, settings={"sync_batch_norm": True, **AMP}, asked_for=True, rounded=True
+    ),
+    "merge, recompute": Strategy(for_one_optimizer=True, settings={"accumulate_steps": 2, "recompute_segments": 4}),
+    "amp, recompute": Strategy(for_one_optimizer=True, settings={"recompute_segments": 4, **AMP}, rounded=True),
+    "amp, merge": Strategy(for_one_optimizer=True, settings={"accumulate_steps": 2, **AMP}, rounded=True),
 }
 
 # Every program meets these; the others are dealt out, so that each meets many programs.

@@ -63,6 +63,8 @@ NO_BFLOAT16 = pytest.mark.skipif(
     not paddle.base.core.supports_bfloat16(), reason="this processor has no AVX-512, and plain Paddle no bfloat16 on it"
 )
 
+IN_LOW_PRECISION = 2e-2
+
 Alone = tuple[Path, dict[str, Record]]
 Run = Callable[[str], Found]
 
@@ -143,7 +145,9 @@ def lossy_cases(program: Program, reference: Record) -> list[str]:
 
 
 def _fits(name: str, strategy: Strategy, program: Program, reference: Record) -> bool:
-    return name not in program.without and not strategy.asked_for and (reference["linear"] or not strategy.linear)
+    merges = "merge" in program.without and strategy.settings.get("accumulate_steps", 1) > 1
+    fits = name not in program.without and not merges and not strategy.asked_for
+    return fits and (reference["linear"] or not strategy.linear)
 
 
 def one_process_cases(program: Program) -> list[Case]:
@@ -234,6 +238,9 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
         wrong += unequal(f"{where}: start values: ", record["start"] | {"more": []}, 0.0)
     if len({record["replica"] for record in records}) > 1:
         wrong.append(f"{where}: the replicas differ")
+    wrong += [f"{where}: {place} is accused as a sum over the batch" for place in records[0]["accused"]]
+    if strategy.rounded:
+        return wrong + unequal_losses(where, records, reference["fetched"], IN_LOW_PRECISION)
     wrong += unequal(f"{where}: parameters", records[0]["parameters"], program.tolerance)
     if not strategy.own_state:
         # A velocity may be the small rest of gradients that took each other away.
@@ -273,7 +280,7 @@ def test_every_subject_has_programs_and_every_strategy_meets_many() -> None:
     free = [one for one in PROGRAMS.values() if not (one.only or one.random)]
     met = Counter(name for one in free for name in exact_cases(one, {"ended": True, "linear": True}))
     asked = Counter(name for one in PROGRAMS.values() for name in one.only)
-    assert all(asked[name] if one.asked_for else met[name] >= 20 for name, one in EXACT.items())
+    assert all(asked[name] if one.asked_for else met[name] >= 18 for name, one in EXACT.items())
 
 
 def test_every_optimizer_of_paddle_is_in_a_program() -> None:

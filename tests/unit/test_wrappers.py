@@ -13,7 +13,8 @@ from paddle.incubate.optimizer import (
     RecomputeOptimizer,
 )
 
-from fleet_train.convert.settings.wrappers import unwrap
+from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.settings.wrappers import owner_of, unwrap
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, applied_mappings
 
@@ -185,3 +186,32 @@ def test_look_ahead_is_refused_beside_steps_without_an_update(asked: dict[str, A
         unwrapped = unwrap(paddle.incubate.LookAhead(sgd()))
     with pytest.raises(ProfileError, match=r"^paddle.incubate.LookAhead: .* choose another profile"):
         unwrapped.added_to(Profile(**asked))
+
+
+class Outer:
+    """A user's own wrapper."""
+
+    own = 1
+
+    def __init__(self, inner: Any) -> None:
+        self._inner_opt = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner_opt, name)
+
+
+def test_an_attribute_belongs_to_the_optimizer_that_has_it() -> None:
+    inner = paddle.optimizer.SGD(0.1)
+    outer = Outer(Outer(inner))
+    assert owner_of(outer, "_grad_clip") is inner
+    assert owner_of(outer, "own") is outer
+    assert owner_of(outer, "_inner_opt") is outer
+    assert owner_of(outer, "no_such_name") is outer
+
+
+def test_the_wrappers_own_names_are_none_of_paddles() -> None:
+    """A name that both have would be set on the wrapper alone."""
+    ours = {name for name in DistributedOptimizer.__init__.__code__.co_names if name.startswith("_")}
+    assert {"_inner", "_passes", "_job"} <= ours
+    for make in (paddle.optimizer.SGD, paddle.optimizer.Momentum, paddle.optimizer.AdamW, paddle.optimizer.Lamb):
+        assert not ours & set(vars(make(0.1, parameters=[paddle.create_parameter([1], "float32")])))

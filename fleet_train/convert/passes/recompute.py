@@ -3,6 +3,11 @@
 Works on a program that has its gradient operators. The forward operators are split into segments; values that cross a
 boundary are kept. Before the gradient operators of a segment, its operators are cloned, and the gradient operators read
 the clones' results, so that the first results are freed early.
+
+A value may be a vector of tensors: what ``builtin.combine`` makes for operators such as ``concat``, and what ``split``
+and ``unbind`` return. No host operator can take one (it would end the process), so a vector itself is never kept: a
+``builtin.combine`` is cloned wherever a clone reads it, and of what takes apart another segment's vector, the results
+are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ _RANDOM = frozenset(
     f"pd_op.{name}" for name in ("bernoulli", "binomial", "dirichlet", "multinomial", "poisson", "standard_gamma")
 )
 _HOLDS_STATE = ("pd_op.data", "pd_op.feed")
+_COMBINE = "builtin.combine"
 
 Hold = Callable[[Sequence[Any], Any], list[Any]]
 """``hold(values, trigger)`` emits an operator that passes on copies of ``values`` once ``trigger`` exists. Without it
@@ -98,13 +104,14 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
     inside = {operator.id() for operator in piece}
     outside = [operator for operator in forward if operator.id() not in inside]
     crossing = {source.id for operator in outside for source in _all_inputs(operator)}
-    makers = {
-        result.id: operator
-        for operator in piece
-        if _is_repeatable(operator)
-        for result in operator.results()
-        if result.initialized() and result.id not in crossing
-    }
+    piece = [*_combined_outside(piece, inside), *piece]
+    makers: dict[int, Any] = {}
+    for operator in piece:
+        if _is_repeatable(operator) and all(
+            source.id in makers for source in inputs_of(operator) if _is_vector(source)
+        ):
+            found = [result for result in operator.results() if result.initialized()]
+            makers |= {one.id: operator for one in found if one.id not in crossing or operator.name() == _COMBINE}
     readers = [operator for operator in backward if any(source.id in makers for source in _needed_by(operator))]
     if not readers:
         return 0
@@ -115,6 +122,17 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
             if source.initialized() and source.id in values:
                 operator.operand(index).set_source(values[source.id])
     return clones
+
+
+def _combined_outside(piece: Sequence[Any], inside: set[int]) -> list[Any]:
+    """The operators of other segments that combine tensors for operators of this one, each once."""
+    vectors = [source for operator in piece for source in inputs_of(operator) if _is_vector(source)]
+    makers = {source.id: source.get_defining_op() for source in vectors}
+    return [one for one in makers.values() if one.name() == _COMBINE and one.id() not in inside]
+
+
+def _is_vector(value: Any) -> bool:
+    return value.get_defining_op() is not None and value.type().as_vec_type() is not None
 
 
 def _clone(
@@ -155,8 +173,7 @@ def _held_inputs(
     chosen: Sequence[Any], makers: dict[int, Any], first: Any, hold: Hold, backward: Sequence[Any]
 ) -> dict[int, Any]:
     """The kept values that the clones start from, delayed until the backward pass arrives: {value: delayed value}."""
-    in_backward = {operator.id() for operator in backward}
-    trigger = next((one for one in inputs_of(first) if one.get_defining_op().id() in in_backward), None)
+    trigger = _trigger(first, {operator.id() for operator in backward})
     kept = {
         source.id: source
         for operator in chosen
@@ -166,6 +183,21 @@ def _held_inputs(
     if trigger is None or not kept:
         return {}
     return dict(zip(kept, hold(list(kept.values()), trigger), strict=True))
+
+
+def _trigger(first: Any, in_backward: set[int]) -> Any:
+    """A tensor of the backward pass that ``first`` waits for; None if there is none. Behind a vector, one of those that
+    it is made of."""
+    waiting = inputs_of(first)
+    while waiting:
+        value = waiting.pop(0)
+        maker = value.get_defining_op()
+        if maker.id() not in in_backward:
+            continue
+        if value.is_dense_tensor_type():
+            return value
+        waiting += inputs_of(maker)
+    return None
 
 
 def _is_cheap(operator: Any) -> bool:

@@ -2,14 +2,16 @@
 
 Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
 by local sums, an exchange, and arithmetic. So no gradient of an exchange must be derived, all exchanges are in the main
-block, and one chain of tokens gives them the same order on every rank. Paddle's own ``sync_batch_norm_`` exists only on
-GPUs and uses its own communicator from the calculation stream: each device would order it against the gradients'
-collectives independently.
+block, and one chain of tokens gives them the same order on every rank. The program keeps what ``plain_norm.py`` needs
+to write it with plain batch norms: further operands of the exchanges, and marks on results. Paddle's own
+``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each device would
+order it against the gradients' collectives independently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import paddle
@@ -17,6 +19,7 @@ import paddle
 from fleet_train.collectives.sync_batch_norm import Local, Statistics
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm
 from fleet_train.convert.passes.norm_groups import groups_of_backward, groups_of_forward
+from fleet_train.convert.passes.plain_norm import mark_backward, mark_forward
 from fleet_train.convert.passes.walk import nested_operators
 from fleet_train.errors import ConversionError
 
@@ -36,7 +39,12 @@ class StatisticsExchange(Protocol):
         ...
 
     def average(
-        self, what: str, sums: Sequence[tuple[Any, Any]], counts: Sequence[Any], chain: Any
+        self,
+        what: str,
+        sums: Sequence[tuple[Any, Any]],
+        counts: Sequence[Any],
+        chain: Any,
+        unread: Sequence[Any] = (),
     ) -> tuple[list[tuple[Any, Any]], Any]:
         """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token."""
         ...
@@ -98,8 +106,11 @@ def _gradients_of(operator: Any) -> list[Any]:
     return [user for user in saved_mean.all_used_ops() if user.name() == _GRADIENT]
 
 
-def _norm_of(operator: Any, x: Any, scale: Any, bias: Any) -> Norm:
-    attributes = operator.attrs()
+def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
+    """``inputs``: values, scale and bias. ``mean`` [channels]: scale and bias are like it if the layer has none."""
+    attributes, (x, scale, bias) = operator.attrs(), inputs
+    scale = scale if scale.initialized() else paddle.ones(mean.shape, mean.dtype)
+    bias = bias if bias.initialized() else paddle.zeros(mean.shape, mean.dtype)
     return Norm(x, scale, bias, attributes["epsilon"], attributes["data_format"])
 
 
@@ -109,13 +120,16 @@ def _replace_forward(
     """Batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
     norms, local = [], []
     for operator in group:
-        x, _, _, scale, bias = operator.operands_source()
+        x, running_mean, running_variance, scale, bias = operator.operands_source()
         paddle.pir.set_insertion_point(operator)
-        norms.append(_norm_of(operator, x, scale, bias))
-        local.append(arithmetic.local(norms[-1]))
+        norms.append(_norm_of(operator, (x, scale, bias), running_mean))
+        unread = (running_mean, running_variance, norms[-1].scale, norms[-1].bias)
+        local.append(replace(arithmetic.local(norms[-1]), unread=unread))
     found, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
-    for operator, norm, statistics in zip(group, norms, found, strict=True):
-        operator.result(0).replace_all_uses_with(arithmetic.normalised(norm, statistics))
+    for number, (operator, norm, statistics) in enumerate(zip(group, norms, found, strict=True)):
+        normalised = arithmetic.normalised(norm, statistics)
+        mark_forward(normalised, local[number].variance, statistics, number, operator.attrs())
+        operator.result(0).replace_all_uses_with(normalised)
         _move_averages(operator, statistics)
     return {operator.id(): statistics for operator, statistics in zip(group, found, strict=True)}, chain
 
@@ -137,17 +151,23 @@ def _replace_backward(
     """Returns {old result: new value} and the next token. The gradients of scale and bias are those of this rank
     alone."""
     paddle.pir.set_insertion_point(group[0])
-    norms = [_norm_of(operator, *operator.operands_source()[:3]) for operator in group]
+    norms = [
+        _norm_of(operator, operator.operands_source()[:3], found.mean)
+        for operator, found in zip(group, statistics, strict=True)
+    ]
     begun = [
         arithmetic.gradients(norm, found, operator.operands_source()[-1])
         for operator, norm, found in zip(group, norms, statistics, strict=True)
     ]
     sums = [(bias, scale) for bias, scale, _ in begun]
     counts = [found.count for found in statistics]
-    means, chain = exchange.average(f"gradient of {_names_of(norms)}", sums, counts, chain)
+    incoming = [operator.operands_source()[-1] for operator in group]
+    means, chain = exchange.average(f"gradient of {_names_of(norms)}", sums, counts, chain, incoming)
     replaced: dict[int, Any] = {}
-    for operator, norm, found, (bias, scale, rest), mean in zip(group, norms, statistics, begun, means, strict=True):
+    parts = zip(group, norms, statistics, begun, means, strict=True)
+    for number, (operator, norm, found, (bias, scale, rest), mean) in enumerate(parts):
         new = (arithmetic.x_gradient(norm, found, rest, mean), scale, bias)
+        mark_backward(new[0], mean[0], number)
         for old, value in zip(operator.results(), new, strict=True):
             if old.initialized():
                 replaced[old.id] = value

@@ -105,8 +105,7 @@ def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tup
     kind = type(optimizer).__name__
     if kind not in ("SGD", "Momentum"):
         raise ProfileError(f"compression: dgc applies momentum itself and works with SGD and Momentum, not with {kind}")
-    if optimizer._grad_clip is not None:
-        raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
+    refuse_clip_of_sums(profile, optimizer)
     if world_size == 1:
         return optimizer, None
     momentum = float(getattr(optimizer, "_momentum", 0.0))
@@ -117,6 +116,12 @@ def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tup
         optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=_decay_of(optimizer)
     )
     return behind, settings
+
+
+def refuse_clip_of_sums(profile: Profile, optimizer: Any) -> None:
+    """Raise ProfileError for a gradient clip beside DGC. A script may set one on a wrapped optimizer, too."""
+    if profile.compression == "dgc" and optimizer._grad_clip is not None:
+        raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
 
 
 def _decay_of(momentum: Any) -> Any:

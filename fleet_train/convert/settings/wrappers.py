@@ -77,7 +77,16 @@ def unwrap(optimizer: Any) -> Unwrapped:
     return result
 
 
-_INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_optimizer")
+_INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_inner", "_optimizer")
+
+
+def owner_of(optimizer: Any, name: str) -> Any:
+    """The optimizer that has the attribute ``name``: ``optimizer``, or one that a user's own class wraps; if none has
+    it, ``optimizer``."""
+    found = optimizer
+    while found is not None and name not in vars(found) and not hasattr(type(found), name):
+        found = next((vars(found)[one] for one in _INNER_NAMES if one in vars(found)), None)
+    return optimizer if found is None else found
 
 
 def _kind(optimizer: Any) -> str:

@@ -17,10 +17,9 @@ _FILES = ("model.json", "model.pdiparams")
 
 def export_inference_model(exe: Any, dirname: Path, feeds: Sequence[Any], targets: Sequence[Any], scope: Any) -> None:
     """Write the program of ``targets``, pruned to what they need, and its parameters; old files are kept until both
-    exist. Raises ConversionError for targets that need other ranks.
+    exist.
     """
     program = targets[0].block.program
-    _refuse_host_operators(targets)
     beside = dirname / ".exporting"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -48,20 +47,3 @@ def _value(program: Any, feed: Any) -> Any:
     if feed not in inputs:
         raise ConversionError(f"the program has no input '{feed}'; it has {', '.join(sorted(inputs))}")
     return inputs[feed]
-
-
-def _refuse_host_operators(targets: Sequence[Any]) -> None:
-    """Inference has one process and no fleet_train: the targets must not depend on an operator of ours."""
-    seen: set[int] = set()
-    ahead = [target.get_defining_op() for target in targets]
-    while ahead:
-        operator = ahead.pop()
-        if operator is None or operator.id() in seen:
-            continue
-        seen.add(operator.id())
-        if "fleet_train_" in operator.name():
-            raise ConversionError(
-                f"the targets depend on '{operator.name()}', which communicates (synchronised batch norm); "
-                "build a second program with layer.eval() under paddle.utils.unique_name.guard() and export that one"
-            )
-        ahead += [source.get_defining_op() for source in operator.operands_source()]

@@ -13,12 +13,11 @@ from typing import Any
 
 import paddle
 
+from fleet_train.convert.passes.plain_norm import make_norms_plain, makers_of, remove_unused
 from fleet_train.convert.settings.apply_profile import say
-from fleet_train.errors import ConversionError
 
 _OURS = "fleet_train_"
 _NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
-_BYPASSED = ("arrive", "begin", "launch", "wait", "finish", "barrier", "broadcast", "hold")
 
 _original: Callable[..., Any] | None = None
 _is_drifting: Callable[[Any], bool] = bool
@@ -47,25 +46,21 @@ def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def for_one_card(program: Any) -> Any:
-    """A copy of a converted program in which each gradient goes directly to its update.
-
-    Raises ConversionError for programs that need other ranks inside the forward pass.
-    """
+    """A copy of a converted program in which each gradient goes directly to its update, with plain batch norms."""
     reference = program.clone()
     ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
-    starts = [operator.operand_source(0).get_defining_op() for operator in ours]
     local: dict[str, list[Any]] = {}
     for operator in ours:
         _bypass(operator, local)
+    forward, backward = ([one for one in ours if _kind(one)[0] == kind] for kind in ("gather", "total"))
+    if forward:
+        make_norms_plain(reference, forward, backward)
     for operator in reversed(ours):
-        if not _is_unused(operator):
-            raise ConversionError(_needs_peers(operator.name()))
+        behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
         reference.global_block().remove_op(operator)
-    removed: set[int] = set()
-    for start in starts:
-        if start.id() not in removed and start.name() == "pd_op.full" and _is_unused(start):
-            removed.add(start.id())
-            reference.global_block().remove_op(start)
+        remove_unused(reference, behind)
+    constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
+    remove_unused(reference, constants)  # among them are the first tokens of our chains
     return reference
 
 
@@ -87,30 +82,10 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
         old.replace_all_uses_with(new)
 
 
-def unwritable(program: Any) -> str:
-    """The message for a converted program that Paddle cannot write; empty for one that it can."""
-    for operator in program.global_block().ops:
-        if _is_ours(operator) and _kind(operator)[0] not in _BYPASSED:
-            return f"paddle.static.save: {_needs_peers(operator.name())}"
-    return ""
-
-
-def _needs_peers(name: str) -> str:
-    return (
-        f"the program cannot be written without '{name.rpartition('_')[0]}', which communicates in its forward "
-        "pass (synchronised batch norm); use fleet.save_persistables to resume, and fleet.save_inference_model with a "
-        "program built with layer.eval()"
-    )
-
-
 def _kind(operator: Any) -> tuple[str, str]:
     """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
     found = _NAME.search(operator.name())
     return (found[1], found[2] or "") if found else ("", "")
-
-
-def _is_unused(operator: Any) -> bool:
-    return all(result.use_empty() for result in operator.results())
 
 
 def _is_ours(operator: Any) -> bool:

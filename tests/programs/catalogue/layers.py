@@ -11,7 +11,7 @@ from tests.programs.catalogue.entry import DGC_AND_DECAY, program
 from tests.programs.feeds import classes, floats, tokens
 from tests.programs.script import Script
 
-_BATCH_NORM = ("sync batch norm", "sync batch norm, recompute")
+_BATCH_NORM = ("sync batch norm", "sync batch norm, recompute", "sync batch norm, amp")
 _OWN_STATISTICS = "without sync_batch_norm, each rank normalises by its own share of the batch, as Fleet does"
 
 

@@ -35,7 +35,7 @@ class SameBatchOn:
             for count, each in zip(counts, local, strict=True)
         ], chain
 
-    def average(self, what: str, sums: Any, counts: Any, chain: Any) -> Any:
+    def average(self, what: str, sums: Any, counts: Any, chain: Any, unread: Any = ()) -> Any:  # noqa: ARG002
         self.order.append(what)
         means = [
             (bias * float(self.world_size) / count, scale * float(self.world_size) / count)

@@ -19,6 +19,7 @@ from fleet_train.convert.passes.precision_rules import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from tests.unit.passes.test_precision import convolutional
+from tests.unit.passes.test_recompute import divided
 from tests.unit.passes.test_sync_norm import SameBatchOn, normalised
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
 
@@ -46,7 +47,7 @@ def vectors(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden + nn.Linear(24, 24)(hidden)), 0.1))
 
 
-@pytest.mark.parametrize("network", [vectors, convolutional, normalised])
+@pytest.mark.parametrize("network", [vectors, convolutional, normalised, divided])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("segments", [3, 8])
 def test_recompute_changes_no_bit_of_the_others(network: Any, level: str, segments: int) -> None:
