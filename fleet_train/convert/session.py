@@ -16,6 +16,7 @@ from fleet_train.collectives.job.join import join
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.process import apart, exits
 from fleet_train.convert.process.role_maker import cluster_of
+from fleet_train.convert.settings.apply_profile import say
 from fleet_train.convert.state import serializing
 from fleet_train.errors import ConversionError, FleetTrainError
 from fleet_train.plan import CommPlan
