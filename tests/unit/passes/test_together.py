@@ -47,7 +47,7 @@ def vectors(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden + nn.Linear(24, 24)(hidden)), 0.1))
 
 
-@pytest.mark.parametrize("network", [vectors, convolutional, normalised, divided])
+@pytest.mark.parametrize("network", [vectors, convolutional, normalised, pytest.param(divided, marks=pytest.mark.long)])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("segments", [3, 8])
 def test_recompute_changes_no_bit_of_the_others(network: Any, level: str, segments: int) -> None:
