@@ -2,7 +2,8 @@
 
 A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it never
 wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every static
-program; while this process is in a job of several ranks, it is replaced by a function that looks at each program once.
+program; while this process is in a job of several ranks, it is replaced by a function that looks at each program at its
+first run, and again when it has got operators since.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES)
 
 _paddles_run: Callable[..., Any] | None = None  # while it is replaced
 _first_run: Callable[[Any], None] | None = None
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``."""
 
 
 def watch(first_run: Callable[[Any], None] | None) -> None:
-    """From now on ``first_run`` is called with each program before it first runs; None puts Paddle's method back,
-    unless somebody else has replaced it meanwhile."""
+    """From now on ``first_run`` is called with each program before it runs as it is now for the first time; None puts
+    Paddle's method back, unless somebody else has replaced it meanwhile."""
     global _paddles_run, _first_run
     _first_run = first_run
     _seen.clear()
@@ -46,9 +48,11 @@ def watch(first_run: Callable[[Any], None] | None) -> None:
 def _run(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
     assert _paddles_run is not None
     about = paddle.static.default_main_program() if program is None else program
-    if _first_run is not None and isinstance(about, paddle.static.Program) and about not in _seen:
-        _seen.add(about)
-        _first_run(about)
+    if _first_run is not None and isinstance(about, paddle.static.Program):
+        operators = about.num_ops()
+        if _seen.get(about) != operators:
+            _seen[about] = operators
+            _first_run(about)
     return _paddles_run(self, program, *arguments, **options)
 
 

@@ -67,6 +67,13 @@ def the_old_variable(_: Any, loss: Any) -> None:
     optimizer.minimize(loss)  # the old variable
 
 
+def evaluated_before(_: Any, loss: Any) -> None:
+    exe = paddle.static.Executor()
+    exe.run(paddle.static.default_startup_program())
+    exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+    sgd().minimize(loss)  # evaluated before
+
+
 def one_of_two(first: Any, second: Any) -> None:
     wrapped().minimize(first)
     sgd().minimize(second)  # one of two
@@ -82,6 +89,7 @@ CASES: dict[str, Callable[[], None]] = {
     "a model": lambda: a_model(paddle.optimizer.Adam()),
     "minimized before": lambda: program(minimized_before),
     "the old variable": lambda: program(the_old_variable),
+    "evaluated before": lambda: program(evaluated_before),
     "one of two": lambda: program(one_of_two),
     "same samples": lambda: program(lambda _, loss: wrapped().minimize(loss), same_samples=True),
 }

@@ -11,7 +11,7 @@ from tests.support.processes import ROOT
 
 SCRIPT = ROOT / "tests" / "integration" / "launch" / "apart.py"
 INNOCENT = ("evaluation", "converted", "two converted", "merged", "evaluated model")
-ALONE = ("forgotten", "minimized before", "the old variable", "one of two")
+ALONE = ("forgotten", "minimized before", "the old variable", "evaluated before", "one of two")
 SIDE_BY_SIDE = "ranks ran side by side: none called fleet.init, and none was seen to connect to another"
 
 # A script that knows nothing of fleet_train, and one of the dynamic graph.
