@@ -179,7 +179,7 @@ def place_of(folder: Path) -> Place | None:
 
 def refuse_no_folder(path: Path) -> None:
     """Raises CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
-    if path.is_dir() or not os.path.lexists(path):
+    if not os.path.lexists(path) or path.is_dir():  # in this order: another rank may be making it
         return
     if path.is_symlink():
         raise CheckpointError(

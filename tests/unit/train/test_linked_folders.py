@@ -82,6 +82,20 @@ def to_a_file(path: Path) -> None:
     path.symlink_to(path.with_name("file"))
 
 
+def test_a_folder_that_another_rank_makes_meanwhile_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, exists = tmp_path / "checkpoints", os.path.lexists
+
+    def made_meanwhile(path: Path) -> bool:
+        path.mkdir(exist_ok=True)
+        return exists(path)
+
+    monkeypatch.setattr(os.path, "lexists", made_meanwhile)
+    storage.refuse_no_folder(folder)
+    assert folder.is_dir()
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
