@@ -138,7 +138,7 @@ class GradientExchange:
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
         if self._updates:
-            self._first_gradients.see(gradients)
+            self._first_gradients.see(gradients, self.step)
         if not self.sends_gradients:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
@@ -289,7 +289,7 @@ class GradientExchange:
     def _begin_barrier(self, name: str) -> Future[Passed]:
         """Start a barrier beside the computation; the note has this rank's times since the last one."""
         self._barriers.begun()
-        engine, note = self._job.engine, self._job.notes.own(self._first_gradients.tell())
+        engine, note = self._job.engine, self._job.notes.own(self._first_gradients.tell(self.step))
         bound = self._profile.collective_timeout_seconds + engine.barrier_margin_seconds
         return engine.beside(lambda: self._job.step_barrier(name, bound, note))
 

@@ -106,20 +106,22 @@ class FirstGradients:
         self._buckets = buckets
         self._update: list[Any] = []
         self._taken: list[HostCopy] = []
+        self._seen_in = 0
         self._is_told = False
 
-    def see(self, gradients: Sequence[Any]) -> None:
-        """The local gradients of an update's next bucket. The host reads nothing."""
+    def see(self, gradients: Sequence[Any], step: int) -> None:
+        """The local gradients of the next bucket of an update, in ``step``. The host reads nothing."""
         if len(self._taken) == _COMPARED_UPDATES or self._is_told:
             return
+        self._seen_in = step
         self._update.append(device_digests([_compared(gradient) for gradient in gradients]))
         if len(self._update) == self._buckets:
             self._taken.append(self._device.to_host(paddle.concat(self._update)))
             self._update = []
 
-    def tell(self) -> int | None:
-        """The digest, once, in a step after the last of these updates; None if there is none."""
-        if len(self._taken) < _COMPARED_UPDATES or self._is_told:
+    def tell(self, step: int) -> int | None:
+        """The digest, once, in a ``step`` after the last of these updates, whose copies have ended; else None."""
+        if len(self._taken) < _COMPARED_UPDATES or self._is_told or step <= self._seen_in:
             return None
         self._is_told = True
         found, self._taken = [copy.read() for copy in self._taken], []

@@ -100,12 +100,12 @@ def test_tensors_of_several_dtypes_are_digested_in_their_order_and_left_as_they_
 def told(*updates: Sequence[Any], buckets: int = 1) -> int | None:
     """What is told after updates with these gradients, a tensor for each bucket."""
     first = FirstGradients(HostDevice(), buckets)
-    assert first.tell() is None
-    for gradients in updates:
+    for step, gradients in enumerate(updates, start=1):
         for gradient in gradients:
-            first.see([paddle.to_tensor(np.asarray(gradient, "float32"))])
-    digest = first.tell()
-    assert first.tell() is None, "once"
+            first.see([paddle.to_tensor(np.asarray(gradient, "float32"))], step)
+        assert step > 2 or first.tell(step) is None, "the copies of this step have not ended"
+    digest = first.tell(len(updates) + 1)
+    assert first.tell(len(updates) + 2) is None, "once"
     return digest
 
 
@@ -134,6 +134,6 @@ def test_of_a_large_gradient_the_first_values_are_compared() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_gradients_of_other_dtypes_are_told(dtype: str) -> None:
     first = FirstGradients(HostDevice(), 1)
-    for value in (1.5, 2.5):
-        first.see([paddle.full([2, 3], value, dtype)])
-    assert first.tell() is not None
+    for step, value in ((1, 1.5), (2, 2.5)):
+        first.see([paddle.full([2, 3], value, dtype)], step)
+    assert first.tell(3) is not None
