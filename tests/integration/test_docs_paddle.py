@@ -29,3 +29,37 @@ def test_example_is_true(example: str, tmp_path: Path) -> None:
 def test_named_code_exists(path: str, test: str) -> None:
     assert (ROOT / path).exists()
     assert not test or f"def {test}(" in (ROOT / path).read_text()
+
+
+FORKED = """
+import gc, os, sys
+import numpy as np
+if sys.argv[1:]:
+    import fleet_train.fleet
+import paddle
+
+gc.disable()  # the parent keeps its garbage until the child collects it
+paddle.enable_static()
+exe, main = paddle.static.Executor(), paddle.static.Program()
+with paddle.static.program_guard(main):
+    total = (2 * paddle.static.data("x", [None, 8])).sum()
+for _ in range(2):
+    exe.run(main, feed={"x": np.ones([4, 8], "float32")}, fetch_list=[total])
+cycle = [exe]
+cycle.append(cycle)
+del exe, cycle
+child = os.fork()
+if not child:
+    gc.collect()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], "-11"), (["with fleet_train"], "0")])
+def test_forked_process_collects_no_executor_of_its_parent(arguments: list[str], code: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, *arguments]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.splitlines()[-1] == code, done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import sys
 from types import TracebackType
@@ -33,12 +34,14 @@ _python_exit = sys.exit
 
 
 def install() -> None:
-    """Hook the uncaught-exception handler and the normal exit; once per process."""
+    """Hook the uncaught-exception handler, the normal exit and forks; once per process."""
     global _installed
     if not _installed:
         _installed = True
         sys.excepthook = _on_uncaught
         atexit.register(_on_exit)
+        # A forked worker that collects an executor of its parent's waits for threads that it has not: signal 11.
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def watch(job: Job | None) -> None:
