@@ -2,7 +2,7 @@
 
 There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library (rich,
 sentry) has replaced our hook. ``sys.exit`` is distinguished from a normal end by which code reads the exit code.
-Finally, ``atexit`` leaves the job. None of this runs in a process forked from a rank.
+Finally, ``atexit`` leaves the job. None of this runs in a process forked from a rank; it only freezes what it inherits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def install() -> None:
         _installed = True
         sys.excepthook = _on_uncaught
         atexit.register(_on_exit)
-        # A forked worker that collects an executor of its parent's waits for threads that it has not: signal 11.
+        # A child that collects an executor of its parent's crashes: the executor's threads were not forked.
         os.register_at_fork(after_in_child=gc.freeze)
 
 
