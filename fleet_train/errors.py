@@ -12,7 +12,8 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
 ├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
-└── NotFinite                   13  the loss or the weights have become NaN or infinite
+├── NotFinite                   13  the loss or the weights have become NaN or infinite
+└── NotSaved                    14  the training ended, but its last state could not be saved, or not everywhere
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
 """
@@ -136,3 +137,9 @@ class NotFinite(FleetTrainError):
     """The loss or the weights have become NaN or infinite; the message names step, rank and samples."""
 
     exit_code = 13
+
+
+class NotSaved(FleetTrainError):
+    """The training went on to its end, but its last checkpoint, or a copy of it that was asked for, is missing."""
+
+    exit_code = 14

@@ -13,6 +13,7 @@ from fleet_train.errors import (
     ConversionError,
     DataError,
     NotFinite,
+    NotSaved,
     PaddleUnusable,
     Preempted,
     ProfileError,
@@ -32,7 +33,7 @@ MISTAKES = sorted(
     {_USAGE}
     | {
         kind.exit_code
-        for kind in (PaddleUnusable, ProfileError, ConversionError, CheckpointError, DataError, NotFinite)
+        for kind in (PaddleUnusable, ProfileError, ConversionError, CheckpointError, DataError, NotFinite, NotSaved)
     }
 )
 """Exit codes after which another start would fail again."""

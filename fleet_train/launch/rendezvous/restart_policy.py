@@ -15,6 +15,7 @@ from fleet_train.errors import (
     ConversionError,
     DataError,
     NotFinite,
+    NotSaved,
     PaddleUnusable,
     ProfileError,
     ScheduleMismatch,
@@ -34,6 +35,7 @@ _FAILS_AGAIN = {_USAGE} | {
         CheckpointError,
         DataError,
         NotFinite,
+        NotSaved,
     )
 }
 # These come from outside: an operator, the kernel out of memory, a batch system.

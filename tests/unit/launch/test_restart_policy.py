@@ -27,7 +27,7 @@ def test_what_may_go_better_next_time_is_tried_again(result: RunResult) -> None:
     assert why_not_again(result, [], 0, THREE) is None
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 9, 10, 13])
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 9, 10, 13, 14])
 def test_a_mistake_in_flags_profile_data_or_state_is_not_tried_again(code: int) -> None:
     assert f"exit code {code} means a mistake" in (why_not_again(failed(code), [], 0, THREE) or "")
 

@@ -176,7 +176,7 @@ def test_what_a_job_does_when_a_pod_ends() -> None:
 
     assert {action(code, evicted=True) for code in (1, 2, 12, 137, 143)} == {"Ignore"}
     assert action(12) == "Ignore"
-    assert [code for code in range(1, 256) if action(code) == "FailJob"] == [2, 3, 4, 7, 9, 10, 13]
+    assert [code for code in range(1, 256) if action(code) == "FailJob"] == [2, 3, 4, 7, 9, 10, 13, 14]
     # Counted: an own error, other launchers that were lost (11) or are of an earlier start (5, 6, 8), signals.
     assert {action(code) for code in (1, 5, 6, 8, 11, 137, 143)} == {"Count"}
     assert (job["spec"]["backoffLimitPerIndex"], job["spec"]["maxFailedIndexes"]) == (4, 0)
