@@ -10,6 +10,7 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 ├── CheckpointError              9  saved state is missing, cut off, altered, or of another model
 ├── DataError                   10  the training data cannot be used as asked
 ├── WorkerFailed                11  another rank failed, left, or did not answer in time
+│   ├── LinkFailed              11  ranks that are alive could not communicate: no rank is to blame
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
 ├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
 ├── NotFinite                   13  the loss or the weights have become NaN or infinite
@@ -48,6 +49,8 @@ class FleetTrainError(Exception):
     exit_code = 1
     absent: tuple[Absence, ...] = ()
     """The members whose absence caused this error; empty if there are none or another rank has reported them."""
+    failed_rank: int | None = None
+    """Whose failure it is, where all ranks raise the error of one; None: that of the rank that raises it."""
 
     def __str__(self) -> str:
         # Messages contain names from files and from the network.
@@ -106,6 +109,10 @@ class WorkerFailed(FleetTrainError):
     """Another rank failed, left early, or did not answer in time; the message names it."""
 
     exit_code = 11
+
+
+class LinkFailed(WorkerFailed):
+    """Ranks that are alive could not communicate, or could not form a group: a restart may succeed."""
 
 
 class RankFailed(WorkerFailed):

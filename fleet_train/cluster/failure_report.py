@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleet_train.cluster.cluster import Rank
-from fleet_train.errors import FleetTrainError, JoinTimeout, WorkerFailed
+from fleet_train.errors import FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
+
+NO_RANK = -1
+"""The ``rank`` of a report by which no rank is to blame."""
 
 _TRACEBACK_LINES = 15
 _LINE_CHARACTERS = 240
@@ -20,12 +23,13 @@ _LINE_CHARACTERS = 240
 
 @dataclass(frozen=True)
 class FailureReport:
-    """One rank's failure. ``rank`` is the failed rank, ``reporter`` the reporting one."""
+    """One rank's failure. ``rank`` is the failed rank, or NO_RANK, ``reporter`` the reporting one."""
 
     rank: int
     reporter: int
     kind: str
-    """``raised``, ``exited`` (both by the rank itself); ``missing``, ``left``, ``lost`` (by others, see Absence)."""
+    """``raised``, ``exited`` (both by the rank itself); ``missing``, ``left``, ``lost`` (by others, see Absence);
+    ``link`` (of no rank)."""
     what: str
     """A few words for the table: ``ValueError``, ``sys.exit(3)``, ``did not arrive at step 4 within 2 s``."""
     message: str
@@ -57,13 +61,22 @@ def reports_of(error: BaseException, this: Rank, name: str, doing: str) -> list[
 
     ``name`` is the rank in words; ``doing`` what it did with the error, where ``{kind}`` is the class.
     """
+    if isinstance(error, LinkFailed):
+        return [
+            FailureReport(NO_RANK, this.index, "link", "the ranks could not communicate", str(error), error.exit_code)
+        ]
     if isinstance(error, (WorkerFailed, JoinTimeout)):
         code, absent = error.exit_code, error.absent
         return [FailureReport(a.member, this.index, a.kind, a.what, str(error), code) for a in absent]
     kind = type(error).__name__
+    code, rank = (error.exit_code, error.failed_rank) if isinstance(error, FleetTrainError) else (1, None)
+    lines = last_of_traceback(error)
+    if rank is None or rank == this.index:
+        rank = this.index
+    else:
+        name, lines = f"rank {rank}", ()
     message = f"{name} {doing.format(kind=kind)}: {str(error).strip() or '(no message)'}"
-    code = error.exit_code if isinstance(error, FleetTrainError) else 1
-    return [FailureReport(this.index, this.index, "raised", kind, message, code, last_of_traceback(error))]
+    return [FailureReport(rank, this.index, "raised", kind, message, code, lines)]
 
 
 def report_of_exit(code: Any, this: Rank, name: str) -> FailureReport | None:

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.errors import ClusterError, FleetTrainError, Preempted, RankFailed
+from fleet_train.cluster.failure_report import NO_RANK, FailureReport
+from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.launch.spec.node import Node
 
@@ -37,10 +37,14 @@ class RankOutcome:
 def results(outcomes: Sequence[RankOutcome], told: Sequence[FailureReport], node: Node, log_dir: str) -> list[bytes]:
     """The ranks' return values, in their order.
 
-    ``told``: the reports in the store. Raises RankFailed, Preempted if ranks have stopped gracefully because they
-    were asked to, ClusterError for a script that cannot be started this way.
+    ``told``: the reports in the store. Raises RankFailed, LinkFailed if no rank is to blame, Preempted if ranks have
+    stopped gracefully because they were asked to, ClusterError for a script that cannot be started this way.
     """
     first = root_cause(outcomes, told, node)
+    own = (report for outcome in outcomes for report in outcome.reports)
+    of_no_rank = next((report for report in (*told, *own) if report.rank == NO_RANK), None)
+    if first is not None and first[0].secondary and of_no_rank is not None:
+        raise LinkFailed(of_no_rank.message)
     if first is not None:
         raise _error(first, outcomes, node, log_dir)
     for outcome in outcomes:

@@ -43,9 +43,9 @@ def spawn(
     ``strategy``: a profile's name or path, a `DistributedStrategy` or a `Profile`: the default of the ranks' ``fleet``.
     ``log_dir``: a folder for ``workerlog.N``, the output of each rank. ``join_timeout_seconds`` bounds ``fleet.init``.
 
-    Raises RankFailed with the rank that failed first and its traceback; Preempted if the ranks have stopped
-    gracefully because they were asked to; ClusterError and ProfileError for invalid calls. Ctrl-C stops all
-    ranks.
+    Raises RankFailed with the rank that failed first and its traceback; LinkFailed if the ranks could not communicate
+    and none is to blame; Preempted if the ranks have stopped gracefully because they were asked to; ClusterError and
+    ProfileError for invalid calls. Ctrl-C stops all ranks.
     """
     inside.refuse_within_a_rank(os.environ)
     arguments = check_call(train, args)

@@ -26,7 +26,7 @@ from fleet_train.collectives.engines.stages import HAND_OVER, REDUCTIONS, Collec
 from fleet_train.collectives.job.process_groups import new_group
 from fleet_train.collectives.job.step_clock import StepClock
 from fleet_train.collectives.job.step_notes import StepNotes
-from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, WorkerFailed
+from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price.predict import Network
 
@@ -269,7 +269,7 @@ class Job:
             return with_absent(WorkerFailed(told), found.absent)
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
-        return WorkerFailed(
+        return LinkFailed(
             f"{what}: the collective failed on every rank ({detail[0]}); all ranks are alive, so look at the network "
             "between them and at GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME"
         )

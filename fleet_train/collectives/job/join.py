@@ -20,9 +20,8 @@ from fleet_train.cluster.store.client import JOINED, Variants
 from fleet_train.cluster.store.protocol.access import access_of
 from fleet_train.cluster.store.servers.host import StoreHost, endpoint_of, is_host
 from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.process_groups import held_port, send_at_once, warm_up
+from fleet_train.collectives.job.process_groups import formed, forming, held_port, send_at_once, warm_up
 from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.collectives.paddle_compat.paddle_check import backend_name, installed_version
 from fleet_train.errors import ClusterError, ScheduleMismatch
 
@@ -31,7 +30,8 @@ def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
     """Connect to all ranks of ``cluster``, compare what must be equal, and form Paddle's default process group.
 
     Raises JoinTimeout with the ranks and hosts that did not connect, ScheduleMismatch when ranks disagree,
-    ClusterError when this process's address is not an address of this machine.
+    ClusterError when this process's address is not an address of this machine, LinkFailed when Paddle cannot connect
+    the ranks, or has connected something else.
     """
     cluster, host = complete(cluster, timeout_seconds)
     place = choose_place(cluster)
@@ -148,9 +148,11 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
     if backend_name() == "gloo":
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
     _choose_interface(cluster)
-    _open_paddle_store(job, timeout_seconds)
-    with dynamic_mode():
-        warm_up(job, paddle.distributed.init_parallel_env())
+    ranks = range(cluster.world_size)
+    with forming(ranks):
+        _open_paddle_store(job, timeout_seconds)
+        group = formed(job, ranks, paddle.distributed.init_parallel_env)
+    warm_up(job, group)
     # No rank uses the group before all have formed it: a rank that failed above is named here.
     job.barrier("process group formed", timeout_seconds)
     if cluster.rank == 0:

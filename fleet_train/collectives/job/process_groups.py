@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
+import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
@@ -17,7 +20,7 @@ from fleet_train.collectives.engines.engine import Engine, Place
 from fleet_train.collectives.engines.stages import Collective, Stage, Stages
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
 from fleet_train.collectives.paddle_compat.paddle_check import backend_name
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 
 _STORE_TIMEOUT_SECONDS = 60
 
@@ -40,18 +43,75 @@ class Peers(Protocol):
 def new_group(job: Peers, ranks: Sequence[int]) -> Any:
     """A process group over ``ranks``; called by all ranks of the job in the same order, members or not.
 
-    Raises ClusterError when the group cannot be formed, with the interface that was used.
+    Raises LinkFailed when the group cannot be formed, or a member of it is not the rank that it should be, with the
+    interface that was used; ClusterError when there is no such interface.
     """
-    with _own_store(job, ranks), dynamic_mode():
-        try:
-            group = _kept(paddle.distributed.new_group(list(ranks)))
-        except Exception as error:
-            raise ClusterError(
-                f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
-                f"(interface {os.environ.get('GLOO_SOCKET_IFNAME', 'chosen by the backend')})"
-            ) from error
+    with forming(ranks), _own_store(job, ranks):
+        group = formed(job, ranks, lambda: paddle.distributed.new_group(list(ranks)))
     warm_up(job, group)
     return group
+
+
+@contextmanager
+def forming(ranks: Sequence[int]) -> Iterator[None]:
+    """Errors of Paddle in the body are failures that a restart may overcome, unless the interface does not exist."""
+    try:
+        yield
+    except FleetTrainError:
+        raise
+    except Exception as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        here = [name for _, name in socket.if_nameindex()]
+        if backend_name() == "gloo" and interface and interface not in here:
+            raise ClusterError(
+                f"GLOO_SOCKET_IFNAME={interface}: this machine has no such interface; it has {', '.join(here)}"
+            ) from error
+        raise LinkFailed(
+            f"the group of ranks {list(ranks)} could not be formed: {str(error).strip().splitlines()[-1]} "
+            f"(interface {interface or 'chosen by the backend'}); look at the network between the ranks, and whether "
+            "strangers can reach the ports of Paddle (SECURITY.md)"
+        ) from error
+
+
+def formed(job: Peers, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
+    """The group of ``make``, whose members are the ranks that they should be: all ranks call this in the same order.
+
+    Gloo listens for each member on a port of its own, from here on until that member has called, and takes the first
+    caller for it, whoever that is. The ranks get the same random number over the job's store and begin together: no
+    port is open while ranks wait for one that is late. Then each member sends each other one what follows from
+    that number and its rank, over the connection that later collectives use.
+    """
+    if backend_name() != "gloo":
+        with dynamic_mode():
+            return _kept(make())
+    number = secrets.token_hex(16) if job.cluster.rank == ranks[0] else None
+    number = job.broadcast(f"number of group {job.count('number')}", number, ranks[0])
+    with dynamic_mode():
+        group = _kept(make())
+        if job.cluster.rank in ranks:
+            _refuse_strangers(job, group, sorted(ranks), str(number))
+    return group
+
+
+def _refuse_strangers(job: Peers, group: Any, ranks: Sequence[int], number: str) -> None:
+    """Every two members send each other their proof: each is the root of a gather once."""
+    this = job.cluster.rank
+    mine = paddle.to_tensor(np.frombuffer(_proof(number, this), "uint8"), place=job.place)
+    for root in ranks:
+        arrived: list[Any] = []
+        Collective("gather", group, mine, root, output=arrived if root == this else None).begin(sync_op=True)
+        found = [each.numpy().tobytes() for each in arrived]
+        wrong = [rank for rank, proof in zip(ranks, found, strict=bool(found)) if proof != _proof(number, rank)]
+        if wrong:
+            raise LinkFailed(
+                f"the group of ranks {list(ranks)} could not be formed: {job.cluster.describe(this)} is connected to "
+                f"another process than {', '.join(map(job.cluster.describe, wrong))}; close the ports of Paddle to "
+                "strangers (SECURITY.md)"
+            )
+
+
+def _proof(number: str, rank: int) -> bytes:
+    return hashlib.sha256(f"{number} {rank}".encode()).digest()
 
 
 def warm_up(job: Peers, group: Any) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.failure_report import NO_RANK, FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.agent.graceful_stop import GracefulStop
 from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
-from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, with_reports
+from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, signal_name, with_reports
 from fleet_train.launch.workers import processes
 from fleet_train.launch.workers.watching import Follower, NoFollower, RankFiles
 
@@ -95,6 +95,12 @@ class Monitor:
             self._frozen = True
         ends = self.ends()
         self._tell_finished(ends)
+        killed = self.stock.poll() or 0
+        if killed < 0 and not self.stop.wanted_here:  # it is frozen, and does not end by itself
+            how = f"was killed by {signal_name(-killed)}, and the ranks ended with it"
+            return Verdict(
+                Cause.TOLD, _of_no_rank(f"the process of Paddle's launcher on {self.files.node.describe()} {how}")
+            )
         all_ended = len(ends) == self.files.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
@@ -121,9 +127,15 @@ class Monitor:
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
         node = self.files.node
         root_cause = choose_root_cause(with_reports(ends, self._reports, node))
-        if root_cause is None:  # reports of ranks that this job does not have
+        of_no_rank = next((report for report in self._reports if report.rank == NO_RANK), None)
+        if root_cause is None and of_no_rank is None:  # reports of ranks that this job does not have
             return None
         self._failed_at = self._failed_at or self._clock()
+        if root_cause is None or (of_no_rank is not None and root_cause.secondary):
+            assert of_no_rank is not None
+            if self.stop.is_announced or self._clock() < self._failed_at + _ECHO_SECONDS:
+                return None
+            return Verdict(Cause.TOLD, _of_no_rank(of_no_rank.message))
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
@@ -156,6 +168,11 @@ class Monitor:
                 for local in range(self.files.node.processes):
                     ends.setdefault(local, self.files.result_without_trace(local, since_start))
         return [ends[local] for local in sorted(ends)]
+
+
+def _of_no_rank(message: str) -> dict[str, object]:
+    """The report of a failure that has no root cause in a rank, and that a restart may overcome."""
+    return {"message": message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
 
 
 def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:

@@ -52,11 +52,11 @@ class _WorkerGroup:
 
     def end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines."""
+        seconds = round(time.monotonic() - self.rendezvous.start, 3)
         processes.end_everything(self.stock, self.files.wrapper_pids())
         self.follower.close()
         found = self.files.ends(self.rendezvous.start)
         for local in self.files.records():
-            seconds = max((end.seconds for end in found.values()), default=0.0)
             found.setdefault(local, self.files.result_without_trace(local, seconds))
         return self.tell(found)
 

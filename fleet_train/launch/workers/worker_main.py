@@ -71,8 +71,9 @@ def dying_with_us() -> Callable[[], None]:
 class RankProcess:
     """The user's script as a child in a process group of its own."""
 
-    def __init__(self, command: list[str], log_path: str, environ: dict[str, str]) -> None:
+    def __init__(self, command: list[str], log_path: str, environ: dict[str, str], launcher: int = 0) -> None:
         self.command = command
+        self.launcher = launcher  # the process id of ours
         self.log_path = log_path
         self.environ = environ
         self.asked_to_stop = 0  # the first signal sent to the child
@@ -123,6 +124,12 @@ class RankProcess:
         return status
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
+        # The kernel sends it when the stock launcher was killed, and our launcher, which adopts us then, takes that for
+        # a failure: a script that saves its state and stops would turn it into a wanted end.
+        if os.getppid() == self.launcher and self.child is not None:
+            self.asked_to_stop = self.asked_to_stop or number
+            self._signal_group(signal.SIGKILL)
+            return
         # Only the first signal is forwarded: the stock launcher repeats it, and a script may be saving its state.
         if not self._must_end:
             self._must_end = True
@@ -217,7 +224,7 @@ def main(log_dir: str, token: str, program: str) -> None:
         "wrapper_pid": os.getpid(),
     }
     command = [sys.executable, "-u", *json.loads(program)]
-    rank = RankProcess(command, os.path.join(log_dir, log_name(local_rank)), environ)
+    rank = RankProcess(command, os.path.join(log_dir, log_name(local_rank)), environ, launcher_pid(token))
     began = time.monotonic()
     rank.start()
     assert rank.child is not None

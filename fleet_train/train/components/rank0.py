@@ -28,7 +28,9 @@ def ask_first_worker(question: Callable[[], Any]) -> Any:
             answer = {"error": "CheckpointError", "message": f"rank 0 cannot use its disk: {error}"}
     answer = share(answer)
     if "error" in answer:
-        raise getattr(errors, answer["error"])(answer["message"])
+        told: errors.FleetTrainError = getattr(errors, answer["error"])(answer["message"])
+        told.failed_rank = 0
+        raise told
     return answer["value"]
 
 

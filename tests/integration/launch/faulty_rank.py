@@ -1,11 +1,15 @@
-"""Run as ranks by test_root_cause: trains; at step 3 rank 1 does what the first argument says."""
+"""Run as ranks by test_root_cause: trains; at step 3 of the first attempt rank 1, or every rank, does what the first
+argument says."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,6 +21,7 @@ import paddle
 from fleet_train import fleet
 from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.profile import Profile
+from fleet_train.train.components.rank0 import ask_first_worker
 
 
 class BadData(paddle.io.Dataset):  # type: ignore[misc]
@@ -73,6 +78,25 @@ def ask_in_child() -> None:
         raise
 
 
+def break_links() -> None:
+    """All connections but those of the job's store end; the processes live."""
+    store = int(os.environ["FLEET_TRAIN_STORE"].partition("/")[0].rpartition(":")[2])
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as connection:
+            if connection.getpeername()[1:2] not in ((store,), ()):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def use_full_disk() -> None:
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        ask_first_worker(write)
+    finally:
+        time.sleep(1.0 if fleet.worker_index() == 0 else 0.0)  # the others are quicker to report it
+
+
 FAULTS: dict[str, Any] = {
     "raise, then exit slowly": raise_and_exit_slowly,
     "raise, another hook": raise_under_another_hook,
@@ -87,6 +111,7 @@ FAULTS: dict[str, Any] = {
     "loop": loop,
     "children": make_children,
 }
+FAULTS_OF_ALL: dict[str, Any] = {"links break": break_links, "full disk": use_full_disk}
 
 
 def main() -> None:
@@ -103,7 +128,10 @@ def main() -> None:
     exe = paddle.static.Executor(fleet.place())
     exe.run(fleet.startup_program)
     for step in range(1, 7):
-        if step == 3 and fleet.worker_index() == 1:
+        if step == 3 and sys.argv[1] in FAULTS_OF_ALL:
+            if os.environ["FLEET_TRAIN_ATTEMPT"] == "0":
+                FAULTS_OF_ALL[sys.argv[1]]()
+        elif step == 3 and fleet.worker_index() == 1:
             FAULTS[sys.argv[1]]()
         elif step == 3 and sys.argv[1] == "exit 0, missed late":
             time.sleep(80)  # in nobody's company, as between two averagings

@@ -6,6 +6,7 @@ import contextlib
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fleet_train.cluster.store.client import StoreClient
@@ -20,6 +21,25 @@ import os
 from fleet_train import fleet, role_maker
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 print("ranks", fleet.gather(fleet.worker_index()), os.environ["FLEET_TRAIN_JOB_ID"])
+"""
+# In the first attempt rank 0 is late at four groups of three ranks. Of two ranks, the one whose port has the lower
+# number waits for the other: at each group strangers find a port that the late rank has to call with a chance of 3/4.
+_TRAIN = """
+import os, time, types
+import paddle
+from fleet_train import fleet
+from fleet_train.convert.session import current
+create, made = paddle.base.core.ProcessGroupGloo.create, []
+def slow(*arguments):
+    if made and os.environ["PADDLE_TRAINER_ID"] == os.environ["FLEET_TRAIN_ATTEMPT"] == "0":
+        time.sleep(2.5)
+    made.append(create(*arguments))
+    return made[-1]
+paddle.base.core.ProcessGroupGloo = types.SimpleNamespace(create=slow)
+fleet.init(is_collective=True)
+current().job.communicators(4)
+total = fleet.all_reduce(fleet.worker_index())
+print("attempt", os.environ["FLEET_TRAIN_ATTEMPT"], "has", len(made), "groups; the sum is", total, flush=True)
 """
 _WAIT = "import time; print('began', flush=True); time.sleep(600)"
 
@@ -80,3 +100,38 @@ def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:
     assert first.process.poll() is None
     assert second.process.poll() is None
     bench.job.kill_leftovers()
+
+
+def test_a_stranger_at_every_port_of_the_ranks_while_groups_form_costs_a_restart_and_not_the_job(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Gloo takes the first caller for a rank, also in a job with a secret."""
+    path = secret_file(tmp_path.with_name(f"{tmp_path.name}-secret"))
+    launcher = bench.start(
+        _TRAIN, flags=["--nproc_per_node=3", "--max_restarts=2", f"--job_secret_file={path}", "--job_id=digits-7"]
+    )
+    called: dict[int, socket.socket] = {}
+    while launcher.process.poll() is None and "restart 1 of 2" not in launcher.output:
+        for port in listening(bench) - called.keys():
+            called[port] = socket.socket()
+            called[port].bind(("127.0.0.9", 0))
+            with contextlib.suppress(OSError):
+                called[port].connect(("127.0.0.1", port))
+    (ended,) = bench.ended(120.0)
+    for stranger in called.values():
+        stranger.close()
+    assert ended.exit_code == 0, bench.job.report()
+    (line,) = [line for line in ended.output.splitlines() if "restart 1 of 2" in line]
+    assert line.startswith("fleet_train: attempt 0: the group of ranks [0, 1, 2] could not be formed: "), line
+    assert "strangers" in line
+    assert "failed first" not in ended.output
+    assert bench.log().splitlines()[-1] == "attempt 1 has 5 groups; the sum is 3"
+
+
+def listening(bench: Bench) -> set[int]:
+    """The ports at which processes of the job listen."""
+    found = set()
+    for process in bench.job.leftovers():
+        with contextlib.suppress(psutil.Error):
+            found |= {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    return found

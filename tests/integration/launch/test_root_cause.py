@@ -81,6 +81,28 @@ def test_the_rank_that_failed_is_named_on_one_node(bench: Bench, fault: str, exi
     assert bench.job.leftovers() == []
 
 
+def test_a_full_disk_of_rank_0_is_rank_0s_failure_though_all_ranks_raise_it(bench: Bench) -> None:
+    bench.start_two(SCRIPT, "full disk")
+    ended = bench.ended(120.0)
+    assert [one.exit_code for one in ended] == [9, 9], bench.job.report()
+    for one in ended:
+        first, other = rows(one.output)
+        assert first[:4] == ["failed first", "0", f"127.0.0.2:{bench.first_port}", "exit code 9 (CheckpointError)"]
+        assert other[:2] == ["secondary", "1"], bench.job.report()
+        assert "rank 0 cannot use its disk: [Errno 28] No space left on device" in one.output
+
+
+def test_a_network_fault_between_living_ranks_is_no_ranks_failure_and_restarts(bench: Bench) -> None:
+    bench.start_two(SCRIPT, "links break", flags=["--max_restarts=1"])
+    ended = bench.ended(120.0)
+    assert [one.exit_code for one in ended] == [0, 0], bench.job.report()
+    for one in ended:
+        (line,) = [line for line in one.output.splitlines() if line.startswith("fleet_train: attempt 0: ")]
+        assert re.match(r"fleet_train: attempt 0: step 3\b.*: the collective failed on every rank \(", line), line
+        assert "all ranks are alive" in line
+        assert "failed first" not in one.output
+
+
 def test_children_of_a_rank_have_no_part_in_its_job(bench: Bench) -> None:
     bench.start_two(SCRIPT, "children")
     ended = bench.ended(120.0)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.cluster import Rank
-from fleet_train.cluster.failure_report import FailureReport, report_of_exit, reports_of
+from fleet_train.cluster.failure_report import NO_RANK, FailureReport, report_of_exit, reports_of
 from fleet_train.cluster.store.protocol.answers import with_absent
-from fleet_train.errors import Absence, DataError, JoinTimeout, WorkerFailed
+from fleet_train.errors import Absence, CheckpointError, DataError, JoinTimeout, LinkFailed, WorkerFailed
 
 THIS = Rank(2, "10.0.0.2", 6170, 1, 0)
 NAME = "rank 2 (10.0.0.2:6170)"
@@ -45,6 +45,24 @@ def test_a_missing_rank_has_failed_and_a_notified_one_reports_nothing() -> None:
     late = with_absent(JoinTimeout("join: rank 1 did not arrive within 4 s"), [Absence(1, "missing", "did not arrive")])
     assert [each.exit_code for each in reports_of(late, THIS, NAME, "could not join")] == [6]
     assert reports_of(WorkerFailed("rank 1 stopped with ValueError: boom"), THIS, NAME, "stopped with {kind}") == []
+
+
+def test_links_are_no_ranks_failure() -> None:
+    (report,) = reports_of(LinkFailed("step 4: all ranks are alive"), THIS, NAME, "stopped with {kind}")
+    assert (report.rank, report.reporter, report.is_own, report.exit_code) == (NO_RANK, 2, False, 11)
+    assert report.message == "step 4: all ranks are alive"
+
+
+@pytest.mark.parametrize(("rank", "name", "is_own"), [(0, "rank 0", False), (2, NAME, True)])
+def test_an_error_that_all_ranks_raise_is_reported_of_the_rank_that_it_comes_from(
+    rank: int, name: str, is_own: bool
+) -> None:
+    error = CheckpointError("the disk is full")
+    error.failed_rank = rank
+    (report,) = reports_of(raised(error), THIS, NAME, "stopped with {kind}")
+    assert (report.rank, report.reporter, report.what, report.exit_code) == (rank, 2, "CheckpointError", 9)
+    assert report.message == f"{name} stopped with CheckpointError: the disk is full"
+    assert bool(report.traceback) == is_own
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.job import process_groups
 from fleet_train.collectives.job.process_groups import held_port, new_group, warm_up
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from tests.unit.collectives.in_turn import in_turn
 
 PORT = 4321
+NUMBER = "5ca1ab1e"
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Peer:
     timeout_seconds: float = 17.0
     did: list[Any] = field(default_factory=list)
     place: Any = field(default_factory=paddle.CPUPlace)
+    numbers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cluster = Cluster(Cluster.imagined(3, 1).ranks, self.rank)
@@ -41,10 +44,16 @@ class Peer:
         self.did.append(f"barrier {name}")
 
     def broadcast(self, name: str, value: Any, source: int) -> Any:
+        if name.startswith("number of"):
+            assert (value is not None) == (self.rank == source)
+            self.numbers.append((name, value))
+            return NUMBER
         self.did.append(f"broadcast {name} from {source}: {value}")
         return PORT
 
     def count(self, name: str) -> int:
+        if name == "number":
+            return len(self.numbers)
         return len([one for one in self.did if f"of {name} " in one])
 
     def _run_here(self, stages: Any, place: Any) -> None:
@@ -72,7 +81,15 @@ class Member:
 @pytest.fixture
 def paddles(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What is asked of Paddle: the store that it has while a group is made, and the ranks."""
-    seen = SimpleNamespace(stores=[], ranks=[], delayed=[], error=None, backend="gloo")
+    seen = SimpleNamespace(stores=[], ranks=[], delayed=[], error=None, backend="gloo", sent=[], strangers=[])
+
+    def gather(tensor: Any, output: list[Any] | None, **options: Any) -> None:
+        """All members' proofs for the root; a stranger has another one."""
+        assert options.pop("sync_op")
+        seen.sent.append((options["dst"], tensor.numpy().tobytes(), output is not None))
+        proofs = [b"?" * 32 if rank in seen.strangers else process_groups._proof(NUMBER, rank) for rank in (1, 2)]
+        if output is not None:
+            output += [paddle.to_tensor(np.frombuffer(proof, "uint8")) for proof in proofs]
 
     def make(ranks: list[int]) -> Any:
         seen.stores.append(paddle.distributed.collective._default_store)
@@ -82,6 +99,7 @@ def paddles(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return Member()
 
     monkeypatch.setattr(paddle.distributed, "new_group", make)
+    monkeypatch.setattr(paddle.distributed.stream, "gather", gather)
     monkeypatch.setattr(paddle.distributed.collective, "_default_store", "shared")
     monkeypatch.setattr(paddle.base.core, "TCPStore", Store)
     monkeypatch.setattr(process_groups, "backend_name", lambda: seen.backend)
@@ -133,16 +151,68 @@ def test_a_failed_group_is_reported_with_its_interface_and_leaves_the_shared_sto
     paddles: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, interface: str | None, told: str
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     if interface:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     paddles.error = RuntimeError("Traceback\nconnect: timed out\n")
-    with pytest.raises(ClusterError) as raised:
+    with pytest.raises(LinkFailed) as raised:
         new_group(Peer(1), (1, 2))
     assert str(raised.value) == (
-        f"the group of ranks [1, 2] could not be formed: connect: timed out (interface {told})"
+        f"the group of ranks [1, 2] could not be formed: connect: timed out (interface {told}); look at the network "
+        "between the ranks, and whether strangers can reach the ports of Paddle (SECURITY.md)"
     )
     assert raised.value.__cause__ is paddles.error
     assert paddle.distributed.collective._default_store == "shared"
+
+
+def test_an_interface_that_does_not_exist_is_a_mistake_and_other_errors_of_ours_stay(
+    paddles: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    paddles.error = RuntimeError("Unable to find address for: eth7")
+    with pytest.raises(ClusterError, match=r"^GLOO_SOCKET_IFNAME=eth7: this machine has no such .*; it has lo, eth0$"):
+        new_group(Peer(1), (1, 2))
+    paddles.error = FleetTrainError("rank 0 was lost")
+    with pytest.raises(FleetTrainError, match=r"^rank 0 was lost$"):
+        new_group(Peer(1), (1, 2))
+
+
+def test_every_two_members_prove_each_other_who_they_are(paddles: SimpleNamespace) -> None:
+    first, second, outside = Peer(1), Peer(2), Peer(0)
+    for peer in (first, second, outside):
+        new_group(peer, (1, 2))
+    proofs = {rank: process_groups._proof(NUMBER, rank) for rank in (1, 2)}
+    assert len({len(proof) for proof in proofs.values()}) == 1
+    assert proofs[1] != proofs[2] != process_groups._proof("another", 2)
+    assert paddles.sent == [(root, proofs[rank], root == rank) for rank in (1, 2) for root in (1, 2)]
+    (one, random), (_, nothing), _ = first.numbers + second.numbers + outside.numbers
+    assert (one, len(random), nothing) == ("number of group 0", 32, None)
+    new_group(first, (1, 2))
+    name, other = first.numbers[1]
+    assert name == "number of group 1"
+    assert other != random
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_stranger_in_the_place_of_a_member_is_found_and_its_neighbour_named(
+    paddles: SimpleNamespace, rank: int
+) -> None:
+    paddles.strangers.append(3 - rank)
+    with pytest.raises(LinkFailed) as raised:
+        new_group(Peer(rank), (1, 2))
+    there = [Peer(0).cluster.describe(each) for each in (rank, 3 - rank)]
+    assert str(raised.value) == (
+        f"the group of ranks [1, 2] could not be formed: {there[0]} is connected to another process than {there[1]}; "
+        "close the ports of Paddle to strangers (SECURITY.md)"
+    )
+    new_group(Peer(0), (1, 2))
+
+
+def test_nccl_groups_prove_nothing(paddles: SimpleNamespace) -> None:
+    paddles.backend, peer = "nccl", Peer(1)
+    new_group(peer, (1, 2))
+    assert (paddles.sent, peer.numbers) == ([], [])
 
 
 def test_first_sum_of_a_group_on_streams_is_met_by_all_and_bounded() -> None:

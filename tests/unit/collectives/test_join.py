@@ -16,7 +16,7 @@ import fleet_train
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.collectives.job import join as join_module
 from fleet_train.collectives.job.join import join, refuse_other_ranks
-from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, LinkFailed, ScheduleMismatch
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")
 PADDLES = ("PADDLE_MASTER", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
@@ -86,7 +86,7 @@ class World:
             "held_port": self._held_port,
             "send_at_once": lambda port: self.did.append(f"send at once to {port}"),
             "warm_up": lambda _, group: self.did.append(f"warm up {group}"),
-            "dynamic_mode": self._dynamic_mode,
+            "formed": self._formed,
             "choose_place": lambda _: paddle.CPUPlace(),
             "complete": lambda cluster, _: (cluster, None),
             "StoreHost": SimpleNamespace(of=self._host),
@@ -116,10 +116,9 @@ class World:
         yield STORE_PORT
         self.did.append("let the port go")
 
-    @contextmanager
-    def _dynamic_mode(self) -> Iterator[None]:
-        self.did.append("dynamic mode")
-        yield
+    def _formed(self, _: Any, ranks: range, make: Any) -> Any:
+        self.did.append(f"prove ranks {list(ranks)}")
+        return make()
 
     def _create(self) -> None:
         self.did.append(f"store at {os.environ['PADDLE_MASTER']} waits for {os.environ['PADDLE_TRAINERS_NUM']}")
@@ -152,7 +151,7 @@ def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World
         f"send at once to {STORE_PORT}",
         "let the port go",
         f"broadcast paddle store from 0: 10.0.0.1:{STORE_PORT}",
-        "dynamic mode",
+        "prove ranks [0, 1]",
         "form as 0 of 2",
         "warm up the group",
         "barrier process group formed",
@@ -176,7 +175,7 @@ def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> Non
         "broadcast paddle store from 0: None",
         f"store at 10.0.0.1:{STORE_PORT} waits for 1",
         f"send at once to {STORE_PORT}",
-        "dynamic mode",
+        "prove ranks [0, 1]",
         "form as 1 of 2",
         "warm up the group",
         "barrier process group formed",
@@ -270,6 +269,17 @@ def test_members_that_paddle_waits_for_are_put_right_after_an_error(monkeypatch:
     with pytest.raises(FleetTrainError, match="address in use"):
         join(cluster_of(0), 30.0)
     assert os.environ["PADDLE_TRAINERS_NUM"] == "2"
+
+
+def test_what_paddle_cannot_connect_is_no_mistake_and_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("connect: Connection refused")
+
+    monkeypatch.setattr(paddle.distributed, "init_parallel_env", fail)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(LinkFailed, match=r"^the group of ranks \[0, 1\] could not be formed: connect: Connection ref"):
+        join(cluster_of(0), 30.0)
+    assert any(one.startswith("fail: the group of ranks [0, 1] could not be formed: ") for one in world.did)
 
 
 def test_address_of_another_machine_is_refused_before_anybody_is_met(world: World) -> None:

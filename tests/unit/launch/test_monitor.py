@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.failure_report import NO_RANK, FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.agent.graceful_stop import GracefulStop
 from fleet_train.launch.agent.monitor import Cause, Monitor, Verdict
@@ -182,6 +182,49 @@ def test_a_rank_that_has_left_too_early_is_the_root_cause() -> None:
     monitor = monitored(world)
     assert judged(world, monitor, 1.0) is None  # whoever misses it has a line to say
     assert judged(world, monitor, 2.1) == (Cause.RANK_FAILED, 1)
+
+
+LINK = FailureReport(NO_RANK, 1, "link", "...", "step 4: all ranks are alive", 11, (), 0.9)
+OF_NO_RANK = {"exit_code": 11, "no_root_cause": True}
+
+
+def test_ranks_that_live_and_cannot_communicate_are_no_root_cause() -> None:
+    world = World(reports=[LINK])
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
+    world.ended[0] = end(0, 1.2, code=11)
+    world.ended[1] = end(1, 1.3, killed=15, asked=True)
+    assert look_at(world, monitor, 2.9) is None
+    assert look_at(world, monitor, 3.1) == Verdict(Cause.TOLD, {"message": LINK.message, **OF_NO_RANK})
+
+
+def test_a_rank_that_failed_by_itself_is_the_root_cause_of_broken_links() -> None:
+    world = World(reports=[LINK], ended={0: end(0, 1.0, code=11)})
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
+    world.ended[1] = end(1, 0.9, killed=9)
+    assert look_at(world, monitor, 1.2) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+
+
+def test_a_rank_that_raises_another_ones_error_is_not_the_root_cause() -> None:
+    told = replace(own(0, 0.9), reporter=1)
+    world = World(reports=[told], ended={1: end(1, 1.0, code=1)})
+    monitor = monitored(world)
+    assert look_at(world, monitor, 1.0) is None
+    world.ended[0] = end(0, 2.0, code=1)
+    world.reports.append(own(0, 1.9))
+    assert judged(world, monitor, 2.0) == (Cause.RANK_FAILED, 0)
+
+
+def test_a_killed_process_of_paddles_launcher_is_a_failure_whatever_its_ranks_make_of_it() -> None:
+    world = World(stock_code=-9, ended={rank: end(rank, 1.0, code=12) for rank in (0, 1)})
+    message = "the process of Paddle's launcher on node 0 (10.0.0.1) was killed by SIGKILL, and the ranks ended with it"
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.TOLD, {"message": message, **OF_NO_RANK})
+    world.stopping.asked = signal.SIGTERM
+    monitor = monitored(World(stopping=world.stopping))
+    monitor.look()
+    monitor.stock = world  # type: ignore[assignment]  # an engine ends every process of the job
+    assert monitor.look() is None
 
 
 def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.errors import ClusterError, Preempted, RankFailed
+from fleet_train.cluster.failure_report import NO_RANK, FailureReport
+from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.spec.node import Node
 from fleet_train.spawning.outcome import RankOutcome, results
 
@@ -70,6 +70,13 @@ def test_a_rank_that_others_have_missed_is_named() -> None:
     missed = FailureReport(2, 0, "missing", "did not arrive at step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
     error = failure([secondary(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
     assert "rank 2 of 3 failed first: did not arrive at step 4 within 2 s, then stopped by SIGTERM" in str(error)
+
+
+def test_no_rank_is_named_where_living_ranks_could_not_communicate() -> None:
+    link = FailureReport(NO_RANK, 0, "link", "...", "step 4: all ranks are alive", 11, (), 2.0)
+    with pytest.raises(LinkFailed, match=r"^step 4: all ranks are alive$"):
+        results([replace(secondary(0, 2.0), reports=(link,)), secondary(1, 2.1), stopped(2, 4.0)], (), NODE, "")
+    assert failure([secondary(0, 2.0), raised(1, 1.5), stopped(2, 4.0)], (link,)).rank == 1
 
 
 def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
