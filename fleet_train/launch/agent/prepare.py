@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -30,10 +31,13 @@ from fleet_train.launch.spec.machine import Machine, look_around
 from fleet_train.launch.spec.node import Node, check_ports, place
 from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.launch.spec.worker_environment import LaunchEnvironment, Wanted, build_environment
-from fleet_train.launch.workers.paddle_launch import stock_command
+from fleet_train.launch.workers.paddle_launch import program_word, stock_command
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
+
+_LONGEST_WORD_BYTES = 32 * resource.getpagesize()
+"""Linux: of one word of a command line, with the zero byte at its end (MAX_ARG_STRLEN)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     request = with_nodes_of_engine(request, environ, say)
     machine = look_around(environ)
     check_program(request)
+    check_size(request)
     strategy, profile = load_strategy(request.strategy)
     node = place(request, machine)
     check_ports(node)
@@ -209,6 +214,16 @@ def check_program(request: LaunchRequest) -> None:
         near = difflib.get_close_matches(path.name, neighbours, n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the working directory is {Path.cwd()}"
         raise ClusterError(f"the training script {name} does not exist; {hint}")
+
+
+def check_size(request: LaunchRequest) -> None:
+    """Raise ClusterError for a script's arguments that are too long for the one word that they travel in."""
+    size, most = len(program_word(request.command, request.is_module)), _LONGEST_WORD_BYTES - 1
+    if size > most:
+        raise ClusterError(
+            f"the script and its arguments have {size} bytes, with quotation marks and commas between them; at most "
+            f"{most} can be passed on to the ranks: write them into a file that the script reads"
+        )
 
 
 def check_name(what: str, path: Path) -> None:

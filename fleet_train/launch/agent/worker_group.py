@@ -90,7 +90,14 @@ def run_worker_group(
     follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     connections = Connections(node)
-    stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
+    try:
+        stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
+    except ClusterError as error:
+        private.remove()
+        inbox.close()
+        message = f"{node.describe()}: {error}"
+        rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
+        return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
     stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)
     group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, connections, say)
     try:

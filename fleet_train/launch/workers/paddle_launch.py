@@ -33,7 +33,12 @@ def stock_command(
     command += [f"--log_dir={private}", f"--job_id={_JOB_ID}", "--enable_gpu_log=False"]
     # The program is one word: the launcher's parser searches every word for flags of its own, even after the
     # script, and stops with "ambiguous option" at a script's --a or --n.
-    return [*command, worker_main.__file__, str(log_dir), token, json.dumps([*(["-m"] if is_module else []), *program])]
+    return [*command, worker_main.__file__, str(log_dir), token, program_word(program, is_module)]
+
+
+def program_word(program: tuple[str, ...], is_module: bool) -> str:
+    """The script, or module, and its arguments as the wrapper gets them."""
+    return json.dumps([*(["-m"] if is_module else []), *program])
 
 
 class PrivateFolder:

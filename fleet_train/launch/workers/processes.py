@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fleet_train.errors import ClusterError
 from fleet_train.launch.workers import worker_main
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,18 +30,33 @@ def adopt_orphans() -> None:
 def start_stock_launcher(command: list[str], environ: Mapping[str, str], private: Path) -> subprocess.Popen[bytes]:
     """Start it in a session of its own, so that Ctrl-C reaches only us; it dies when we do, even by SIGKILL.
 
-    Its own output goes to ``stock.log`` in the private folder.
+    Its own output goes to ``stock.log`` in the private folder. Raises ClusterError if it cannot be started.
     """
-    with open(private / "stock.log", "wb") as log:
-        return subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=worker_main.dying_with_us(),
-        )
+    try:
+        with open(private / "stock.log", "wb") as log:
+            return subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=worker_main.dying_with_us(),
+            )
+    except OSError as error:
+        why = f"{error.strerror} ({error.filename})" if error.errno != errno.E2BIG else _too_much(command, environ)
+        raise ClusterError(f"the ranks cannot be started: {why}") from error
+
+
+def _too_much(command: list[str], environ: Mapping[str, str]) -> str:
+    words = sum(len(os.fsencode(word)) + 1 for word in command)
+    variables = sum(len(os.fsencode(f"{name}={value}")) + 1 for name, value in environ.items())
+    whole, word = os.sysconf("SC_ARG_MAX"), 32 * os.sysconf("SC_PAGE_SIZE")
+    return (
+        f"the environment has {variables} bytes and the command {words}, and this system takes {whole} together (a "
+        f"quarter of the stack's limit, ulimit -s) and {word} in one word; make the environment smaller, or write the "
+        "arguments into a file that the script reads"
+    )
 
 
 def freeze(stock: subprocess.Popen[bytes]) -> None:

@@ -57,6 +57,11 @@ def loop() -> None:
         time.sleep(0.01)
 
 
+def freeze_in_the_step() -> None:
+    """In the next collective: all ranks have passed the barrier of its step."""
+    paddle.distributed.stream.all_reduce = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def make_children() -> None:
     """A child that ends the script, one that calls fleet, and one of multiprocessing; then the parent goes on."""
     for child in (sys.exit, ask_in_child):
@@ -108,6 +113,7 @@ FAULTS: dict[str, Any] = {
     "exit 0, missed late": lambda: sys.exit(0),
     "os._exit 0": lambda: os._exit(0),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "freeze in the step": freeze_in_the_step,
     "loop": loop,
     "children": make_children,
 }

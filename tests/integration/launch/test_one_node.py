@@ -181,3 +181,23 @@ def test_two_jobs_from_one_folder_keep_their_logs_apart(bench: Bench) -> None:
     said = next(line for line in second.output.splitlines() if "is in use" in line)
     assert f"{bench.folder}/node0/log is in use by another job (process {first.process.pid} of " in said
     assert f"logs in {bench.folder}/node0/log.2" in second.output
+
+
+# The check before the start looks away: what else the kernel refuses is met when the ranks are started.
+_UNCHECKED = """python -c '
+from fleet_train.launch.agent import prepare
+from fleet_train.cli import main
+prepare._LONGEST_WORD_BYTES = 1 << 30
+main()
+' "${@:4}" """
+
+
+@pytest.mark.parametrize("shell", ['"$@"', pytest.param(_UNCHECKED, marks=pytest.mark.long)])
+def test_arguments_that_the_kernel_does_not_take_are_one_error_and_leave_nothing(bench: Bench, shell: str) -> None:
+    bench.start("print('a rank ran')", *["x" * 1000] * 172, flags=["--max_restarts=2"], shell=shell)
+    (ended,) = bench.ended()
+    assert ended.exit_code == 5, ended.output
+    assert "Traceback" not in ended.output
+    assert re.search(r"\b17\d{4}\b.*\b13107[12]\b", ended.output.splitlines()[-1]), ended.output
+    assert "restart" not in ended.output
+    assert list(bench.temporary.iterdir()) == []

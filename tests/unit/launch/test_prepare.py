@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from fleet_train.launch.agent import prepare
 from fleet_train.launch.spec.machine import Machine, visible_gpus
 from fleet_train.launch.spec.node import Node
 from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest
+from fleet_train.launch.workers import processes
 
 
 def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
@@ -41,6 +43,30 @@ def test_a_module_must_exist() -> None:
     prepare.check_program(request("json.tool", is_module=True))
     with pytest.raises(ClusterError, match="-m no_such_thing: there is no such module"):
         prepare.check_program(request("no_such_thing", is_module=True))
+
+
+def test_arguments_that_do_not_fit_into_one_word_are_refused_with_both_sizes() -> None:
+    most = 32 * 4096 - 1  # Linux's limit, which the next test meets
+    fits = ("train.py", "x" * (most - len('["train.py", ""]')))
+    prepare.check_size(request(*fits))
+    with pytest.raises(
+        ClusterError, match=rf"arguments have {most + 1} bytes, .*; at most {most} can be .* a file that"
+    ):
+        prepare.check_size(request(fits[0], fits[1] + "x"))
+
+
+@pytest.mark.parametrize(("size", "starts"), [(32 * 4096 - 1, True), (32 * 4096, False)])
+def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path, size: int, starts: bool) -> None:
+    command = [sys.executable, "-c", "", "x" * size]
+    if starts:
+        assert processes.start_stock_launcher(command, {}, tmp_path).wait() == 0
+        return
+    with pytest.raises(
+        ClusterError, match=r"^the ranks cannot be started: the environment has 8 bytes and the command"
+    ):
+        processes.start_stock_launcher(command, {"NAME": "ab"}, tmp_path)
+    with pytest.raises(ClusterError, match=r"^the ranks cannot be started: No such file or directory \(/no/python\)$"):
+        processes.start_stock_launcher(["/no/python"], {}, tmp_path)
 
 
 def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,13 +100,18 @@ class StoreHost:
     def __init__(self, place: Place, job_id: str) -> None:
         root = str(Path(__file__).resolve().parents[4])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fleet_train.cluster.store.servers.host", json.dumps(vars(place))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), JOB_ID: job_id},
-            start_new_session=True,  # Ctrl-C reaches the ranks first; the store outlives them to name the root cause
-        )
+        command = [sys.executable, "-m", "fleet_train.cluster.store.servers.host", json.dumps(vars(place))]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), JOB_ID: job_id},
+                # Ctrl-C reaches the ranks first; the store outlives them to name the root cause
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ClusterError(f"the process of the rendezvous store cannot be started: {error}") from error
         _hosts.add(self)
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
