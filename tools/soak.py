@@ -1,6 +1,6 @@
 """Kill and freeze ranks of a training job at random moments, or lose machines; its result is an undisturbed run's.
 
-    python tools/soak.py --kills 3 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6
+    python tools/soak.py --kills 3 --freezes 2 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6
     sudo python tools/soak.py --kills 30 --freezes 30 --output docs/benchmarks/2026-11-21-soak
     sudo python tools/soak.py --faults machine:0,frozen:leader,cut --epochs 12
     sudo python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --output docs/benchmarks/soak-machines
