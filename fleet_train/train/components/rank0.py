@@ -69,7 +69,9 @@ def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[s
         if not busy:
             return told
         if any(each["is_late"] for each in told):
-            raise errors.CheckpointError(
+            late = errors.CheckpointError(
                 f"{', '.join(busy)} has not read, sent or removed a checkpoint within {most_seconds:g} s: its disk "
                 "does not answer, or is too slow. Give a slow disk longer (--checkpoint_timeout)"
             )
+            late.failed_rank = [each["done"] for each in told].index(False)
+            raise late
