@@ -64,10 +64,15 @@ def new_nonce() -> str:
 
 def proof(secret: bytes, *parts: str) -> str:
     """HMAC-SHA256 over ``parts``, each preceded by its length, as hexadecimal text."""
-    message = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
+    message = b"".join(len(each).to_bytes(4, "big") + each for each in map(_bytes, parts))
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
 def is_proof(told: object, secret: bytes, *parts: str) -> bool:
     """Whether ``told`` is the proof over ``parts``; takes the same time for every wrong answer."""
-    return isinstance(told, str) and hmac.compare_digest(told.encode(), proof(secret, *parts).encode())
+    return isinstance(told, str) and hmac.compare_digest(_bytes(told), proof(secret, *parts).encode())
+
+
+def _bytes(text: str) -> bytes:
+    # JSON from a stranger may hold half a surrogate pair, and so may the name of a file.
+    return text.encode("utf-8", "surrogatepass")

@@ -300,6 +300,48 @@ def test_of_many_idle_connections_only_a_few_are_kept(server: StoreServer) -> No
             sock.close()
 
 
+@pytest.mark.parametrize(
+    ("hello", "proof"),
+    [
+        ({"nonce": "\ud800"}, "00"),  # a text in JSON, and in no encoding of bytes
+        ({"nonce": "n"}, "\ud800"),
+        ({"nonce": "n", "group": "\ud800"}, "00"),
+        ({"nonce": "n", "member": [0]}, "00"),
+    ],
+)
+def test_what_cannot_be_signed_is_refused_without_a_word(
+    hello: dict[str, Any], proof: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = started(access=Access("job", SECRET))
+    try:
+        with dial(server) as stranger:
+            said = {"do": "hello", "job": "job", **hello}, {"do": "prove", "proof": proof}
+            stranger.sendall(PREAMBLE + b"".join(map(encode, said)))
+            assert is_closed(stranger)
+        StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access("job", SECRET)).close()
+    finally:
+        server.stop()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_server_itself_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a fault of this test")
+
+    monkeypatch.setattr(session.Session, "_hear", broken)
+    server = started()
+    try:
+        for _ in range(3):
+            with dial(server) as stranger:
+                stranger.sendall(PREAMBLE + encode(HELLO))
+                assert is_closed(stranger)
+    finally:
+        server.stop()
+    assert capfd.readouterr().err.count("ZeroDivisionError: a fault of this test") == 1
+
+
 # after the hello
 
 
