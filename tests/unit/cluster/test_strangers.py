@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,13 +200,27 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         thread.join()
 
 
-def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(tmp_path: Path) -> None:
+def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "secret"
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
     assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}) == SECRET
     assert job_secret({"FLEET_TRAIN_JOB_SECRET": SECRET.decode()}) == SECRET
     assert job_secret({}) is None
+    said: list[str] = []
+    for mode in (0o600, 0o400, 0o640):
+        file.chmod(mode)
+        assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append) == SECRET
+    assert said == []
+    file.chmod(0o644)
+    assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append) == SECRET
+    assert said == [f"every user here can read the job's secret in {file} (mode 0644); chmod 600 {file}"]
+    with monkeypatch.context() as patched:  # as Kubernetes mounts it
+        patched.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append)
+    assert len(said) == 1
     file.chmod(0o622)
     with pytest.raises(ClusterError, match="can be changed by other users"):
         job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)})

@@ -171,6 +171,14 @@ def test_unreadable_images_are_replaced_by_the_next_readable_and_counted(tmp_pat
     assert arrays["labels"].tolist() == [0] * 6 + [1] * 6
 
 
+def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    corrupt = CorruptImages(9, 1, "x")
+    corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")
+    assert caplog.messages == ["cannot read \\x1b[2J.jpg (\\x9b31m); another image replaces it"]
+    with pytest.raises(DataError, match=r": \\x1b\[2J.jpg \(\\x9b31m\), b"):
+        corrupt.replacement(1, "b", "c")
+
+
 def test_more_unreadable_images_than_allowed_are_an_error_with_their_names(tmp_path: Path) -> None:
     break_images(write_image_folder(tmp_path))
     train, _ = image_splits(tmp_path, SMALL, max_corrupt=0.1)
