@@ -78,7 +78,7 @@ class OnlyForNames:
         Browsers send Origin with each POST, and Sec-Fetch-Site with all requests; other programs send neither.
         """
         origin = environ.get("HTTP_ORIGIN")
-        if origin is not None and not self._is_own(origin, environ["HTTP_HOST"]):
+        if origin is not None and not self._is_own(origin, environ.get("HTTP_HOST", "")):
             return True
         is_link = environ.get("REQUEST_METHOD") == "GET" and environ.get("HTTP_SEC_FETCH_MODE") == "navigate"
         return environ.get("HTTP_SEC_FETCH_SITE", "none") not in ("same-origin", "none") and not is_link
