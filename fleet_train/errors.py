@@ -1,6 +1,7 @@
 """Every error that fleet_train raises on purpose, and the exit code of each.
 
 FleetTrainError                  1  an error of fleet_train without a more specific class
+├── DataWorkersLost              1  data worker processes keep dying, or hang; a restart may help
 ├── PaddleUnusable               3  Paddle is missing, too old, or switched to the old IR
 ├── ProfileError                 4  a profile or strategy asks for something that cannot be done
 ├── ClusterError                 5  the launch flags or the environment describe no usable cluster
@@ -103,6 +104,10 @@ class DataError(FleetTrainError):
     """The training data cannot be read or sharded as asked."""
 
     exit_code = 10
+
+
+class DataWorkersLost(FleetTrainError):
+    """Worker processes that decode images keep dying, or one can neither answer nor be killed."""
 
 
 class WorkerFailed(FleetTrainError):

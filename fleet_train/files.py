@@ -65,7 +65,7 @@ class NotThatFile(OSError):
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BufferedReader]:
+def open_regular(path: str | Path) -> Iterator[BufferedReader]:
     """A regular file, open for reading; never waits for a pipe. Raises OSError, or NotThatFile for other kinds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

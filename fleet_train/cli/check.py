@@ -27,7 +27,7 @@ from fleet_train.data import (
 from fleet_train.data.images.corrupt import CorruptImages
 from fleet_train.data.measure import Progress, Situation, Speed, advice, describe, disk_speed, loader_speed
 from fleet_train.data.open import default_workers
-from fleet_train.errors import DataError
+from fleet_train.errors import DataError, printable
 
 EXIT_TOO_SLOW = 1
 _DISK_SECONDS = 5.0
@@ -87,8 +87,8 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
     folder = None if data.startswith("synthetic") else data
     # Here every image may be corrupt: the limit is applied to the final count.
     train, test = open_splits(data, folder, images=images, max_corrupt=math.inf)
-    click.echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
-    click.echo(f"         {test.name}: {test.num_samples} samples, counted only")
+    _say(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
+    _say(f"         {test.name}: {test.num_samples} samples, counted only")
     disk, shorter_side = _look_at_files(train, settings)
     speed, corrupt = _measure(train, settings, options["seconds"], whole)
     if corrupt is not None:
@@ -113,11 +113,11 @@ def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int
         return Speed(0.0), 0
     there = describe(train)
     (least, fewest), (most, largest) = there.smallest_class, there.largest_class
-    click.echo(f"classes  from {fewest} images ({least}) to {largest} ({most})")
-    click.echo(f"files    {there.width} x {there.height} pixels, {there.file_bytes / 1024:.0f} KiB (medians)")
+    _say(f"classes  from {fewest} images ({least}) to {largest} ({most})")
+    _say(f"files    {there.width} x {there.height} pixels, {there.file_bytes / 1024:.0f} KiB (medians)")
     with _bar("reading", _DISK_SECONDS) as progress:
         disk = disk_speed(train, max(1, settings.workers or 1), _DISK_SECONDS, progress)
-    click.echo(
+    _say(
         f"disk     {disk.samples_per_second:.0f} files/s, {disk.bytes_per_second / 1e6:.0f} MB/s, "
         f"{disk.num_samples} files read, past the page cache"
     )
@@ -135,14 +135,14 @@ def _measure(
     finally:
         loader.close()
     how = f"{settings.workers} worker(s)" if isinstance(train, ImageFolder) else "memory"
-    click.echo(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
+    _say(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
     return speed, loader.corrupt
 
 
 def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float, looked_at: int) -> None:
     shown = ", ".join(corrupt.names[:_NAMES_SHOWN]) + (", ..." if len(corrupt) > _NAMES_SHOWN else "")
     colon = ": " if shown else ""
-    click.echo(f"corrupt  {len(corrupt)} of {min(looked_at, num_samples)} images looked at{colon}{shown}")
+    _say(f"corrupt  {len(corrupt)} of {min(looked_at, num_samples)} images looked at{colon}{shown}")
     limit = CorruptImages(num_samples, max_corrupt, "").allowed
     if len(corrupt) > limit:
         raise DataError(
@@ -155,12 +155,17 @@ def _judge_speed(now: Situation) -> int:
     """Print whether the loader keeps up, and if not, what to do; returns the exit code."""
     share = now.measured / now.wanted
     if share >= 1:
-        click.echo(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
+        _say(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
         return 0
-    click.echo(f"feeds    {now.wanted:g} samples/s: no, {share:.0%}; training would wait {1 - share:.0%} of its time")
+    _say(f"feeds    {now.wanted:g} samples/s: no, {share:.0%}; training would wait {1 - share:.0%} of its time")
     for tip in advice(now):
-        click.echo(f"  - {tip}")
+        _say(f"  - {tip}")
     return EXIT_TOO_SLOW
+
+
+def _say(text: str) -> None:
+    """Names of files and classes come with the data: they cannot control this terminal."""
+    click.echo(printable(text))
 
 
 @contextmanager

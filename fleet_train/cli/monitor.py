@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from fleet_train.cli.options.numbers import WholeNumberRange
+from fleet_train.errors import printable
 from fleet_train.launch.workers.signals import StopRequested, stopping_signals
 from fleet_train.launch.workers.worker_main import die_with_parent
 from fleet_train.train.monitor.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs
@@ -92,12 +93,12 @@ def _show_text(runs: Sequence[Path]) -> None:
     while True:
         shown = "\n\n".join(table(run) for run in runs)
         if not sys.stdout.isatty():
-            click.echo(shown)
+            click.echo(printable(shown))
             return
         click.clear()
-        click.echo(shown)
+        click.echo(printable(shown))
         time.sleep(_REFRESH_SECONDS)
 
 
 def _say(message: str) -> None:
-    click.echo(f"fleet_train: {message}", err=True)
+    click.echo(f"fleet_train: {printable(message)}", err=True)  # names of runs, which others may have chosen

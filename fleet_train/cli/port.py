@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fleet_train.errors import printable
+
 if TYPE_CHECKING:
     from fleet_train.port import Ported
 
@@ -61,12 +63,12 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         if write:
             files.write(one)
         if check or write:
-            click.echo(f"{'would change' if check else 'changed'} {one.path}")
+            click.echo(printable(f"{'would change' if check else 'changed'} {one.path}"))
         else:
             click.echo(files.difference(one), nl=False)
     _list_marks(ported)
     for folder in skipped:
-        click.echo(f"skipped {folder}", err=True)
+        click.echo(printable(f"skipped {folder}"), err=True)
     click.echo(_summary(len(ported), len(changed), write, check), err=True)
     if check and changed:
         sys.exit(EXIT_WOULD_CHANGE)
@@ -78,7 +80,7 @@ def _list_marks(ported: list[Ported]) -> None:
     if found:
         click.echo(f"\nTo do by hand ({len(found)}; lines of the ported scripts):", err=True)
     for mark in found:
-        click.echo(f"  {mark}", err=True)
+        click.echo(printable(f"  {mark}"), err=True)
 
 
 def _summary(scripts: int, changed: int, write: bool, check: bool) -> str:

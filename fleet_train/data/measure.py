@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
 
+from fleet_train.data.images.decode import UnreadableImage, opened
 from fleet_train.data.images.folder import ImageFolder
 from fleet_train.data.loaders.threads import Loader
+from fleet_train.files import open_regular
 
 _HEADERS = 200
 _READ_AT_ONCE = 64
@@ -43,9 +44,9 @@ def describe(data: ImageFolder) -> Contents:
     sizes = []
     for index in np.linspace(0, data.num_samples - 1, min(_HEADERS, data.num_samples)).astype(int).tolist():
         try:
-            with Image.open(data.path(index)) as header:
+            with opened(data.path(index)) as header:
                 sizes.append((*header.size, os.path.getsize(data.path(index))))
-        except OSError:
+        except UnreadableImage:
             continue
     width, height, file_bytes = (int(value) for value in np.median(sizes or [(0, 0, 0)], axis=0))
     return Contents(
@@ -87,19 +88,14 @@ def disk_speed(data: ImageFolder, threads: int, seconds: float, progress: Progre
 def _read_cold(path: str) -> int:
     """Bytes of the file; 0 if it cannot be read (the decoders count those)."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            size = 0
+            while piece := os.read(file.fileno(), 1 << 20):
+                size += len(piece)
+            return size
     except OSError:
         return 0
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        size = 0
-        while piece := os.read(descriptor, 1 << 20):
-            size += len(piece)
-        return size
-    except OSError:
-        return 0
-    finally:
-        os.close(descriptor)
 
 
 def loader_speed(loader: Loader, seconds: float, progress: Progress, whole: bool = False) -> Speed:

@@ -14,6 +14,7 @@ from fleet_train.doctor.judge.everything import judge
 from fleet_train.doctor.judge.finding import PASS, Finding, exit_code, verdict
 from fleet_train.doctor.options import Options
 from fleet_train.doctor.participants import Participants, find
+from fleet_train.errors import printable
 from fleet_train.launch.workers.signals import StopRequested, request_name, stopping_signals
 from fleet_train.selftest.start import Where
 
@@ -24,7 +25,7 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     participants = find(where, options.join_timeout_seconds)
     if participants is None:
         return 0  # the first process of this node does it
-    examiner = Examiner(participants, options, lambda text: click.echo(f"fleet_train: {text}", err=True))
+    examiner = Examiner(participants, options, lambda text: _echo(f"fleet_train: {text}", err=True))
     try:
         with stopping_signals():  # so that files are also deleted on SIGTERM
             examined = examiner.run()
@@ -36,8 +37,13 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
     for line in _shown(participants, examined, findings, seconds):
-        click.echo(line, err=as_json)
+        _echo(line, err=as_json)
     return exit_code(findings)
+
+
+def _echo(line: str, err: bool) -> None:
+    """Facts and names come from other machines: they cannot control this terminal."""
+    click.echo(printable(line), err=err)
 
 
 def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:

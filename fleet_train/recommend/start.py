@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fleet_train.errors import ClusterError, ConversionError
+from fleet_train.errors import ClusterError, ConversionError, printable
 from fleet_train.files import publish_where_linked
 from fleet_train.recommend.options import Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
@@ -56,7 +56,7 @@ def supervise(options: Options, folder: Path, output: Path, as_json: bool, outco
 
     def say(text: str) -> None:
         if cluster.rank == 0:
-            click.echo(text, err=as_json)
+            click.echo(printable(text), err=as_json)  # of other machines, too
 
     supervisor = Supervisor(peers, options, folder, say)
     with supervisor.peers.leaving_together():

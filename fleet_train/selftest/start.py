@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from fleet_train.cluster.hosts import parse_hosts
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, printable
 from fleet_train.launch.agent.agent import run
 from fleet_train.launch.agent.prepare import prepare
 from fleet_train.launch.report.terminal import beside_stdout
@@ -126,7 +126,7 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
 
     def say(text: str) -> None:
         if is_first:
-            click.echo(text, err=as_json)
+            click.echo(printable(text), err=as_json)  # of other machines, too
 
     def found(result: Result) -> None:
         say(result.line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from fleet_train.errors import DataError
+from fleet_train.errors import DataError, printable
 
 _NAMES_SHOWN = 10
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class CorruptImages:
         rank."""
         self._reasons[index] = (name, reason)
         if len(self._reasons) <= _NAMES_SHOWN:
-            _log.warning("cannot read %s (%s); another image replaces it", name, reason)
+            _log.warning("cannot read %s (%s); another image replaces it", printable(name), printable(reason))
         if len(self._reasons) > self.allowed:
             raise DataError(self._message())
         return self.skip((index + 1) % self._num_samples)

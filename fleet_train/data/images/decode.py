@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,32 @@ from PIL import Image
 from fleet_train.data.core.rng import Draws
 from fleet_train.data.images.geometry import DRAWS_PER_IMAGE, Box, ImageSettings, center_box, random_box, random_look
 from fleet_train.errors import FleetTrainError
+from fleet_train.files import open_regular
 
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""Whatever a file's name is. Pillow knows more: for PostScript it starts a program."""
 Pixels = NDArray[np.float32]
 _GRAY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
 
 class UnreadableImage(FleetTrainError):
     """The file is missing, truncated or not an image; the message is the reason without the name."""
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Image.Image]:
+    """The image in a regular file, to be decoded in the `with` statement, which may raise any exception of a decoder:
+    all become UnreadableImage. A pipe or device is never waited for."""
+    name = repr(path)
+    try:
+        with open_regular(path) as file:
+            name = repr(file)
+            with Image.open(file, formats=FORMATS) as image:
+                yield image
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers raise nearly any exception on broken input
+        raise UnreadableImage(f"{type(error).__name__}: {error}".replace(name, "it")) from error
 
 
 class ImageDecoder:
@@ -35,18 +56,12 @@ class ImageDecoder:
     def decode(self, path: str, index: int, epoch: int, out: Pixels) -> None:
         """Write the image into `out`, float32 [3, size, size]; UnreadableImage leaves `out` undefined."""
         draws = Draws(self._seed, epoch, np.array([index])).uniform(DRAWS_PER_IMAGE)[0].tolist()
-        try:
-            pixels = self._read(path, draws)
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow's readers raise nearly any exception on broken input
-            raise UnreadableImage(f"{type(error).__name__}: {error}".replace(repr(path), "it")) from error
-        self._finish(pixels, draws, out)
+        self._finish(self._read(path, draws), draws, out)
 
     def _read(self, path: str, draws: list[float]) -> NDArray[np.uint8]:
         """The requested part in the requested size, uint8 [size, size, 3]."""
         size = self._settings.image_size
-        with Image.open(path) as image:
+        with opened(path) as image:
             width, height = image.size
             box = center_box(width, height, self._settings)
             if self._augment != "none":

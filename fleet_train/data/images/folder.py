@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +16,13 @@ from fleet_train.data.core.rng import Draws
 from fleet_train.data.images.corrupt import CorruptImages
 from fleet_train.data.images.geometry import ImageSettings
 from fleet_train.errors import DataError
+from fleet_train.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 DEFAULT_MAX_CORRUPT = 0.001
+_MOST_UNNAMED_CLASSES = 100_000
+_MOST_DIGITS = 18
+_MOST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def _read_folders(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
                     f"{root}/{part}/{folder.name}: this class is not among the {len(names)} of "
                     f"{'classes.txt' if (root / 'classes.txt').is_file() else 'train/'}; remove it or list it there"
                 )
-            files = sorted(_images(folder.path))
+            files = sorted(_images(folder))
             paths += [f"{part}/{folder.name}/{file}" for file in files]
             labels += [numbers[folder.name]] * len(files)
         parts[part] = _not_empty(root / part, paths, labels)
@@ -134,27 +139,36 @@ def _read_folders(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
 
 
 def _read_lists(root: Path) -> tuple[tuple[str, ...], dict[str, _Part]]:
-    parts = {part: _read_list(root / f"{part}.txt") for part in ("train", "val")}
     names = _declared_classes(root)
+    parts = {part: _read_list(root / f"{part}.txt", len(names)) for part in ("train", "val")}
     highest = max(max(labels) for _, labels in parts.values())
-    if names and highest >= len(names):
-        raise DataError(f"{root}: a label is {highest}, classes.txt names {len(names)} classes (0 to {len(names) - 1})")
     return names or tuple(str(label) for label in range(highest + 1)), parts
 
 
-def _read_list(file: Path) -> _Part:
+def _read_list(file: Path, classes: int) -> _Part:
+    """``classes``: how many classes.txt names; 0: there is none, and a label may be as high as there are images."""
     paths: list[str] = []
     labels: list[int] = []
     try:
-        text = file.read_text(encoding="utf-8", errors="surrogateescape")
+        with open_regular(file) as content:
+            lines = content.read().decode("utf-8", "surrogateescape").splitlines()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; train.txt and val.txt are both needed") from error
-    for number, line in enumerate(text.splitlines(), 1):
+        why = error.strerror or error
+        raise DataError(f"{file} cannot be read: {why}; train.txt and val.txt are both needed") from error
+    most = classes or max(_MOST_UNNAMED_CLASSES, len(lines))
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         path, _, label = line.strip().rpartition(" ")
         if not path or not label.isdecimal():
             raise DataError(f'{file}:{number}: {line!r} is not "path label" with a label from 0 on')
+        if len(label) > _MOST_DIGITS or int(label) >= most:
+            rule = (
+                f"classes.txt names {classes} classes (0 to {classes - 1})"
+                if classes
+                else f"without a classes.txt it must be below {most}: each label up to the highest is a class"
+            )
+            raise DataError(f"{file}:{number}: a label is {label[:_MOST_DIGITS]}, {rule}")
         paths.append(path.strip())
         labels.append(int(label))
     return _not_empty(file, paths, labels)
@@ -183,18 +197,44 @@ def _declared_classes(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _folders(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        yield from (entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+def _folders(folder: Path) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(folder) if _is_folder(entry)]
 
 
-def _images(folder: str) -> Iterator[str]:
-    """Names below the folder, recursively, relative to it."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from (f"{entry.name}/{name}" for name in _images(entry.path))
+def _images(folder: os.DirEntry[str]) -> Iterator[str]:
+    """Names below the folder, recursively, relative to it. Raises DataError, also for links that lead in a circle."""
+    waiting = [(folder, "", frozenset[tuple[int, int]]())]
+    while waiting:
+        inside, prefix, above = waiting.pop()
+        with _named(inside.path):
+            found = inside.stat()
+        if (found.st_dev, found.st_ino) in above:
+            raise DataError(f"{inside.path}: a link in this path leads back to a folder of the path; remove that link")
+        for entry in _entries(inside.path):
+            if _is_folder(entry):
+                waiting.append((entry, f"{prefix}{entry.name}/", above | {(found.st_dev, found.st_ino)}))
             elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-                yield entry.name
+                yield prefix + entry.name
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """What is in it and not hidden. Raises DataError."""
+    with _named(str(folder)), os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+@contextmanager
+def _named(folder: str) -> Iterator[None]:
+    """An OSError becomes a DataError with the folder's name: no permission, a path that is too long."""
+    try:
+        yield
+    except OSError as error:
+        shown = folder if len(folder) <= _MOST_SHOWN else f"{folder[:_MOST_SHOWN]}... ({len(folder)} characters)"
+        raise DataError(f"the folder {shown} cannot be read: {error.strerror}") from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False

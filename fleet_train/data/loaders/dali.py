@@ -7,19 +7,17 @@ and colour arithmetic).
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from fleet_train.data.core.datasets import Arrays, Indices
 from fleet_train.data.core.prefetch import Prefetcher
 from fleet_train.data.core.rng import Draws
 from fleet_train.data.core.sampler import BatchSampler
 from fleet_train.data.images.corrupt import CorruptImages
-from fleet_train.data.images.decode import ImageDecoder, UnreadableImage
+from fleet_train.data.images.decode import ImageDecoder, UnreadableImage, opened
 from fleet_train.data.images.folder import ImageFolder
 from fleet_train.data.images.geometry import DRAWS_PER_IMAGE, Look, center_box, random_box, random_look
 from fleet_train.data.loaders.dali_graph import (
@@ -33,6 +31,7 @@ from fleet_train.data.loaders.dali_graph import (
 from fleet_train.data.loaders.device import device_index
 from fleet_train.data.loaders.threads import Loader
 from fleet_train.errors import DataError
+from fleet_train.files import open_regular
 
 
 class DaliLoader(Loader):
@@ -115,18 +114,16 @@ class DaliLoader(Loader):
                 try:
                     images.append(self._image(index))
                     break
-                except OSError as error:
-                    index = self._corrupt.replacement(
-                        index, self.images.paths[index], f"{type(error).__name__}: {error}"
-                    )
+                except UnreadableImage as reason:
+                    index = self._corrupt.replacement(index, self.images.paths[index], str(reason))
             indices[row] = index
         return images, indices
 
     def _image(self, index: int) -> GraphInput:
-        with open(self.images.path(index), "rb") as file:
-            data = file.read()
-        with Image.open(io.BytesIO(data)) as header:  # reads no pixels
+        path = self.images.path(index)
+        with opened(path) as header, open_regular(path) as file:  # reads no pixels
             width, height = header.size
+            data = file.read()
         draws = Draws(self.sampler.seed, self.sampler.epoch, np.array([index])).uniform(DRAWS_PER_IMAGE)[0].tolist()
         settings = self.images.settings
         plain = self._augment == "none"

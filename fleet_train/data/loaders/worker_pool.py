@@ -1,8 +1,12 @@
-"""Worker processes that decode images: starts them, feeds them evenly, reports which one died on which file."""
+"""Worker processes that decode images: starts them, feeds them evenly, replaces those that die or hang.
+
+What a lost worker had begun is decoded again by its replacement: an image follows from its task alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -18,19 +22,25 @@ from typing import Any
 
 from fleet_train.data.loaders.protocol import MAX_MESSAGE_BYTES, parse, send
 from fleet_train.data.loaders.shared_memory import Slot
-from fleet_train.errors import DataError
+from fleet_train.errors import DataError, DataWorkersLost, printable
 
+_log = logging.getLogger(__name__)
 # Ctrl-C goes only to the trainer, even before a worker ignores it. A separate session would also do that, but Linux
 # divides processor time by session (autogroup): workers would get more of it than the trainer.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 _PROGRAM = "fleet_train.data.loaders.decode_worker"
 TASK_SECONDS = 120.0
-"""How long one task (a few images) may take before the disk counts as unavailable."""
+"""How long one task (a few images) may take before its worker counts as hanging."""
+MOST_REPLACED = 10
+"""How many workers of a pool may be replaced within an hour."""
+_REPLACED_SECONDS = 3600.0
 # A second task is queued at the worker while it is busy with the first. More would only delay the end of an epoch.
 TASKS_PER_WORKER = 2
 _NAMES_SHOWN = 3
 _MOMENT_SECONDS = 0.5
 _DRAIN_SECONDS = 3.0
+_END_SECONDS = 5.0
+_SILENT = "is the disk or network file system unavailable?"
 
 
 @dataclass
@@ -62,7 +72,8 @@ class _Worker:
         self.slots: set[int] = set()
         self.tasks: dict[int, Task] = {}
         self.last_answer = time.monotonic()
-        send(self.connection, hello)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead already: `done` finds out
+            send(self.connection, hello)
 
     def give(self, task: Task) -> None:
         if not self.tasks:
@@ -80,19 +91,40 @@ class _Worker:
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         return f"{', '.join(names[:_NAMES_SHOWN])}{more}"
 
+    def end(self, grace_seconds: float) -> str | None:
+        """Kill its process unless it ends within that time, and say how it ended; None if it does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_seconds)
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_END_SECONDS)
+            return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return None
+
+    def hint(self) -> str:
+        """The usual cause of its end."""
+        if self.process.returncode == -signal.SIGKILL:
+            return "memory was probably short (fewer --workers, a smaller --batch_size)"
+        return "its own message is above, or one of these files crashes the decoder"
+
 
 class WorkerPool:
     """`count` processes that work on tasks in the order in which they were added. Not thread-safe.
 
     Args:
         hello: settings, augment and seed for the workers (see `protocol`).
-        task_seconds: a worker that is silent for longer is reported, with its files.
+        task_seconds: a worker that is silent for longer is replaced.
+
+    Methods raise DataWorkersLost if too many workers die, or one cannot be ended.
     """
 
     def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = TASK_SECONDS) -> None:
         if count < 1:
             raise DataError(f"--workers {count}: a pool needs at least 1 worker process")
+        self._hello = hello
         self._task_seconds = task_seconds
+        self._replaced: deque[float] = deque(maxlen=MOST_REPLACED)
+        """When (monotonic)."""
         self._waiting: deque[Task] = deque()
         self._next_number = 0
         self._workers: list[_Worker] = []
@@ -100,9 +132,7 @@ class WorkerPool:
         # Even without close(): at the interpreter's exit, or when the pool is dropped.
         self._finalizer = weakref.finalize(self, _end, self._workers, self._selector)
         for number in range(count):
-            worker = _Worker(number, hello)
-            self._workers.append(worker)
-            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+            self._workers.append(self._start(number))
 
     @property
     def pids(self) -> list[int]:
@@ -120,7 +150,7 @@ class WorkerPool:
         finished: list[Task] = []
         for key, _ in self._selector.select(timeout=min(_MOMENT_SECONDS, self._task_seconds)):
             finished += self._receive(key.data)
-        self._check_silence()
+        self._replace_silent()
         self._hand_out()
         return finished
 
@@ -147,7 +177,7 @@ class WorkerPool:
             try:
                 worker.give(self._waiting.popleft())
             except (BrokenPipeError, ConnectionResetError):
-                raise self._died(worker) from None
+                self._replace(worker)
 
     def _receive(self, worker: _Worker) -> list[Task]:
         try:
@@ -155,35 +185,50 @@ class WorkerPool:
         except ConnectionResetError:
             data = b""
         if not data:
-            raise self._died(worker)
+            self._replace(worker)
+            return []
         answer = parse(data)
         worker.last_answer = time.monotonic()
         task = worker.tasks.pop(answer["task"])
         task.failed = [(place, reason) for place, reason in answer["failed"]]
         return [task]
 
-    def _check_silence(self) -> None:
-        for worker in self._workers:
+    def _start(self, number: int) -> _Worker:
+        worker = _Worker(number, self._hello)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        return worker
+
+    def _replace_silent(self) -> None:
+        for worker in self._workers[:]:
             silent = time.monotonic() - worker.last_answer
             if worker.tasks and silent > self._task_seconds:
-                raise DataError(
-                    f"data worker {worker.number} (process {worker.process.pid}) has not responded for {silent:.0f} s "
-                    f"while reading {worker.reading()}; is the disk or network file system unavailable?"
-                )
+                self._replace(worker, f"has not responded for {silent:.0f} s")
 
-    def _died(self, worker: _Worker) -> DataError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(5)
-        code = worker.process.returncode
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            hint = "the usual cause is out of memory (fewer --workers, smaller --batch_size), or a file that crashes"
-        else:
-            how, hint = f"ended with exit code {code}", "its own message is above"
-        return DataError(
-            f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {how} while reading "
-            f"{worker.reading() or 'nothing'}; {hint}"
+    def _replace(self, worker: _Worker, silent: str = "") -> None:
+        """Start a new worker in place of one that has died, or that is silent; its tasks become the next ones.
+
+        Its end is awaited before: until then it may write into the slots of its tasks.
+        """
+        self._selector.unregister(worker.connection)
+        worker.connection.close()
+        ended = worker.end(grace_seconds=0 if silent else _END_SECONDS)
+        what = (
+            f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {silent or ended} "
+            f"while reading {worker.reading() or 'nothing'}"
         )
+        if ended is None:
+            raise DataWorkersLost(f"{what}, and cannot be killed; {_SILENT}")
+        what += f"; {_SILENT if silent else worker.hint()}"
+        now = time.monotonic()
+        if len(self._replaced) == MOST_REPLACED and now - self._replaced[0] < _REPLACED_SECONDS:
+            raise DataWorkersLost(
+                f"{what}; {MOST_REPLACED} workers of this rank have already been replaced within "
+                f"{now - self._replaced[0]:.0f} s"
+            )
+        self._replaced.append(now)
+        _log.warning("%s; a new worker reads them", printable(what))
+        self._workers[worker.number] = self._start(worker.number)
+        self._waiting.extendleft(reversed(worker.tasks.values()))
 
 
 def _environment() -> dict[str, str]:

@@ -126,8 +126,8 @@ class Responder:
             channel.trust()
             while True:
                 self._answer(channel, *channel.hear(), address)
-        except (OSError, ProtocolError, Refused, ValueError):
-            pass  # the caller has gone, or does not belong to this job
+        except Exception:
+            pass  # the caller has gone, or does not belong to this job, whatever it has sent
         finally:
             channel.close()
             self._connections -= 1

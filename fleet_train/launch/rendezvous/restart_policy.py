@@ -24,7 +24,7 @@ from fleet_train.launch.report.worker_result import WorkerResult
 from fleet_train.launch.spec.request import FaultPolicy
 
 _USAGE = 2  # the exit code of argparse and click
-_FAILS_AGAIN = {_USAGE} | {
+FAILS_AGAIN = {_USAGE} | {
     kind.exit_code
     for kind in (
         PaddleUnusable,
@@ -95,7 +95,7 @@ def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int
     root_cause = result.root_cause
     if result.final or policy.max_restarts == 0:
         return ""
-    is_mistake = root_cause is not None and root_cause.shell_code in _FAILS_AGAIN
+    is_mistake = root_cause is not None and root_cause.shell_code in FAILS_AGAIN
     # With a silent node, a rank's error may only be a consequence of that node's loss.
     if is_mistake and not result.without_root_cause and not result.silent:
         mistake = "a mistake in flags, profile, data or numbers"

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TextIO
 
+from fleet_train.errors import printable
+
 _MOST_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 12
 # One screen shows both streams: later lines of one wait for earlier lines of the other, unless that is stuck.
@@ -168,8 +170,8 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """The lines of a report."""
-    _err.put(f"{text}\n".encode(errors="replace"), after=out)
+    """The lines of a report. Names and lines of logs come from other machines: they cannot control this terminal."""
+    _err.put(f"{printable(text)}\n".encode(errors="replace"), after=out)
 
 
 def finish() -> None:

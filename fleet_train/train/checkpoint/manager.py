@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.components.rank0 import ask_first_worker
@@ -130,7 +130,7 @@ class Checkpoints:
         self._keep_best = keep_best
         self._background = background
         self._timeout_seconds = timeout_seconds
-        self._say = say or (lambda message: print(message, file=sys.stderr, flush=True))
+        self._say = say or (lambda message: print(printable(message), file=sys.stderr, flush=True))
         at_least("checkpoint_copies", copies, 1)
         self._copies = Copies(self.folder, copies, keep_best, self._say, timeout_seconds) if copies > 1 else None
         self._run: storage.Run | None = None

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+from fleet_train.errors import printable
+
 
 class Progress(Protocol):
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
@@ -90,7 +92,7 @@ class LineProgress:
         self.say(f"{self._label}  {summary}")
 
     def say(self, message: str) -> None:
-        print(message, flush=True)
+        print(printable(message), flush=True)
 
 
 class BarProgress:
@@ -122,9 +124,9 @@ class BarProgress:
 
     def say(self, message: str) -> None:
         if self._bar is None:
-            print(message, flush=True)
+            print(printable(message), flush=True)
         else:
-            self._bar.write(message)  # above the bar, which stays intact
+            self._bar.write(printable(message))  # above the bar, which stays intact
 
 
 def make_progress(reporting: bool) -> Progress:

@@ -11,6 +11,7 @@ import pytest
 
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
 from fleet_train.errors import ClusterError
 from tests.integration.launch.conftest import HOSTS, Bench
 
@@ -59,6 +60,45 @@ def test_a_job_with_a_secret_runs_and_writes_it_nowhere(bench: Bench, tmp_path: 
     for node in (0, 1):
         assert "ranks [0, 1] digits-7\n" in bench.log(f"node{node}/log/workerlog.0")
     assert bench.files_with(JOB_SECRET) == []
+
+
+_FAIL = """
+import os, sys, time
+from fleet_train import fleet, role_maker
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+print("began", flush=True)
+while not os.path.exists("../go"):
+    time.sleep(0.05)
+if fleet.worker_index() == 1:
+    os.write(1, b"\\x1b]0;owned\\x07\\x1b[2J\\xc2\\x9b31m\\n")
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, tmp_path: Path) -> None:
+    """Texts that no encoding can hold, sent to a job with a secret; and the last lines of a rank of another machine."""
+    path = secret_file(tmp_path.with_name(f"{tmp_path.name}-secret"))
+    path.chmod(0o644)
+    first, _ = bench.start_two(_FAIL, flags=[f"--job_secret_file={path}", "--job_id=mine"])
+    bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    for host in HOSTS:
+        for nonce, proof in (("\ud800", "00"), ("n", "\ud800")):
+            with socket.create_connection((host, bench.first_port + 1), timeout=10) as stranger:
+                hello = {"do": "hello", "job": "mine", "nonce": nonce, "round": "0", "group": "node", "member": 0}
+                stranger.sendall(PREAMBLE + encode(hello) + encode({"do": "prove", "proof": proof}))
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+    (bench.folder / "go").touch()
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [3, 3], bench.job.report()
+    for one in ended:
+        assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m" in one.output, one.output
+        assert not {"\x1b", "\a", "\x9b"} & set(one.output)
+        assert "UnicodeEncodeError" not in one.output
+        assert one.output.count(f"every user here can read the job's secret in {path} (mode 0644)") == 1
+    assert first.process.poll() == 3
 
 
 def test_a_node_with_another_secret_is_refused_at_once(bench: Bench, tmp_path: Path) -> None:

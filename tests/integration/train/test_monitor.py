@@ -7,10 +7,11 @@ import math
 import shutil
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,8 @@ def address_of(job: Job, started: Started) -> str:
     return line.removesuffix("/app/scalar")
 
 
-def fetch(url: str, **headers: str) -> str:
-    request = urllib.request.Request(url, headers={"Accept-Language": "en", **headers})
+def fetch(url: str, data: bytes | None = None, **headers: str) -> str:
+    request = urllib.request.Request(url, data, headers={"Accept-Language": "en", **headers})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
         return str(answer.read().decode())
 
@@ -80,7 +81,7 @@ def test_the_page_answers_once_the_address_is_printed_and_loads_nothing_else(tmp
     connections = tmp_path / "connections"
     flags = ("--logdir", "runs/demo")
     environ = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "CONNECTIONS": str(connections)}
-    with monitor(tmp_path, *flags, **environ) as (job, started):
+    with monitor(tmp_path, *flags, **environ) as (job, started), ExitStack() as stack:
         address = address_of(job, started)
         assert address.startswith("http://127.0.0.1:")
         assert "<title>VisualDL</title>" in fetch(f"{address}/app/scalar")
@@ -89,6 +90,16 @@ def test_the_page_answers_once_the_address_is_printed_and_loads_nothing_else(tmp
             fetch(f"{address}/app/api/runs", Host="evil.example")
         assert refused.value.code == 403
         assert "'evil.example' is not a name of this page, which has 127.0.0.1" in refused.value.read().decode()
+        # Clients that send nothing, or half a request, delay nobody; a page of another site changes nothing.
+        place = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        post = b"POST /app/api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
+        for begun in (b"", b"GET / HT", post):
+            stack.enter_context(socket.create_connection(place)).sendall(begun)
+        began = time.monotonic()
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            fetch(f"{address}/app/api/runs", b"", Origin="http://evil.example")
+        assert json.loads(fetch(f"{address}/app/api/runs", b"", Origin=address))["data"] == ["runs/demo/visualdl"]
+        assert time.monotonic() - began < 5
         points = json.loads(fetch(f"{address}/app/api/scalar/list?run=runs/demo/visualdl&tag=train/loss"))["data"]
         assert [step for _, step, _ in points] == list(range(0, 100, 10))
         started.process.send_signal(signal.SIGINT)
@@ -128,10 +139,12 @@ def test_port_that_was_asked_for_is_not_replaced(tmp_path: Path, free_ports: Cal
 def test_several_runs_are_shown_and_the_server_does_not_outlive_a_killed_monitor(
     tmp_path: Path, free_ports: Callable[..., int]
 ) -> None:
-    shutil.copytree(tmp_path / "runs" / "demo", tmp_path / "runs" / "other")
+    shutil.copytree(tmp_path / "runs" / "demo", tmp_path / "runs" / "other\x1b[2J")
     with monitor(tmp_path, "--logdir", "runs", "--port", str(free_ports(1))) as (job, started):
         shown = json.loads(fetch(f"{address_of(job, started)}/app/api/runs"))["data"]
-        assert sorted(shown) == ["runs/demo/visualdl", "runs/other/visualdl"]
+        assert sorted(shown) == ["runs/demo/visualdl", "runs/other\x1b[2J/visualdl"]
+        assert "fleet_train: run runs/other\\x1b[2J\n" in started.output
+        assert "\x1b" not in started.output
         started.process.kill()
         started.process.wait()
         assert [process.cmdline() for process in job.orphans()] == []

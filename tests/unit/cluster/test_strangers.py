@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,13 +200,27 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         thread.join()
 
 
-def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(tmp_path: Path) -> None:
+def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "secret"
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
     assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}) == SECRET
     assert job_secret({"FLEET_TRAIN_JOB_SECRET": SECRET.decode()}) == SECRET
     assert job_secret({}) is None
+    said: list[str] = []
+    for mode in (0o600, 0o400, 0o640):
+        file.chmod(mode)
+        assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append) == SECRET
+    assert said == []
+    file.chmod(0o644)
+    assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append) == SECRET
+    assert said == [f"every user here can read the job's secret in {file} (mode 0644); chmod 600 {file}"]
+    with monkeypatch.context() as patched:  # as Kubernetes mounts it
+        patched.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, said.append)
+    assert len(said) == 1
     file.chmod(0o622)
     with pytest.raises(ClusterError, match="can be changed by other users"):
         job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)})
@@ -298,6 +314,48 @@ def test_of_many_idle_connections_only_a_few_are_kept(server: StoreServer) -> No
     finally:
         for sock in idle:
             sock.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "proof"),
+    [
+        ({"nonce": "\ud800"}, "00"),  # a text in JSON, and in no encoding of bytes
+        ({"nonce": "n"}, "\ud800"),
+        ({"nonce": "n", "group": "\ud800"}, "00"),
+        ({"nonce": "n", "member": [0]}, "00"),
+    ],
+)
+def test_what_cannot_be_signed_is_refused_without_a_word(
+    hello: dict[str, Any], proof: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = started(access=Access("job", SECRET))
+    try:
+        with dial(server) as stranger:
+            said = {"do": "hello", "job": "job", **hello}, {"do": "prove", "proof": proof}
+            stranger.sendall(PREAMBLE + b"".join(map(encode, said)))
+            assert is_closed(stranger)
+        StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access("job", SECRET)).close()
+    finally:
+        server.stop()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_server_itself_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a fault of this test")
+
+    monkeypatch.setattr(session.Session, "_hear", broken)
+    server = started()
+    try:
+        for _ in range(3):
+            with dial(server) as stranger:
+                stranger.sendall(PREAMBLE + encode(HELLO))
+                assert is_closed(stranger)
+    finally:
+        server.stop()
+    assert capfd.readouterr().err.count("ZeroDivisionError: a fault of this test") == 1
 
 
 # after the hello

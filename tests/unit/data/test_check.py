@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,18 @@ def check(*arguments: str) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
+
+
+def test_pipes_and_hostile_names_are_counted_and_named(tmp_path: Path) -> None:
+    root = write_image_folder(tmp_path)
+    os.mkfifo(root / "train" / "class0" / "\x1b[2J.jpg")
+    (root / "train" / "class1").rename(root / "train" / "\x9b31m")
+    (root / "val" / "class1").rename(root / "val" / "\x9b31m")
+    code, shown = check("--data", str(root), "--image_size", "16", "--workers", "0", "--max_corrupt", "1", "--all")
+    assert code == 0, shown
+    assert "corrupt  1 of 13 images looked at: train/class0/\\x1b[2J.jpg\n" in shown
+    assert "\\x9b31m" in shown
+    assert not {"\x1b", "\x9b"} & set(shown)
 
 
 def small(folder: Path) -> Sequence[str]:

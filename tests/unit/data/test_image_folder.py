@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fleet_train.data import Draws, ImageFolder, ImageSettings, image_splits
+from fleet_train.data import Draws, ImageFolder, ImageSettings, LoaderSettings, image_splits, make_loader
 from fleet_train.data.images.corrupt import CorruptImages
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
@@ -75,6 +78,84 @@ def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[s
             (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         image_splits(tmp_path, SMALL)
+
+
+def test_a_list_cannot_ask_for_more_classes_than_it_may(tmp_path: Path) -> None:
+    (tmp_path / "val.txt").write_text("a.jpg 0\n")
+    for label in ("999999999", "9" * 5000):
+        (tmp_path / "train.txt").write_text(f"a.jpg 1\nb.jpg {label}\n")
+        with pytest.raises(
+            DataError, match=r"train.txt:2: a label is 9{9,18}, without a classes.txt it must be below 1"
+        ):
+            image_splits(tmp_path)
+    (tmp_path / "train.txt").write_text("a.jpg 99999\n")
+    assert image_splits(tmp_path)[0].num_classes == 100_000
+    (tmp_path / "val.txt").unlink()
+    os.mkfifo(tmp_path / "val.txt")
+    with pytest.raises(DataError, match=r"val.txt cannot be read: is not a regular file"):
+        image_splits(tmp_path)
+
+
+def test_links_are_followed_and_those_that_lead_in_a_circle_are_named(tmp_path: Path) -> None:
+    root, elsewhere = write_image_folder(tmp_path / "images", per_class=1), tmp_path / "elsewhere"
+    write_image(elsewhere / "deeper" / "x.jpg")
+    for name in ("one", "two"):
+        (root / "train" / "class0" / name).symlink_to(elsewhere)
+    (root / "train" / "class0" / "itself.jpg").symlink_to("itself.jpg")  # no folder: an image that cannot be read
+    (root / "train" / "itself").symlink_to("itself")
+    train, _ = image_splits(root, SMALL)
+    assert isinstance(train, ImageFolder)
+    names = ["0.jpg", "itself.jpg", "one/deeper/x.jpg", "two/deeper/x.jpg"]
+    assert train.paths == (*(f"train/class0/{name}" for name in names), "train/class1/0.jpg")
+    (elsewhere / "loop").symlink_to(root / "train")
+    with pytest.raises(DataError, match=r"/loop/class0: a link in this path leads back to a folder of the path"):
+        image_splits(root, SMALL)
+
+
+def test_a_tree_that_is_too_deep_is_named(tmp_path: Path) -> None:
+    root = write_image_folder(tmp_path, per_class=1)
+    inside = os.open(root / "train" / "class0", os.O_RDONLY)
+    for _ in range(2100):  # below the limit of recursion's and of a path's length
+        os.mkdir("d", dir_fd=inside)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=inside)
+        os.close(inside)
+        inside = deeper
+    os.close(inside)
+    message = r"the folder .*/train/class0/d/d.*\.\.\. \(\d+ characters\) cannot be read: File n"
+    try:
+        with pytest.raises(DataError, match=message):
+            image_splits(root, SMALL)
+    finally:
+        subprocess.run(["rm", "-r", str(root / "train")], check=True)  # too deep for pytest
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_no_image_starts_no_program_and_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    root = write_image_folder(tmp_path / "images")
+    bad = [root / "train" / "class0" / f"{number}.jpg" for number in range(4)]
+    for path in bad:
+        path.unlink()
+    bad[0].write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    os.mkfifo(bad[1])
+    bad[2].symlink_to("/dev/zero")
+    monkeypatch.chdir(bad[3].parent)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(bad[3].name)
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    train, _ = image_splits(root, SMALL, max_corrupt=4)
+    loader = make_loader(train, LoaderSettings(batch_size=12, workers=workers))
+    try:
+        with loader.epoch(0) as feeds:
+            assert len(list(feeds)) == 1
+        assert loader.corrupt is not None
+        assert loader.corrupt.names == [f"train/class0/{path.name}" for path in bad]
+    finally:
+        loader.close()
+    assert not (tmp_path / "started").exists()
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
@@ -169,6 +250,14 @@ def test_unreadable_images_are_replaced_by_the_next_readable_and_counted(tmp_pat
     assert (arrays["features"][1] == third).all()
     assert (arrays["features"][2] == third).all()
     assert arrays["labels"].tolist() == [0] * 6 + [1] * 6
+
+
+def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    corrupt = CorruptImages(9, 1, "x")
+    corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")
+    assert caplog.messages == ["cannot read \\x1b[2J.jpg (\\x9b31m); another image replaces it"]
+    with pytest.raises(DataError, match=r": \\x1b\[2J.jpg \(\\x9b31m\), b"):
+        corrupt.replacement(1, "b", "c")
 
 
 def test_more_unreadable_images_than_allowed_are_an_error_with_their_names(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.greeting import Refused
+from fleet_train.cluster.store.protocol.wire import encode
 from fleet_train.doctor.participants import Participants, without_loopback_name
 from fleet_train.doctor.peers import datagrams, streams
 from fleet_train.doctor.peers.channel import dialled
@@ -104,6 +105,18 @@ def test_doctors_of_other_jobs_and_strangers_are_refused() -> None:
         with socket.create_connection((HOSTS[1], port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert stranger.recv(100) == b""
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_no_doctor_says_ends_its_connection_without_a_word() -> None:
+    port = free_ports(2, HOSTS)
+    with doctor(1, port):
+        for wrong in ({"member": []}, {"nonce": "\ud800"}, {"member": None}):
+            with socket.create_connection((HOSTS[1], port), timeout=5, source_address=(HOSTS[0], 0)) as stranger:
+                stranger.sendall(encode({"do": "hello", "job": "job", "nonce": "n", "member": 0, **wrong}))
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(4096):
+                    pass
 
 
 def test_packets_of_every_size_are_answered_on_loopback() -> None:

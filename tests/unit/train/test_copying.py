@@ -177,6 +177,23 @@ def test_a_stranger_that_says_nothing_keeps_nobody_away(two: Two, monkeypatch: p
         assert two.send(publish(two.ours, 10)) is True
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_text_that_cannot_be_signed_ends_its_connection_without_a_word(two: Two) -> None:
+    lone = "\ud800"  # JSON can hold it, bytes cannot
+    for told in ({"nonce": lone}, {"nonce": "00", "proof": lone}):
+        with channel(two.receiver.address, proven=False) as stranger:
+            stranger.send(told)
+            stranger.send({"proof": lone})
+            stranger.receive()
+            with pytest.raises(Lost):
+                stranger.receive()
+    deadline = time.monotonic() + 5.0
+    while two.receiver._connections and time.monotonic() < deadline:
+        time.sleep(0.01)  # it is closed before it is forgotten
+    assert two.receiver._connections == set()
+    assert two.send(publish(two.ours, 10)) is True
+
+
 def request(**changed: Any) -> dict[str, Any]:
     return {"name": "step-00000010", "marker": SHA256, "kept": None, **changed}
 

@@ -11,8 +11,8 @@ from fleet_train.train.monitor.dashboard import names_of
 from fleet_train.train.monitor.dashboard_server import OnlyForNames, name_in
 
 
-def answer(host: str | None, names: list[str]) -> tuple[str, bytes]:
-    """Status and body of what is answered to a request with this Host header."""
+def answer(host: str | None, names: list[str], **more: str) -> tuple[str, bytes]:
+    """Status and body of what is answered to a request with this Host header, and `more` of WSGI's environment."""
     status: list[str] = []
 
     def behind(environ: dict[str, Any], start_response: Any) -> list[bytes]:
@@ -20,7 +20,7 @@ def answer(host: str | None, names: list[str]) -> tuple[str, bytes]:
         start_response("200 OK", [])
         return [b"the curves"]
 
-    environ = {} if host is None else {"HTTP_HOST": host}
+    environ = {"REQUEST_METHOD": "GET", **({} if host is None else {"HTTP_HOST": host}), **more}
     guarded = OnlyForNames(behind, names, "start: monitor --allowed_host NAME")
     body = guarded(environ, lambda code, _: status.append(code))
     return status[0], b"".join(body)
@@ -39,6 +39,45 @@ def test_another_name_is_refused_with_what_to_do(host: str | None) -> None:
     assert (status, b"the curves" in body) == ("403 Forbidden", False)
     assert b"monitor --allowed_host NAME" in body
     assert body.decode().rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"HTTP_ORIGIN": "http://evil.example"},
+        {"HTTP_ORIGIN": "http://127.0.0.1:9999"},  # another program's page
+        {"HTTP_ORIGIN": "null"},
+        {"HTTP_ORIGIN": "http://[evil\x1b"},
+        {"HTTP_SEC_FETCH_SITE": "cross-site"},
+        {"HTTP_SEC_FETCH_SITE": "same-site", "HTTP_SEC_FETCH_MODE": "no-cors"},
+        {"HTTP_SEC_FETCH_SITE": "cross-site", "HTTP_SEC_FETCH_MODE": "navigate", "REQUEST_METHOD": "POST"},
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_request_that_another_page_makes_is_refused(foreign: dict[str, str], method: str) -> None:
+    environ = {"REQUEST_METHOD": method, **foreign}
+    status, body = answer("127.0.0.1:8040", names_of("127.0.0.1", ["curves.lab"]), **environ)
+    assert (status, b"the curves" in body) == ("403 Forbidden", False)
+    assert b"which may only link to this one" in body
+    assert body.decode().rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"REQUEST_METHOD": "POST"},  # no browser
+        {"REQUEST_METHOD": "POST", "HTTP_ORIGIN": "http://127.0.0.1:8040", "HTTP_SEC_FETCH_SITE": "same-origin"},
+        {
+            "REQUEST_METHOD": "POST",
+            "HTTP_ORIGIN": "https://Curves.Lab",
+            "HTTP_SEC_FETCH_SITE": "same-origin",
+        },  # a proxy
+        {"HTTP_SEC_FETCH_SITE": "none"},
+        {"HTTP_SEC_FETCH_SITE": "cross-site", "HTTP_SEC_FETCH_MODE": "navigate"},  # a link in a page elsewhere
+    ],
+)
+def test_requests_of_the_page_itself_and_links_to_it_are_answered(own: dict[str, str]) -> None:
+    assert answer("127.0.0.1:8040", names_of("127.0.0.1", ["curves.lab"]), **own) == ("200 OK", b"the curves")
 
 
 def test_names_that_the_user_gives_are_answered() -> None:

@@ -37,6 +37,19 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_what_is_said_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = BarProgress()
+    bar.begin(0, 1, steps=1, done=0)
+    bar.say("curve \x1b]0;bar\x07")
+    bar.end("")
+    LineProgress().say("resumed from \x1b[2Jrun\u202e")
+    assert capsys.readouterr().out.splitlines() == [
+        "curve \\x1b]0;bar\\x07",
+        "epoch 1/1  ",
+        "resumed from \\x1b[2Jrun\\u202e",
+    ]
+
+
 def test_bar_leaves_the_epochs_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress = BarProgress()
     progress.begin(0, 1, steps=2, done=0)

@@ -19,6 +19,7 @@ from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.train.metrics.prometheus import server
 from fleet_train.train.metrics.prometheus.sink import PrometheusSink
 from fleet_train.train.metrics.prometheus.table import OF_CURVES, OTHERS, PREFIX, Snapshot, families, metric_of
+from fleet_train.train.monitor import dashboard_server
 from tests.support.processes import ROOT
 
 PAGE = ROOT / "docs" / "watching.md"
@@ -113,6 +114,26 @@ def test_values_that_are_no_numbers_and_tags_of_the_users_own() -> None:
         "fleet_train_test_loss +Inf",
         "fleet_train_my_own_curve -Inf",
     ]
+
+
+def test_curves_whose_names_become_equal_are_told_apart() -> None:
+    curves = {"my/x": 1.0, "my.x": 2.0, "loss": 3.0, "own/loss": 4.0, "train/loss": 5.0, "steps": 6.0, "a\ud800": 7.0}
+    page = text(Snapshot(step=9, curves=curves))
+    shown = values(page)
+    del shown["fleet_train_last_record_timestamp_seconds"]
+    assert shown == {
+        "fleet_train_info": 1.0,
+        "fleet_train_steps_total": 9.0,
+        'fleet_train_my_x{curve="my/x"}': 1.0,
+        'fleet_train_my_x{curve="my.x"}': 2.0,
+        'fleet_train_own_loss{curve="loss"}': 3.0,
+        'fleet_train_own_loss{curve="own/loss"}': 4.0,
+        "fleet_train_loss": 5.0,
+        "fleet_train_own_steps": 6.0,
+        "fleet_train_a_": 7.0,
+    }
+    types = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
+    assert len(types) == len(set(types)) == 8
 
 
 def test_names_follow_the_conventions() -> None:
@@ -221,7 +242,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
     sink: PrometheusSink, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server._Handler, "timeout", 300.0)
-    monkeypatch.setattr(server, "_LONGEST_SECONDS", 300.0)
+    monkeypatch.setattr(dashboard_server, "_LONGEST_SECONDS", 300.0)
     before = set(threading.enumerate())
 
     def requests() -> list[threading.Thread]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fleet_train.cluster.cluster import Cluster
@@ -21,10 +21,16 @@ class Access:
     source: str = ""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] | None = None, source: str = "", job: str = "") -> Access:
-        """From this process's environment. Raises ClusterError for an unusable secret."""
+    def of(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        source: str = "",
+        job: str = "",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Access:
+        """From this process's environment. ``say``: see ``job_secret``. Raises ClusterError for an unusable secret."""
         environ = os.environ if environ is None else environ
-        return cls(environ.get(JOB_ID, "") or job, job_secret(environ), source)
+        return cls(environ.get(JOB_ID, "") or job, job_secret(environ, say), source)
 
 
 def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:

@@ -6,6 +6,8 @@ from fleet_train.cluster import secret as secrets
 from fleet_train.cluster.store.protocol.access import Access
 from fleet_train.cluster.store.protocol.wire import Header, ProtocolError
 
+_SIGNED = ("job", "nonce", "round", "group", "member", "role")
+
 
 class Refused(Exception):
     """The server does not accept this connection. ``is_temporary``: it may accept it later."""
@@ -76,8 +78,7 @@ class Caller:
 
 def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
     """The data that a proof of ``side`` covers: both nonces, and everything that decides what the connection may do."""
-    named = ("job", "nonce", "round", "group", "member", "role")
-    return (side, nonce, *(str(hello.get(name)) for name in named))
+    return (side, nonce, *(str(hello.get(name)) for name in _SIGNED))
 
 
 class Callee:
@@ -103,6 +104,8 @@ class Callee:
     def _greet(self, word: Header) -> tuple[Header | None, Header | None]:
         if word.get("do") != "hello" or not isinstance(word.get("nonce"), str):
             raise ProtocolError("a hello was expected")
+        if any(isinstance(word.get(name), (list, dict)) for name in _SIGNED):
+            raise ProtocolError("a hello has texts and numbers only")
         if word.get("job") != self._access.job:
             raise Refused("another job", kind="job")
         if self._access.secret is None:

@@ -66,7 +66,8 @@ class StoreServer:
         self._state: ServerState | None = None
         self._pace = Pace()
         self._loop = asyncio.SelectorEventLoop(PacedSelector(self._pace))
-        self._loop.set_exception_handler(_no_traceback)
+        self._loop.set_exception_handler(self._no_traceback)
+        self._printed: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
         self._bound = threading.Event()
         self._bind_error: OSError | None = None
@@ -141,6 +142,20 @@ class StoreServer:
         assert self._state is not None
         return asyncio.run_coroutine_threadsafe(work(self._state), self._loop).result(timeout_seconds)
 
+    def _no_traceback(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Asyncio's handler prints a traceback per refused connection when descriptors run out. Errors of a connection
+        are reported when it ends; errors of ours must stay visible, each place in the code once: strangers may repeat
+        what causes them."""
+        error = context.get("exception")
+        if isinstance(error, (OSError, asyncio.CancelledError)) or error is None:
+            return
+        import traceback
+
+        place = str(traceback.extract_tb(error.__traceback__)[-1:])
+        if place not in self._printed:
+            self._printed.add(place)
+            traceback.print_exception(error)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
@@ -195,14 +210,3 @@ def raise_descriptor_limit(wanted: int) -> None:
         )
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _no_traceback(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Asyncio's handler prints a traceback per refused connection when descriptors run out. Errors of a connection
-    are reported when it ends; errors of ours must stay visible."""
-    error = context.get("exception")
-    if isinstance(error, (OSError, asyncio.CancelledError)) or error is None:
-        return
-    import traceback
-
-    traceback.print_exception(error)

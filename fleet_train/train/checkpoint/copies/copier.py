@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.sending import Address, send
 
@@ -88,4 +88,4 @@ class Copier:
 
 def _warn(message: str) -> None:
     with suppress(OSError, ValueError):  # standard error is closed
-        print(f"fleet_train: {message}", file=sys.stderr, flush=True)
+        print(f"fleet_train: {printable(message)}", file=sys.stderr, flush=True)

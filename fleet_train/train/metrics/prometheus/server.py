@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -17,12 +14,9 @@ from prometheus_client.core import Metric as Family
 
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError
-from fleet_train.train.monitor.dashboard_server import OnlyForNames
+from fleet_train.train.monitor.dashboard_server import FewConnections, OnlyForNames
 
-_MOST_CONNECTIONS = 4
 _SILENT_SECONDS = 5.0
-_LONGEST_SECONDS = 10.0
-"""A connection this old may be closed for a new one."""
 _POLL_SECONDS = 0.1
 PATH = "/metrics"
 
@@ -93,54 +87,16 @@ def _why_not(host: str, port: int, error: Exception) -> str:
     )
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """Few connections at a time, each with a timeout: any client that reaches the port may connect."""
+class _Server(FewConnections, WSGIServer):
+    """Four connections at a time: any client that reaches the port may connect."""
 
-    daemon_threads = True
-
-    def __init__(self, *arguments: Any) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}
-        super().__init__(*arguments)
+    most_connections = 4
 
     def server_bind(self) -> None:
         """Without the standard library's name look-up, which takes long if DNS does not answer."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            is_full = len(self._open) >= _MOST_CONNECTIONS
-            if is_full:
-                oldest = min(self._open, key=self._open.__getitem__)
-                if time.monotonic() - self._open[oldest] > _LONGEST_SECONDS:
-                    _hang_up(oldest)
-            else:
-                self._open[request] = time.monotonic()
-        if is_full:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, *_: Any) -> None:
-        """A client may send nothing or disconnect at any time: no traceback on the terminal of a training."""
-
-    def server_close(self) -> None:
-        super().server_close()
-        with self._lock:
-            for request in self._open:
-                _hang_up(request)
-
-
-def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
+from fleet_train.errors import printable
+
 PREFIX = "fleet_train_"
 Labels = Mapping[str, str]
 
@@ -72,6 +74,12 @@ RANK_AGE = Metric("rank_last_report_age_seconds", "Time since rank 0 read a repo
 RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step, for which others may wait.", divisor=_MS)
 RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", divisor=_MS)
 OTHERS = (INFO, STEPS, RANKS, RECORDED, RANK_UP, RANK_AGE, RANK_STEP, RANK_WAIT)
+# A counter is `steps_total` in one of Prometheus' formats, and `steps` in the other.
+_TAKEN = {
+    name
+    for metric in (*OTHERS, *filter(None, OF_CURVES.values()))
+    for name in (metric.name, metric.name.removesuffix("_total"))
+}
 # Each rank's curves; `RANK_STEP` and `RANK_WAIT` say it for any number of ranks.
 _OF_ONE_RANK = re.compile(r"ranks/(step|wait)_ms/\d+")
 
@@ -98,9 +106,15 @@ def families(shown: Snapshot) -> Iterator[Family]:
     if shown.step is not None:
         yield from _family(STEPS, [({}, shown.step)])
         yield from _family(RECORDED, [({}, shown.recorded_at)])
+    of_metric: dict[str, list[tuple[Metric, str, float]]] = {}
     for tag, value in shown.curves.items():
-        metric = metric_of(tag)
-        if metric is not None:
+        if (metric := metric_of(tag)) is not None:
+            of_metric.setdefault(metric.name, []).append((metric, tag, value))
+    for (metric, _, value), *others in of_metric.values():
+        if others:
+            same = Metric(metric.name, "Newest values of curves whose names differ in punctuation.")
+            yield from _family(same, [({"curve": tag}, each) for _, tag, each in of_metric[metric.name]])
+        else:
             yield from _family(metric, [({}, value)])
     if shown.rank_age_seconds:
         yield from _family(RANKS, [({}, len(shown.rank_age_seconds))])
@@ -111,12 +125,14 @@ def families(shown: Snapshot) -> Iterator[Family]:
 
 
 def metric_of(tag: str) -> Metric | None:
-    """A curve of a user's own loop gets a name made from its tag: `my/curve` is `fleet_train_my_curve`."""
+    """A curve of a user's own loop gets a name made from its tag: `my/curve` is `fleet_train_my_curve`, or with `own_`
+    before `my` if that is the name of a metric of this table."""
     if tag in OF_CURVES:
         return OF_CURVES[tag]
     if _OF_ONE_RANK.fullmatch(tag):
         return None
-    return Metric(re.sub(r"[^a-zA-Z0-9_]", "_", tag), f"Newest value of {tag}.")
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", tag)
+    return Metric(f"own_{name}" if name in _TAKEN else name, f"Newest value of {printable(tag)}.")
 
 
 def _by_rank(metric: Metric, values: Mapping[int, float]) -> Iterator[Family]:
@@ -131,5 +147,5 @@ def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(f"{PREFIX}{metric.name}", metric.meaning, labels=labels)
     for told, value in samples:
-        family.add_metric([told[name] for name in labels], value / metric.divisor)
+        family.add_metric([printable(told[name]) for name in labels], value / metric.divisor)
     yield family
