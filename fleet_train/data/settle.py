@@ -39,7 +39,8 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
 def _about(loader: Loader) -> dict[str, Any]:
     dataset, sampler = loader.dataset, loader.sampler
     images = dataset if isinstance(dataset, ImageFolder) else None
-    digest = loader.data_identity().digest
+    identity = loader.data_identity()
+    digest = None if identity is None else identity.digest
     return {
         "number of classes": dataset.num_classes,
         "class names": None if images is None else images.classes_digest(),

@@ -37,8 +37,8 @@ class Loader(ABC):
         """`consumed_samples` after this many of the remaining steps."""
         return self.sampler.consumed_after(steps)
 
-    def data_identity(self) -> DataIdentity:
-        """What a resume compares with the checkpoint. A loader that is no subclass need not have it."""
+    def data_identity(self) -> DataIdentity | None:
+        """What a resume compares with the checkpoint; None = unknown. A loader that is no subclass need not have it."""
         return identity_of(self.dataset)
 
     @abstractmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from fleet_train import fleet
 from fleet_train.data import DataIdentity, OwnDataSampler
-from fleet_train.errors import DataError
+from fleet_train.errors import DataError, printable
 from fleet_train.train.checkpoint.manager import Found
 from fleet_train.train.checkpoint.position import Position
 
@@ -24,7 +24,8 @@ class RunData:
     def __init__(self, loader: Any) -> None:
         describe = getattr(loader, "data_identity", None)
         mine: DataIdentity | None = None if describe is None else describe()
-        self._identity = mine
+        self._samples = 0 if mine is None else mine.samples
+        self._classes = [] if mine is None else [printable(name) for name in mine.classes]
         sampler = getattr(loader, "sampler", None)
         self._own = sampler if isinstance(sampler, OwnDataSampler) else None
         told = fleet.gather(None if mine is None else [mine.digest or f"{mine.samples} samples", mine.samples])
@@ -41,7 +42,7 @@ class RunData:
 
     def record(self, at: Position, done: list[int | None]) -> dict[str, Any] | None:
         """For `TrainState.data`; ``done``: of all ranks. None if a loader does not describe its data."""
-        if self._lists is None or self._identity is None:
+        if self._lists is None:
             return None
         epoch, absent = self._absent
         lists = {key: dict(entry) for key, entry in absent.items()} if at.consumed_samples and epoch == at.epoch else {}
@@ -49,7 +50,7 @@ class RunData:
             entry = lists.setdefault(key, {"samples": samples, "ranks": 0, "done": here})
             entry["ranks"] += 1
             entry["done"] = here if here is None else max(here, entry["done"] or 0)
-        return {"classes": list(self._identity.classes), "lists": lists}
+        return {"classes": self._classes, "lists": lists}
 
     def resume(self, found: Found, at: Position, accepts_changes: bool) -> list[str]:
         """Continue at that position of the data; returns what is to be said about it.
@@ -58,7 +59,6 @@ class RunData:
         epoch that the present lists cannot continue.
         """
         saved = found.state.data
-        notes = []
         if self._lists is None:
             notes = ["note: the loader has no data_identity(): whether its data has changed is not known"]
         elif saved is None:
@@ -69,8 +69,8 @@ class RunData:
             notes = self._compare(found, saved, at, accepts_changes)
         if at.consumed_samples:
             self._continue(found, {} if saved is None else saved["lists"], at)
-        if accepts_changes and self._own is None and self._identity is not None:
-            at.consumed_samples = min(at.consumed_samples, self._identity.samples)
+        if accepts_changes and self._own is None and self._lists is not None:
+            at.consumed_samples = min(at.consumed_samples, self._samples)
         return notes
 
     def _compare(self, found: Found, saved: dict[str, Any], at: Position, accepts_changes: bool) -> list[str]:
@@ -97,8 +97,7 @@ class RunData:
     def _difference(self, ranks: int, saved: dict[str, Any]) -> str:
         """What is not as it was, on this rank; "" if nothing, or if other lists may be those of other machines."""
         assert self._lists is not None
-        assert self._identity is not None
-        was, now = saved["classes"], list(self._identity.classes)
+        was, now = saved["classes"], self._classes
         parts = []
         if was and now and was != now:
             if len(was) != len(now):
@@ -106,7 +105,7 @@ class RunData:
             renamed = [
                 (label, *names) for label, names in enumerate(zip(was, now, strict=False)) if names[0] != names[1]
             ]
-            parts += [f"class {label} was {old!r}, is {new!r}" for label, old, new in renamed[:_NAMES_SHOWN]]
+            parts += [f"class {label} was {old!r:.60}, is {new!r:.60}" for label, old, new in renamed[:_NAMES_SHOWN]]
             parts += [f"and {len(renamed) - _NAMES_SHOWN} more"] if len(renamed) > _NAMES_SHOWN else []
         lists = saved["lists"]
         (key, samples), is_one = self._lists[fleet.worker_index()], len(lists) == len(set(self._lists)) == 1
