@@ -10,7 +10,7 @@ from fleet_train.errors import DataError, printable
 from fleet_train.train.checkpoint.manager import Found
 from fleet_train.train.checkpoint.position import Position
 
-_NAMES_SHOWN = 3
+_MOST_SHOWN = 3
 
 
 class RunData:
@@ -82,7 +82,9 @@ class RunData:
         where = "" if len(different) == len(told) else f" on rank {first} ({fleet.worker_endpoints()[first]})"
         text = f"the training data{where} is not that of the checkpoint: {told[first]}"
         then = "training goes on with the new data"
-        if at.consumed_samples:
+        if at.consumed_samples and self._own is not None:
+            then = f"machines with other data begin it anew in epoch {at.epoch + 1}, the others continue theirs"
+        elif at.consumed_samples:
             then = (
                 f"the rest of epoch {at.epoch + 1} then follows the new order after its first {at.consumed_samples} "
                 "samples, so that some come twice in it and others not at all"
@@ -105,16 +107,21 @@ class RunData:
             renamed = [
                 (label, *names) for label, names in enumerate(zip(was, now, strict=False)) if names[0] != names[1]
             ]
-            parts += [f"class {label} was {old!r:.60}, is {new!r:.60}" for label, old, new in renamed[:_NAMES_SHOWN]]
-            parts += [f"and {len(renamed) - _NAMES_SHOWN} more"] if len(renamed) > _NAMES_SHOWN else []
+            parts += [f"class {label} was {old!r:.60}, is {new!r:.60}" for label, old, new in renamed[:_MOST_SHOWN]]
+            parts += [f"and {len(renamed) - _MOST_SHOWN} more"] if len(renamed) > _MOST_SHOWN else []
         lists = saved["lists"]
-        (key, samples), is_one = self._lists[fleet.worker_index()], len(lists) == len(set(self._lists)) == 1
-        if key not in lists and (is_one or ranks == len(self._lists)):
+        key, samples = self._lists[fleet.worker_index()]
+        present = dict(self._lists)
+        # On another number of ranks, a list may be a new machine's, but not one beside the list that all shared.
+        is_shared = len(lists) == 1 and (
+            len(present) == 1 or (self._own is None and not present.keys().isdisjoint(lists))
+        )
+        if key not in lists and (is_shared or ranks == len(self._lists)):
             former = sorted({entry["samples"] for entry in lists.values()})
             if former == [samples]:
                 parts.append(f"{samples} samples as before, with other names, labels or contents")
             else:
-                parts.append(f"{' or '.join(map(str, former))} samples then, {samples} now")
+                parts.append(f"{_some(former)} samples then, {samples} now")
         return "; ".join(parts)
 
     def _other_machines(self, lists: dict[str, Any]) -> list[str]:
@@ -122,8 +129,8 @@ class RunData:
         present = dict(self._lists)
         gone = [entry["samples"] for key, entry in lists.items() if key not in present and entry["ranks"]]
         new = [samples for key, samples in present.items() if key not in lists]
-        said = [f"{part} samples of the checkpoint's data are not read now" for part in gone]
-        said += [f"{part} samples are read that the checkpoint's data did not have" for part in new]
+        said = [f"lists of {_some(gone)} samples, of the checkpoint's data, are not read now"] if gone else []
+        said += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
         return [f"note: {'; '.join(said)}"] if said else []
 
     def _continue(self, found: Found, lists: dict[str, Any], at: Position) -> None:
@@ -147,8 +154,13 @@ class RunData:
                 )
             return
         key = self._lists[fleet.worker_index()][0]
-        done = lists[key]["done"] if key in lists else 0
+        done = lists[key]["done"] or 0 if key in lists else 0
         counts = fleet.gather(self._own.steps_after(done))
         self._own.continue_at(at.epoch, at.consumed_samples, done, counts)
         present = dict(self._lists)
         self._absent = at.epoch, {name: {**each, "ranks": 0} for name, each in lists.items() if name not in present}
+
+
+def _some(numbers: list[int]) -> str:
+    more = ", ..." if len(numbers) > _MOST_SHOWN else ""
+    return f"{', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"

@@ -144,8 +144,11 @@ def test_other_data_is_refused_by_name_on_every_rank(
         assert "--accept_changed_data" in str(error)
 
 
-def test_the_rank_whose_folder_alone_has_changed_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in resume(monkeypatch, [FOUR, MORE], found(OF_FOUR)):
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_the_rank_whose_folder_alone_has_changed_is_named_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, saved_by: int
+) -> None:
+    for error in resume(monkeypatch, [FOUR, MORE], found(OF_FOUR, world_size=saved_by)):
         assert isinstance(error, DataError)
         assert "the training data on rank 1 (10.0.0.1:6170) is not that of the checkpoint: 4 samples then, 5" in str(
             error
@@ -163,6 +166,24 @@ def test_accepted_data_is_said_with_what_happens_in_the_middle_of_an_epoch(monke
         assert at.consumed_samples == 2  # the epoch is over
     told = resume(monkeypatch, [MORE] * 2, found(OF_FOUR), accepts=True)
     assert all("accepted: training goes on with the new data" in result[0][0] for result in told)  # type: ignore[index]
+
+
+def test_parts_of_arrays_on_another_number_of_ranks_are_only_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(number: int, of: int) -> ArrayDataset:
+        values = np.arange(24)[number::of]
+        return ArrayDataset("part", values.astype(np.float32)[:, None], values.astype(np.int64), 24)
+
+    saved: dict[str, Any] = {
+        "classes": [],
+        "lists": {part(i, 4).fingerprint(): {"samples": 6, "ranks": 1, "done": None} for i in range(4)},
+    }
+    assert resume(monkeypatch, [part(i, 4) for i in range(4)], found(saved, 4)) == [([], Position())] * 4
+    for result in resume(monkeypatch, [part(0, 2), part(1, 2)], found(saved, 4)):
+        assert not isinstance(result, FleetTrainError)
+        assert result[0] == [
+            "note: lists of 6, 6, 6, ... samples, of the checkpoint's data, are not read now; "
+            "lists of 12, 12 samples are read that the checkpoint's data did not have"
+        ]
 
 
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
