@@ -1,6 +1,15 @@
 """Datasets, samplers and loaders: everything between the disk and a feed dictionary, without Paddle except for GPUs."""
 
-from fleet_train.data.core.datasets import DATASETS, ArrayDataset, Dataset, Splits, digits, load_splits, synthetic
+from fleet_train.data.core.datasets import (
+    DATASETS,
+    ArrayDataset,
+    DataIdentity,
+    Dataset,
+    Splits,
+    digits,
+    load_splits,
+    synthetic,
+)
 from fleet_train.data.core.prefetch import Prefetcher
 from fleet_train.data.core.rng import Draws
 from fleet_train.data.core.sampler import (
@@ -41,6 +50,7 @@ __all__ = [
     "ArrayDataset",
     "BatchLoader",
     "BatchSampler",
+    "DataIdentity",
     "Dataset",
     "Draws",
     "EvaluationSampler",

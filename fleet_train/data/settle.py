@@ -14,7 +14,7 @@ _CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the sa
 _COPY_AGAIN = "copy the data again, or use --shard_by folder if each machine has its own data"
 # What must be equal on all ranks, and the fix if it is not; the second part only if all read the same files.
 _LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
-_FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN}
+_FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN, "contents": _COPY_AGAIN}
 
 
 def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
@@ -39,11 +39,14 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
 def _about(loader: Loader) -> dict[str, Any]:
     dataset, sampler = loader.dataset, loader.sampler
     images = dataset if isinstance(dataset, ImageFolder) else None
+    identity = loader.data_identity()
+    digest = None if identity is None else identity.digest
     return {
         "number of classes": dataset.num_classes,
         "class names": None if images is None else images.classes_digest(),
         "number of samples": dataset.num_samples,
-        "file names and labels": None if images is None else images.fingerprint(),
+        "file names and labels": None if images is None else digest,
+        "contents": digest if images is None else None,
         "steps": sampler.proposed_steps if isinstance(sampler, OwnDataSampler) else len(sampler),
     }
 

@@ -19,6 +19,7 @@ from fleet_train.plan import CommPlan
 from fleet_train.train.checkpoint.copies.kept import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
 from fleet_train.train.checkpoint.position import EpochLoss, Position, resumed, steps_of
+from fleet_train.train.checkpoint.same_data import RunData
 from fleet_train.train.checkpoint.saver import Saver
 from fleet_train.train.components import numerics
 from fleet_train.train.components.ema import WeightAverage
@@ -28,6 +29,7 @@ from fleet_train.train.components.settings import TrainerSettings
 from fleet_train.train.components.signals import listening
 from fleet_train.train.components.statistics import describe_statistics
 from fleet_train.train.components.throughput import StepMeter
+from fleet_train.train.components.versions import other_versions
 from fleet_train.train.metrics.console import Progress, SilentProgress
 from fleet_train.train.metrics.own_sinks import OwnSink, closed_at_the_end, sinks_of
 from fleet_train.train.metrics.reporter import Reporter
@@ -106,7 +108,10 @@ class Trainer:
         """Batches of a step."""
         self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
         self._batches_per_epoch = agreed_steps(len(loader))
-        self._saver = Saver(exe, settings, checkpoints, scheduler, self._batches_per_epoch, self._description)
+        self._data = RunData(loader)
+        self._saver = Saver(
+            exe, settings, checkpoints, scheduler, self._batches_per_epoch, self._description, self._data
+        )
         self._watch = numerics.LossWatch(skipping)
         self._losses = EpochLoss()
         self._of_step = StepSums()
@@ -129,7 +134,7 @@ class Trainer:
     def _fit(self) -> None:
         last_epoch = self._last_epoch()
         self._say_how()
-        self._reporter.describe(self.position.step, self._description, self._evaluator is not None)
+        self._reporter.describe(self.position.updates, self._description, self._evaluator is not None)
         if self.position.epoch >= last_epoch:
             done, epochs = self.position.epoch, self._settings.epochs
             self._progress.say(f"nothing left to train: {done} of {epochs} epochs are done")
@@ -201,7 +206,7 @@ class Trainer:
         fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=wanted)
         at.batches, at.pending = at.batches + 1, pending
         if not at.pending:
-            at.step = step
+            at.step, at.updates = step, at.updates + 1
             if self._scheduler is not None:
                 self._scheduler.step()
         self._meter.count(len(indices))
@@ -282,9 +287,13 @@ class Trainer:
         return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
 
     def resume(self, found: Found) -> None:
-        """Continue from a checkpoint: restore the tensors, the position and the learning rate."""
-        self._saver.load(found)
+        """Continue from a checkpoint: restore the tensors, the position and the learning rate.
+
+        DataError on every rank for other training data than the checkpoint's, unless the settings accept it.
+        """
         again = resumed(found.state, self._batches_per_epoch)
+        notes = self._data.resume(found, again.position, self._settings.accept_changed_data)
+        self._saver.load(found)
         self.position, self._losses = again.position, again.losses
         self.outcome.checkpoint = found.folder
         if self._scheduler is not None:
@@ -292,6 +301,8 @@ class Trainer:
         at = self.position
         inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
         self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
+        for note in (*notes, *other_versions(found.state.versions)):
+            self._progress.say(note)
         if found.state.profile.get("digest") != fleet.profile().digest():
             was, now = found.state.profile.get("name"), fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")

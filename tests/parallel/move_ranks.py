@@ -1,7 +1,8 @@
 """Run as several ranks by test_move_ranks.py: trains with `Trainer` and reports the samples of each epoch.
 
 argv: where the run is, and where it ends: "step", in the step that follows the first, of which it has a checkpoint;
-"epoch", with the first epoch, in the middle of a step; "never".
+"epoch", with the first epoch, in the middle of a step; "never". A third word, such as "021", gives each rank a machine
+with a list of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.data import BatchLoader, ShardedBatchSampler
+from fleet_train.data import BatchLoader, OwnDataSampler, ShardedBatchSampler
 from fleet_train.data.core.datasets import ArrayDataset
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint.manager import Checkpoints
@@ -60,9 +61,14 @@ def main() -> None:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     rank, world = fleet.worker_index(), fleet.worker_num()
     exe, loss = build()
-    values = np.arange(SAMPLES)
+    machines = sys.argv[3] if len(sys.argv) > 3 else ""
+    values = np.arange(SAMPLES) + (int(machines[rank]) if machines else 0)
     data = ArrayDataset("numbers", values.astype("float32")[:, None], (values % 2).astype("int64"), 2)
-    loader = Recording(data, ShardedBatchSampler(SAMPLES, 2, rank, world, seed=3))
+    sampler: ShardedBatchSampler | OwnDataSampler = ShardedBatchSampler(SAMPLES, 2, rank, world, seed=3)
+    if machines:
+        sampler = OwnDataSampler(SAMPLES, 2, total_ranks=world, seed=3)
+        sampler.agree(fleet.gather(sampler.proposed_steps))
+    loader = Recording(data, sampler)
     loader.ends_after_a_step = ends == "step"
     checkpoints = Checkpoints(output, background=True)
     settings = TrainerSettings(

@@ -18,6 +18,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.train.checkpoint.manager import Checkpoints
 from fleet_train.train.checkpoint.position import EpochLoss, Position
+from fleet_train.train.checkpoint.same_data import RunData
 from fleet_train.train.checkpoint.saver import Saver
 from fleet_train.train.components.settings import TrainerSettings
 from tools.benchmarks.paddle_network import Network, start_feed
@@ -44,7 +45,7 @@ class Worker:
 
     def _saver(self, folder: Path, background: bool) -> Saver:
         checkpoints = Checkpoints(folder, keep=2, background=background)
-        return Saver(self._exe, TrainerSettings(epochs=1), checkpoints, None, 1, {})
+        return Saver(self._exe, TrainerSettings(epochs=1), checkpoints, None, 1, {}, RunData(None))
 
     def block(self, kind: str, steps: int) -> dict[str, Any]:
         """A block of steps, a save after the first: its seconds, how long the training stood still for the save, and

@@ -76,7 +76,7 @@ exe.run(startup)
 
 checkpoints = Checkpoints(args.output_dir)
 found = checkpoints.newest() if args.resume or attempt(os.environ) else None
-sinks = open_sinks(args.output_dir, fleet.is_first_worker(), found.state.step if found else 0)
+sinks = open_sinks(args.output_dir, fleet.is_first_worker(), found.state.recorded_step if found else 0)
 trainer = Trainer(
     exe,
     loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Dataset(Protocol):
-    """The interface for loaders and models. An image folder only implements `arrays` differently, by decoding."""
+    """The interface for loaders and models. An image folder only implements `arrays` differently, by decoding.
+
+    It may also have `fingerprint() -> str`, equal for equal data on every machine, and `class_names`, in the order of
+    the labels: a resume compares them with those of the checkpoint.
+    """
 
     @property
     def name(self) -> str: ...
@@ -33,6 +38,29 @@ class Dataset(Protocol):
 
     def arrays(self, indices: Indices) -> Arrays:
         """`features` float32 [batch, *sample_shape] and `labels` int64 [batch], in the order of `indices`."""
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """What a checkpoint remembers of the data that a rank reads, so that a resume notices other data."""
+
+    samples: int
+    digest: str = ""
+    """Of names and labels, or of contents: equal for equal data on every machine. "" = unknown."""
+    classes: tuple[str, ...] = ()
+    """Names in the order of the labels. () = unknown."""
+
+
+def identity_of(dataset: Any) -> DataIdentity | None:
+    """Of anything with `num_samples`, else None; the rest only if the dataset has it (see `Dataset`)."""
+    samples, fingerprint = getattr(dataset, "num_samples", None), getattr(dataset, "fingerprint", None)
+    if samples is None:
+        return None
+    names = getattr(dataset, "class_names", None) or ()
+    return DataIdentity(int(samples), "" if fingerprint is None else str(fingerprint()), tuple(map(str, names)))
+
+
+_SAMPLES_HASHED = 128
 
 
 @dataclass(frozen=True)
@@ -71,6 +99,15 @@ class ArrayDataset:
 
     def arrays(self, indices: Indices) -> Arrays:
         return {"features": self.features[indices], "labels": self.labels[indices]}
+
+    def fingerprint(self) -> str:
+        """Of the shape, all labels, and the features of at most 128 samples, evenly spaced."""
+        digest = hashlib.sha256(f"{self.features.shape} {self.num_classes}".encode())
+        digest.update(self.labels.tobytes())
+        some = self.features[:: -(-len(self.features) // _SAMPLES_HASHED) or 1]
+        with np.errstate(over="ignore"):
+            digest.update(some.astype(np.float16).tobytes())  # generated values may differ in the last bits
+        return digest.hexdigest()[:16]
 
 
 class Splits(NamedTuple):
@@ -126,6 +163,10 @@ class SyntheticImages:
 
     def arrays(self, indices: Indices) -> Arrays:
         return {"features": self.pool[indices % len(self.pool)], "labels": indices * 7919 % self.num_classes}
+
+    def fingerprint(self) -> str:
+        """The name says everything."""
+        return self.name
 
 
 _SHAPED = "synthetic:"

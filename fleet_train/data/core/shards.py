@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,17 +42,29 @@ def agree_steps(counts: Sequence[int], policy: str = "truncate") -> int:
     return max(counts) if policy == "pad" else min(counts)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The rest of an epoch, divided anew: see `OwnDataSampler.continue_at`."""
+
+    epoch: int
+    consumed_samples: int
+    done: int
+    steps: int
+
+
 class OwnDataSampler:
     """Batches from a shard that only this machine has, divided over its ranks.
 
     Every step of every rank has exactly batch_size samples, so that equal weights in the average of gradients are
     right. Call `agree` with the `proposed_steps` of all ranks before the first epoch.
 
+    `consumed_samples` counts the samples of all ranks. Resumed by it alone, an epoch needs the same machines with the
+    same share of the ranks each; with other machines or ranks, `continue_at` divides the rest of the epoch.
+
     Args:
         num_samples: of this shard. Shards of different machines may differ.
         rank, world_size: among the ranks that read this shard.
-        total_ranks: of the whole job. `consumed_samples` counts the samples of all of them, so resuming in the middle
-        of an epoch needs the same machines with the same shards and the same number of ranks each.
+        total_ranks: of the whole job.
     """
 
     def __init__(
@@ -78,12 +91,17 @@ class OwnDataSampler:
         self._policy = policy
         self._steps = self.proposed_steps
         self._consumed = 0
+        self._part: _Part | None = None
         self._order: tuple[int, Indices] | None = None
 
     @property
     def proposed_steps(self) -> int:
         """Steps per epoch that this shard allows: whole batches, with policy `pad` also a partial one."""
-        per_rank = self.num_samples / self.world_size / self.batch_size
+        return self.steps_after(0)
+
+    def steps_after(self, done: int) -> int:
+        """Steps that this shard allows in an epoch after this many of its samples."""
+        per_rank = max(0, self.num_samples - done) / self.world_size / self.batch_size
         return math.ceil(per_rank) if self._policy == "pad" else math.floor(per_rank)
 
     def agree(self, counts: Sequence[int]) -> int:
@@ -91,17 +109,38 @@ class OwnDataSampler:
         self._steps = agree_steps(counts, self._policy)
         return self._steps
 
+    def continue_at(self, epoch: int, consumed_samples: int, done: int, counts: Sequence[int]) -> None:
+        """Continue that epoch after `consumed_samples` with the present ranks, of which each may have read another
+        share of its shard. `set_epoch` then takes `consumed_samples` from there on.
+
+        done: samples of this shard that have been read in the epoch. counts: `steps_after` of it, of all ranks. With
+        `truncate` and `error` the smallest is taken, with `pad` the largest; the epoch may be over (0).
+        """
+        steps = max(counts) if self._policy == "pad" else min(counts)
+        self._part = _Part(epoch, consumed_samples, done, steps)
+
+    def done_after(self, consumed_samples: int) -> int:
+        """Samples of this shard that have been read in the epoch, after `consumed_samples` of all ranks."""
+        part = self._of_epoch(self.epoch)
+        return part.done + (consumed_samples - part.consumed_samples) * self.world_size // self.total_ranks
+
+    def _of_epoch(self, epoch: int) -> _Part:
+        part = self._part
+        return part if part is not None and part.epoch == epoch else _Part(epoch, 0, 0, self._steps)
+
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Choose the epoch, or the rest of it after this many samples of all ranks together."""
-        whole = self._steps * self.batch_size * self.total_ranks
-        if not 0 <= consumed_samples <= whole:
+        part = self._of_epoch(epoch)
+        whole = part.consumed_samples + part.steps * self.batch_size * self.total_ranks
+        if not part.consumed_samples <= consumed_samples <= whole:
             raise DataError(f"consumed_samples={consumed_samples} of an epoch in which all ranks read {whole} samples")
         self.epoch = epoch
         self._consumed = consumed_samples
 
     def __len__(self) -> int:
         """Steps left in the epoch, equal on every rank."""
-        return self._steps - math.ceil(self._consumed / (self.batch_size * self.total_ranks))
+        part = self._of_epoch(self.epoch)
+        return part.steps - math.ceil((self._consumed - part.consumed_samples) / (self.batch_size * self.total_ranks))
 
     def batch(self, step: int) -> Indices:
         """This rank's indices in the shard at a remaining step; past the shard's end it starts again."""
@@ -109,7 +148,7 @@ class OwnDataSampler:
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
         if self._order is None or self._order[0] != self.epoch:
             self._order = (self.epoch, epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle))
-        done = self._consumed * self.world_size // self.total_ranks
+        done = self.done_after(self._consumed)
         mine = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         return self._order[1][(done + self.rank + self.world_size * mine) % self.num_samples]
 

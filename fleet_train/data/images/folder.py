@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,10 @@ class ImageFolder:
 
     def fingerprint(self) -> str:
         """Equal on machines that have the same files with the same labels (contents are not compared)."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return _digest(f"{path}\0{label}" for path, label in zip(self.paths, self.labels.tolist(), strict=True))
 
     def classes_digest(self) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from fleet_train.data.core.datasets import Arrays, Dataset, Indices
+from fleet_train.data.core.datasets import Arrays, DataIdentity, Dataset, Indices, identity_of
 from fleet_train.data.core.prefetch import Prefetcher
 from fleet_train.data.core.rng import Draws
 from fleet_train.data.core.sampler import BatchSampler
@@ -36,6 +36,10 @@ class Loader(ABC):
     def consumed_after(self, steps: int) -> int:
         """`consumed_samples` after this many of the remaining steps."""
         return self.sampler.consumed_after(steps)
+
+    def data_identity(self) -> DataIdentity | None:
+        """What a resume compares with the checkpoint; None = unknown. A loader that is no subclass need not have it."""
+        return identity_of(self.dataset)
 
     @abstractmethod
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:

@@ -53,13 +53,23 @@ class TrainState:
     """The batches whose gradients are summed and wait for their update."""
     accumulate_steps: int = 1
     """Batches of an update."""
+    updates: int | None = None
+    """Updates that led here, which is the `step` of metrics. ``step`` is another number after a resume with other
+    batches per epoch (other ranks, another batch size). None: the same."""
+    data: dict[str, Any] | None = None
+    """Class names, and the lists of samples (see `same_data`). None = unknown."""
+
+    @property
+    def recorded_step(self) -> int:
+        """The `step` of the last metric record that belongs to this checkpoint: for `open_sinks`."""
+        return self.step if self.updates is None else self.updates
 
 
 _NUMBERS = (
     *("epoch", "step", "steps_per_epoch", "world_size"),
     *("consumed_samples", "pending_batches", "accumulate_steps"),
 )
-_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps")
+_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps", "updates", "data")
 """Entries that checkpoints of earlier versions may lack."""
 _SECTIONS = ("scheduler", "config", "profile", "versions")
 
@@ -69,9 +79,10 @@ def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     known = [one.name for one in fields(TrainState)]
     missing = [name for name in known if name not in state and name not in _LATER]
     wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
-    wrong += [name for name in ("batches",) if state.get(name) is not None and not _is_count(state[name])]
+    wrong += [name for name in ("batches", "updates") if state.get(name) is not None and not _is_count(state[name])]
     wrong += [name for name in _SECTIONS if name in state and not isinstance(state[name], dict)]
     wrong += [name for name in ("epoch_losses",) if name in state and not _are_losses(state[name])]
+    wrong += [name for name in ("data",) if state.get(name) is not None and not _is_data(state[name])]
     if damage := [*missing, *wrong, *sorted(state.keys() - known)]:
         raise CheckpointError(
             f"{folder / storage.STATE} is damaged in '{damage[0]:.60}'; remove this folder to resume from the "
@@ -82,6 +93,23 @@ def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_data(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"classes", "lists"}
+        and isinstance(value["classes"], list)
+        and all(isinstance(name, str) for name in value["classes"])
+        and isinstance(value["lists"], dict)
+        and all(
+            isinstance(each, dict)
+            and each.keys() == {"samples", "ranks", "done"}
+            and all(_is_count(each[name]) for name in ("samples", "ranks"))
+            and (each["done"] is None or _is_count(each["done"]))
+            for each in value["lists"].values()
+        )
+    )
 
 
 def _are_losses(value: Any) -> bool:

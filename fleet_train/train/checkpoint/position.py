@@ -26,6 +26,8 @@ class Position:
     """Batches that each rank has done: with gradient merge micro-batches, several to a step."""
     pending: int = 0
     """The batches whose gradients wait for an update."""
+    updates: int = 0
+    """Updates that led here: the step of metrics. Unlike ``step`` it is never renumbered."""
 
 
 @dataclass
@@ -70,7 +72,7 @@ def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
     else:
         mine = EpochLoss()
     step = steps_of(batches, pending, fleet.profile().accumulate_steps)
-    return Resumed(Position(state.epoch, step, state.consumed_samples, batches, pending), mine)
+    return Resumed(Position(state.epoch, step, state.consumed_samples, batches, pending, state.recorded_step), mine)
 
 
 def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:

@@ -12,6 +12,7 @@ from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
 from fleet_train.train.checkpoint.position import EpochLoss, Position
+from fleet_train.train.checkpoint.same_data import RunData
 from fleet_train.train.components import numerics
 from fleet_train.train.components.evaluation import Evaluation
 from fleet_train.train.components.rank0 import ask_first_worker
@@ -29,6 +30,7 @@ class Saver:
     scheduler: Any
     batches_per_epoch: int
     description: dict[str, Any]
+    data: RunData
 
     def is_due_after(self, at: Position) -> bool:
         """At the end of an epoch, `at` being the beginning of the next."""
@@ -62,6 +64,7 @@ class Saver:
 
     def _state(self, at: Position, losses: EpochLoss) -> TrainState:
         profile, plan = fleet.profile(), fleet.plan()
+        told = fleet.gather([losses.total, losses.count, self.data.done(at)])
         return TrainState(
             epoch=at.epoch,
             step=at.step,
@@ -72,10 +75,12 @@ class Saver:
             profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
             versions=versions(),
             consumed_samples=at.consumed_samples,
-            epoch_losses=fleet.gather([losses.total, losses.count]),
+            epoch_losses=[[total, count] for total, count, _ in told],
             batches=at.batches,
             pending_batches=at.pending,
             accumulate_steps=profile.accumulate_steps,
+            updates=at.updates,
+            data=self.data.record(at, [done for _, _, done in told]),
         )
 
 

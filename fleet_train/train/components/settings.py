@@ -30,6 +30,9 @@ class TrainerSettings:
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume continues. None = all remaining ones."""
 
+    accept_changed_data: bool = False
+    """Resume on other training data than the checkpoint's, which is otherwise refused."""
+
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every", "log_every"):
             at_least(name, getattr(self, name), 1)

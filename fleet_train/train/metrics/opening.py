@@ -12,8 +12,8 @@ from fleet_train.train.metrics.visualdl import VisualDLSink
 def open_sinks(output: Path, reporting: bool, resume_step: int = 0) -> MetricSink:
     """`metrics.jsonl`, `images/` and `visualdl/` below `output` on the reporting rank, nothing on the others.
 
-    One file of each kind, also after restarts. Records of an earlier run after `resume_step` are dropped: this run
-    repeats those steps.
+    One file of each kind, also after restarts. Records of an earlier run after `resume_step` (of a checkpoint:
+    `TrainState.recorded_step`) are dropped: this run repeats those steps.
     """
     if not reporting:
         return NullSink()

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 MOST_RANKS_WITH_CURVES = 16
 _COMPARED = ("test/accuracy", "test/loss")
 # The place of a run and how it was started do not affect what it learns.
-_NO_SETTING = {"output_dir", "resume", "overwrite", "stop_after_epochs", "prometheus_port", "prometheus_host"}
+_NO_SETTING = {
+    *("output_dir", "resume", "overwrite", "accept_changed_data", "stop_after_epochs"),
+    *("prometheus_port", "prometheus_host"),
+}
 
 
 class Communication(Protocol):
@@ -94,7 +97,7 @@ class Reporter:
         scale = fleet.loss_scale()
         if scale is not None:
             scalars["train/loss_scale"] = scale
-        self._sinks.write(at.step, scalars)
+        self._sinks.write(at.updates, scalars)
         of_ranks = getattr(self._sinks, "ranks", None)
         if of_ranks is not None:
             of_ranks(communication.rank_step_ms, communication.rank_wait_ms)
@@ -105,16 +108,16 @@ class Reporter:
     def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
         """Report the last checkpoint of this call, if there are metrics of it."""
         if scalars:
-            self._sinks.write(at.step, scalars)
+            self._sinks.write(at.updates, scalars)
 
     def evaluated(self, at: Position, evaluation: Evaluation, epoch_loss: float) -> None:
         """Report an evaluation; its confusion matrix and its mistakes, if any, become images."""
         scalars = {f"test/{name}": value for name, value in evaluation.values.items()}
-        self._sinks.write(at.step, {**scalars, "train/epoch": float(at.epoch), "train/epoch_loss": epoch_loss})
+        self._sinks.write(at.updates, {**scalars, "train/epoch": float(at.epoch), "train/epoch_loss": epoch_loss})
         if evaluation.confusion is not None:
-            self._sinks.image(at.step, "test/confusion", confusion_picture(evaluation.confusion))
+            self._sinks.image(at.updates, "test/confusion", confusion_picture(evaluation.confusion))
         if evaluation.mistakes:
-            self._sinks.image(at.step, "test/mistakes", mistakes_picture(evaluation.mistakes))
+            self._sinks.image(at.updates, "test/mistakes", mistakes_picture(evaluation.mistakes))
 
 
 def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float]:

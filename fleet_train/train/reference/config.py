@@ -104,6 +104,8 @@ class TrainConfig:
     resume: bool = False
     overwrite: bool = False
     """Start again in an output_dir with checkpoints, which are deleted."""
+    accept_changed_data: bool = False
+    """Resume on other training data than the checkpoint's, which is otherwise refused."""
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume continues. The schedule still spans `epochs`. None = all."""
 

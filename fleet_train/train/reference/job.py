@@ -11,7 +11,6 @@ import paddle
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.data import Dataset
 from fleet_train.train.checkpoint.manager import Checkpoints
-from fleet_train.train.checkpoint.position import resumed
 from fleet_train.train.components.evaluation import ProgramEvaluator
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.rng import seed_process, use_deterministic_kernels
@@ -67,7 +66,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
         progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
     inputs = open_inputs(config)
     programs, exe = _make_programs(config, inputs.train.dataset, inputs.batches_per_epoch)
-    first_step = 0 if found is None else resumed(found.state, inputs.batches_per_epoch).position.step
+    first_step = 0 if found is None else found.state.recorded_step
     sinks = TeeSink([open_sinks(config.output_path, fleet.is_first_worker(), first_step), prometheus])
     try:
         trainer = Trainer(

@@ -1,0 +1,166 @@
+"""The training data of all ranks, as checkpoints remember it: a resume on other data is refused, or accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.data import DataIdentity, OwnDataSampler
+from fleet_train.errors import DataError, printable
+from fleet_train.train.checkpoint.manager import Found
+from fleet_train.train.checkpoint.position import Position
+
+_MOST_SHOWN = 3
+
+
+class RunData:
+    """What the ranks of one `Trainer` read. All ranks make it, and call `resume`.
+
+    A *list* is the samples that a rank divides with others, or has alone. With one list for all ranks, the position in
+    it is the checkpoint's `consumed_samples`. With a list on each machine (`OwnDataSampler`) the record says for each
+    how many of its samples are done in the current epoch, also for a machine that was lost in this epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        describe = getattr(loader, "data_identity", None)
+        mine: DataIdentity | None = None if describe is None else describe()
+        self._samples = 0 if mine is None else mine.samples
+        self._classes = [] if mine is None else [printable(name) for name in mine.classes]
+        sampler = getattr(loader, "sampler", None)
+        self._own = sampler if isinstance(sampler, OwnDataSampler) else None
+        told = fleet.gather(None if mine is None else [mine.digest or f"{mine.samples} samples", mine.samples])
+        self._lists: list[tuple[str, int]] | None = None if None in told else [(each[0], each[1]) for each in told]
+        """Each rank's list: key, number of samples."""
+        self._absent: tuple[int, dict[str, Any]] = (0, {})
+        """An epoch, and the lists of machines that were lost in it."""
+
+    def done(self, at: Position) -> int | None:
+        """Samples of this machine's own list that are done in the epoch; None without one."""
+        if self._own is None:
+            return None
+        return self._own.done_after(at.consumed_samples) if at.consumed_samples else 0
+
+    def record(self, at: Position, done: list[int | None]) -> dict[str, Any] | None:
+        """For `TrainState.data`; ``done``: of all ranks. None if a loader does not describe its data."""
+        if self._lists is None:
+            return None
+        epoch, absent = self._absent
+        lists = {key: dict(entry) for key, entry in absent.items()} if at.consumed_samples and epoch == at.epoch else {}
+        for (key, samples), here in zip(self._lists, done, strict=True):
+            entry = lists.setdefault(key, {"samples": samples, "ranks": 0, "done": here})
+            entry["ranks"] += 1
+            entry["done"] = here if here is None else max(here, entry["done"] or 0)
+        return {"classes": self._classes, "lists": lists}
+
+    def resume(self, found: Found, at: Position, accepts_changes: bool) -> list[str]:
+        """Continue at that position of the data; returns what is to be said about it.
+
+        DataError on every rank for data that is not the checkpoint's, unless it is accepted, and for a place in an
+        epoch that the present lists cannot continue.
+        """
+        saved = found.state.data
+        if self._lists is None:
+            notes = ["note: the loader has no data_identity(): whether its data has changed is not known"]
+        elif saved is None:
+            notes = [
+                "note: the checkpoint is of a version that did not record its data: whether it has changed is not known"
+            ]
+        else:
+            notes = self._compare(found, saved, at, accepts_changes)
+        if at.consumed_samples:
+            self._continue(found, {} if saved is None else saved["lists"], at)
+        if accepts_changes and self._own is None and self._lists is not None:
+            at.consumed_samples = min(at.consumed_samples, self._samples)
+        return notes
+
+    def _compare(self, found: Found, saved: dict[str, Any], at: Position, accepts_changes: bool) -> list[str]:
+        told = fleet.gather(self._difference(found.state.world_size, saved))
+        different = [rank for rank, text in enumerate(told) if text]
+        if not different:
+            return self._other_machines(saved["lists"])
+        first = different[0]
+        where = "" if len(different) == len(told) else f" on rank {first} ({fleet.worker_endpoints()[first]})"
+        text = f"the training data{where} is not that of the checkpoint: {told[first]}"
+        then = "training goes on with the new data"
+        if at.consumed_samples and self._own is not None:
+            then = f"machines with other data begin it anew in epoch {at.epoch + 1}, the others continue theirs"
+        elif at.consumed_samples:
+            then = (
+                f"the rest of epoch {at.epoch + 1} then follows the new order after its first {at.consumed_samples} "
+                "samples, so that some come twice in it and others not at all"
+            )
+        if accepts_changes:
+            return [f"note: {text}; accepted: {then}"]
+        raise DataError(
+            f"{found.folder}: {text}. Resume with the former data, start again in another --output_dir, or accept it "
+            f"with --accept_changed_data (TrainerSettings: accept_changed_data=True): {then}"
+        )
+
+    def _difference(self, ranks: int, saved: dict[str, Any]) -> str:
+        """What is not as it was, on this rank; "" if nothing, or if other lists may be those of other machines."""
+        assert self._lists is not None
+        was, now = saved["classes"], self._classes
+        parts = []
+        if was and now and was != now:
+            if len(was) != len(now):
+                parts.append(f"{len(was)} classes then, {len(now)} now")
+            renamed = [
+                (label, *names) for label, names in enumerate(zip(was, now, strict=False)) if names[0] != names[1]
+            ]
+            parts += [f"class {label} was {old!r:.60}, is {new!r:.60}" for label, old, new in renamed[:_MOST_SHOWN]]
+            parts += [f"and {len(renamed) - _MOST_SHOWN} more"] if len(renamed) > _MOST_SHOWN else []
+        lists = saved["lists"]
+        key, samples = self._lists[fleet.worker_index()]
+        present = dict(self._lists)
+        # On another number of ranks, a list may be a new machine's, but not one beside the list that all shared.
+        is_shared = len(lists) == 1 and (
+            len(present) == 1 or (self._own is None and not present.keys().isdisjoint(lists))
+        )
+        if key not in lists and (is_shared or ranks == len(self._lists)):
+            former = sorted({entry["samples"] for entry in lists.values()})
+            if former == [samples]:
+                parts.append(f"{samples} samples as before, with other names, labels or contents")
+            else:
+                parts.append(f"{_some(former)} samples then, {samples} now")
+        return "; ".join(parts)
+
+    def _other_machines(self, lists: dict[str, Any]) -> list[str]:
+        assert self._lists is not None
+        present = dict(self._lists)
+        gone = [entry["samples"] for key, entry in lists.items() if key not in present and entry["ranks"]]
+        new = [samples for key, samples in present.items() if key not in lists]
+        said = [f"lists of {_some(gone)} samples, of the checkpoint's data, are not read now"] if gone else []
+        said += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
+        return [f"note: {'; '.join(said)}"] if said else []
+
+    def _continue(self, found: Found, lists: dict[str, Any], at: Position) -> None:
+        """In the middle of an epoch, each machine continues at its own place of its own list."""
+        state = found.state
+        was_own = any(entry["done"] is not None for entry in lists.values())
+        if lists and was_own != (self._own is not None):
+            former, given = ("folder", "sample") if was_own else ("sample", "folder")
+            raise DataError(
+                f"{found.folder} is in the middle of an epoch with --shard_by {former}, now --shard_by {given} is "
+                f"given, which reads other samples; resume with --shard_by {former}, or from the end of an epoch"
+            )
+        if self._own is None:
+            return
+        if not lists or self._lists is None:
+            if state.world_size != fleet.worker_num():
+                raise DataError(
+                    f"{found.folder} is in the middle of an epoch of {state.world_size} ranks with data of their own, "
+                    f"and does not say how much of each is done; resume on {state.world_size} ranks, or from the end "
+                    "of an epoch"
+                )
+            return
+        key = self._lists[fleet.worker_index()][0]
+        done = lists[key]["done"] or 0 if key in lists else 0
+        counts = fleet.gather(self._own.steps_after(done))
+        self._own.continue_at(at.epoch, at.consumed_samples, done, counts)
+        present = dict(self._lists)
+        self._absent = at.epoch, {name: {**each, "ranks": 0} for name, each in lists.items() if name not in present}
+
+
+def _some(numbers: list[int]) -> str:
+    more = ", ..." if len(numbers) > _MOST_SHOWN else ""
+    return f"{', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"

@@ -1,0 +1,328 @@
+"""A resume on other data is refused by name on every rank; lost and returned machines continue where they were."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_train import __version__
+from fleet_train.data import ArrayDataset, BatchLoader, DataIdentity, ImageFolder, OwnDataSampler, ShardedBatchSampler
+from fleet_train.errors import DataError, FleetTrainError
+from fleet_train.train.checkpoint import same_data
+from fleet_train.train.checkpoint.manager import Found, TrainState
+from fleet_train.train.checkpoint.position import Position
+from fleet_train.train.checkpoint.same_data import RunData
+from fleet_train.train.components.versions import other_versions, versions
+
+
+class Ranks:
+    """Stands in for the facade: one thread a rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self._here = threading.local()
+        self._barrier = threading.Barrier(world_size, timeout=20.0)
+        self._told: list[Any] = [None] * world_size
+
+    def run(self, rank: int, work: Callable[[int], Any]) -> Any:
+        self._here.rank = rank
+        try:
+            return work(rank)
+        except FleetTrainError as error:
+            return error
+
+    def gather(self, mine: Any) -> list[Any]:
+        self._told[self._here.rank] = mine
+        self._barrier.wait()
+        told = list(self._told)
+        self._barrier.wait()
+        return told
+
+    def worker_index(self) -> int:
+        return int(self._here.rank)
+
+    def worker_num(self) -> int:
+        return len(self._told)
+
+    def worker_endpoints(self) -> list[str]:
+        return [f"10.0.0.{rank}:6170" for rank in range(len(self._told))]
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """The result of each rank, or its error."""
+    ranks = Ranks(world_size)
+    monkeypatch.setattr(same_data, "fleet", ranks)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda rank: ranks.run(rank, work), range(world_size)))
+
+
+def images(*files: str, classes: tuple[str, ...] = ("cat", "dog")) -> ImageFolder:
+    labels = np.array([classes.index(file.partition("/")[0]) for file in files], np.int64)
+    return ImageFolder("images/train", Path("images"), files, labels, classes)
+
+
+def shared(dataset: Any, rank: int, world_size: int) -> BatchLoader:
+    return BatchLoader(dataset, ShardedBatchSampler(dataset.num_samples, 2, rank, world_size))
+
+
+FOUR = images("cat/1", "cat/2", "dog/1", "dog/2")
+OF_FOUR = {"classes": ["cat", "dog"], "lists": {FOUR.fingerprint(): {"samples": 4, "ranks": 2, "done": None}}}
+
+
+def found(data: dict[str, Any] | None, world_size: int = 2, consumed: int = 0) -> Found:
+    return Found(
+        Path("run/step-1"), TrainState(0, 1, 2, world_size, {}, {}, {}, {}, consumed_samples=consumed, data=data)
+    )
+
+
+def resume(
+    monkeypatch: pytest.MonkeyPatch, datasets: list[Any], saved: Found, accepts: bool = False
+) -> list[tuple[list[str], Position] | FleetTrainError]:
+    def work(rank: int) -> tuple[list[str], Position]:
+        at = Position(consumed_samples=saved.state.consumed_samples)
+        return RunData(shared(datasets[rank], rank, len(datasets))).resume(saved, at, accepts), at
+
+    return on_ranks(monkeypatch, len(datasets), work)
+
+
+def test_what_is_recorded_of_a_list_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> Any:
+        data = RunData(shared(FOUR, rank, 2))
+        return data.record(Position(consumed_samples=2), [data.done(Position(consumed_samples=2))] * 2)
+
+    assert on_ranks(monkeypatch, 2, work) == [OF_FOUR] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("consumed", [0, 2])
+def test_the_same_data_is_continued_in_silence_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, consumed: int
+) -> None:
+    told = resume(monkeypatch, [FOUR] * world_size, found(OF_FOUR, consumed=consumed))
+    assert told == [([], Position(consumed_samples=consumed))] * world_size
+
+
+MORE = images("cat/1", "cat/2", "cat/3", "dog/1", "dog/2")
+CHANGES = {
+    "renamed": (
+        images("cow/1", "cow/2", "dog/1", "dog/2", classes=("cow", "dog")),
+        r"class 0 was 'cat', is 'cow'; 4 samples as before, with other names, labels or contents",
+    ),
+    "swapped": (
+        images("dog/1", "dog/2", "zebra/1", "zebra/2", classes=("dog", "zebra")),
+        r"class 0 was 'cat', is 'dog'; class 1 was 'dog', is 'zebra'; 4 samples as before",
+    ),
+    "one more class": (
+        images("cat/1", "cow/1", "dog/1", classes=("cat", "cow", "dog")),
+        r"2 classes then, 3 now; class 1 was 'dog', is 'cow'; 4 samples then, 3 now",
+    ),
+    "more images": (MORE, "4 samples then, 5 now"),
+    "labels of a list": (
+        replace(FOUR, labels=np.array([0, 1, 1, 1], np.int64)),
+        "4 samples as before, with other names, labels or contents",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_data_is_refused_by_name_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, change: str, world_size: int
+) -> None:
+    data, said = CHANGES[change]
+    errors = resume(monkeypatch, [data] * world_size, found(OF_FOUR))
+    for error in errors:
+        assert isinstance(error, DataError)
+        assert f"the training data is not that of the checkpoint: {said}" in str(error)
+        assert "--accept_changed_data" in str(error)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_the_rank_whose_folder_alone_has_changed_is_named_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, saved_by: int
+) -> None:
+    for error in resume(monkeypatch, [FOUR, MORE], found(OF_FOUR, world_size=saved_by)):
+        assert isinstance(error, DataError)
+        assert "the training data on rank 1 (10.0.0.1:6170) is not that of the checkpoint: 4 samples then, 5" in str(
+            error
+        )
+
+
+def test_accepted_data_is_said_with_what_happens_in_the_middle_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer = images("cat/1", "dog/1")
+    for result in resume(monkeypatch, [fewer] * 2, found(OF_FOUR, consumed=3), accepts=True):
+        assert not isinstance(result, FleetTrainError)
+        (note,), at = result
+        assert (
+            "4 samples then, 2 now; accepted: the rest of epoch 1 then follows the new order after its first 3" in note
+        )
+        assert at.consumed_samples == 2  # the epoch is over
+    told = resume(monkeypatch, [MORE] * 2, found(OF_FOUR), accepts=True)
+    assert all("accepted: training goes on with the new data" in result[0][0] for result in told)  # type: ignore[index]
+
+
+def test_parts_of_arrays_on_another_number_of_ranks_are_only_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(number: int, of: int) -> ArrayDataset:
+        values = np.arange(24)[number::of]
+        return ArrayDataset("part", values.astype(np.float32)[:, None], values.astype(np.int64), 24)
+
+    saved: dict[str, Any] = {
+        "classes": [],
+        "lists": {part(i, 4).fingerprint(): {"samples": 6, "ranks": 1, "done": None} for i in range(4)},
+    }
+    assert resume(monkeypatch, [part(i, 4) for i in range(4)], found(saved, 4)) == [([], Position())] * 4
+    for result in resume(monkeypatch, [part(0, 2), part(1, 2)], found(saved, 4)):
+        assert not isinstance(result, FleetTrainError)
+        assert result[0] == [
+            "note: lists of 6, 6, 6, ... samples, of the checkpoint's data, are not read now; "
+            "lists of 12, 12 samples are read that the checkpoint's data did not have"
+        ]
+
+
+def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((notes, _),) = resume(monkeypatch, [FOUR], found(None))  # type: ignore[misc]
+    assert "version that did not record its data" in notes[0]
+
+    def without(_: int) -> list[str]:
+        data = RunData(object())
+        assert data.record(Position(), [None]) is None
+        return data.resume(found(OF_FOUR), Position(), False)
+
+    assert "no data_identity()" in on_ranks(monkeypatch, 1, without)[0][0]
+
+
+def test_a_loader_of_ones_own_may_describe_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own:
+        def __init__(self, digest: str) -> None:
+            self._digest = digest
+
+        def data_identity(self) -> DataIdentity:
+            return DataIdentity(7, self._digest, ("a",))
+
+    def work(_: int) -> Any:
+        saved = RunData(Own("x")).record(Position(), [None])
+        assert RunData(Own("x")).resume(found(saved), Position(), False) == []
+        return RunData(Own("y")).resume(found(saved), Position(), False)
+
+    assert "7 samples as before" in str(on_ranks(monkeypatch, 1, work)[0])
+
+
+def test_arrays_are_known_by_their_shape_labels_and_contents() -> None:
+    def arrays(count: int = 300, value: float = 0.0, label: int = 0) -> ArrayDataset:
+        features, labels = np.zeros((count, 4), np.float32), np.zeros(count, np.int64)
+        features[0], labels[-1] = value, label
+        return ArrayDataset("zeros", features, labels, 2)
+
+    assert arrays().fingerprint() == arrays().fingerprint()
+    assert len({one.fingerprint() for one in (arrays(), arrays(301), arrays(value=1.0), arrays(label=1))}) == 4
+    ArrayDataset("none", np.zeros((0, 4), np.float32), np.zeros(0, np.int64), 2).fingerprint()
+
+
+class Machines:
+    """Jobs whose machines have lists of their own, of which some take part, each with a number of ranks."""
+
+    BATCH = 2
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], policy: str = "truncate") -> None:
+        self._monkeypatch, self._policy = monkeypatch, policy
+        self._data = {
+            name: ArrayDataset(name, np.full((size, 1), ord(name), np.float32), np.zeros(size, np.int64), 2)
+            for name, size in sizes.items()
+        }
+        self.taken: dict[str, list[int]] = {name: [] for name in sizes}
+        self.saved: Found | None = None
+        self._next: Found | None = None
+
+    def job(self, ranks: str, steps: int) -> list[Any]:
+        """``ranks``: the machine of each; trains that many steps of the epoch and saves. Steps that were left."""
+
+        def work(rank: int) -> int:
+            name, world = ranks[rank], len(ranks)
+            data, here = self._data[name], [i for i, other in enumerate(ranks) if other == name]
+            sampler = OwnDataSampler(
+                data.num_samples, self.BATCH, here.index(rank), len(here), total_ranks=world, policy=self._policy
+            )
+            sampler.agree(same_data.fleet.gather(sampler.proposed_steps))
+            run_data, at = RunData(BatchLoader(data, sampler)), Position()
+            if self.saved is not None:
+                at.consumed_samples = self.saved.state.consumed_samples
+                run_data.resume(self.saved, at, False)
+            sampler.set_epoch(0, at.consumed_samples)
+            left = len(sampler)
+            for step in range(min(steps, left)):
+                self.taken[name] += sampler.batch(step).tolist()
+            at.consumed_samples = sampler.consumed_after(min(steps, left))
+            record = run_data.record(at, same_data.fleet.gather(run_data.done(at)))
+            if rank == 0:
+                self._next = found(record, world, at.consumed_samples)
+            return left
+
+        told = on_ranks(self._monkeypatch, len(ranks), work)
+        self.saved = self._next
+        return told
+
+
+def test_a_lost_machine_leaves_the_others_their_samples_and_none_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {"a": 60, "b": 60, "c": 60})
+    assert machines.job("abc", 14) == [30, 30, 30]
+    assert machines.job("bc", 99) == [16, 16]
+    assert [Counter(machines.taken[name]) for name in "bc"] == [Counter(range(60))] * 2
+
+
+def test_a_returned_machine_continues_where_it_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {"a": 60, "b": 60, "c": 60}, policy="pad")
+    machines.job("abc", 14)
+    machines.job("bc", 5)
+    machines.job("bc", 1)  # the lost machine's place outlives a further restart
+    assert machines.job("bca", 99) == [16] * 3
+    assert Counter(machines.taken["a"]) == Counter(range(60))
+    assert set(machines.taken["b"]) == set(range(60))
+    assert len(machines.taken["b"]) == 72  # "pad": it starts its samples again
+
+
+@pytest.mark.parametrize("then", ["abbc", "cab", "ab", "bb"])
+def test_each_machine_continues_its_list_with_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    machines = Machines(monkeypatch, {"a": 40, "b": 80, "c": 60})
+    machines.job("abbc", 7)
+    machines.job(then, 99)
+    assert all(count == 1 for name in "abc" for count in Counter(machines.taken[name]).values())
+    smallest = {"abbc": ("a", 40), "cab": ("a", 40), "ab": ("a", 40), "bb": ("b", 80)}[then]
+    assert len(machines.taken[smallest[0]]) == smallest[1]
+
+
+def test_other_lists_on_as_many_ranks_are_refused_and_other_machines_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {"a": 40, "b": 40, "c": 48})
+    machines.job("ab", 3)
+    first = machines.saved
+    errors = machines.job("ac", 3)
+    assert all("on rank 1 (10.0.0.1:6170) is not that of the checkpoint: 40 samples then, 48" in str(e) for e in errors)
+    machines.saved = first
+    assert machines.job("abc", 99) == [17] * 3  # a machine that joins begins its list
+    assert Counter(machines.taken["a"]) == Counter(range(40))
+
+
+def test_a_place_in_an_epoch_that_cannot_be_continued_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {"a": 40, "b": 40, "c": 40})
+    machines.saved = found(None, world_size=3, consumed=12)
+    assert all(
+        "is in the middle of an epoch of 3 ranks with data of their own" in str(e) for e in machines.job("ab", 1)
+    )
+    machines.saved = None
+    machines.job("a", 3)
+    data, saved = machines._data["a"], machines.saved
+    (error,) = resume(monkeypatch, [data], saved)
+    assert "in the middle of an epoch with --shard_by folder, now --shard_by sample is given" in str(error)
+
+
+def test_other_versions_are_one_line() -> None:
+    assert other_versions({}) == other_versions(versions()) == []
+    assert other_versions(versions() | {"fleet_train": "0.1\x1b", "python": "3.0"}) == [
+        f"note: saved with other versions: fleet_train 0.1\\x1b, now {__version__}"
+    ]
