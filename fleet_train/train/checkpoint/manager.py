@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.components.rank0 import ask_first_worker
@@ -196,22 +196,36 @@ class Checkpoints:
                 self._tidy,
                 lambda: storage.discard(self.folder, state.step),
             )
-            self._attempt.start(self._timeout_seconds)
+            self._attempt.start(self._timeout_seconds, self._say)
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
     def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a write in the background. Returns the folder of this process's last `save`, None if it failed.
+        """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
-        Call it before the process ends. CheckpointError on every rank if the write does not end in time.
-        `copy_seconds`: the longest wait for copies on other nodes.
+        Call it before the process ends. NotSaved on every rank if the last `save` failed, CheckpointError if the write
+        does not end in time. `copy_seconds`: the longest wait for copies on other nodes.
         """
         written = self._written()
         if self._copies is not None:
             self._copies.finish(copy_seconds)
+        ask_first_worker(self._refuse_unsaved)
         return written
+
+    def _refuse_unsaved(self) -> None:
+        """On rank 0. Raises NotSaved if the last write failed."""
+        if self._attempt is None or not self._attempt.problem:
+            return
+        try:
+            own = [path for path in storage.complete(self.folder) if storage.run_of(path) == self._run]
+        except (OSError, CheckpointError):  # the disk that has failed
+            own = []
+        newest = f"the newest one is {own[-1]}: resume from it" if own else "there is no other one of this run"
+        raise NotSaved(
+            f"{self._attempt.problem}, and nothing was saved after it; {newest}. Make rank 0's disk take files"
+        )
 
     def scalars(self) -> dict[str, float]:
         """The metrics of copies, on rank 0; empty if nothing is sent."""
@@ -293,13 +307,15 @@ class _Attempt:
         self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self.problem = ""
+        """What could not be written, and why; empty if it was written."""
         self._due = math.inf
         self._timeout_seconds = 0.0
 
-    def start(self, timeout_seconds: float) -> None:
+    def start(self, timeout_seconds: float, say: Callable[[str], None]) -> None:
         self._timeout_seconds = timeout_seconds
         self._thread.start()
-        atexit.register(self._finish_at_exit)
+        atexit.register(self._finish_at_exit, say)
 
     def _run(self) -> None:
         try:
@@ -307,6 +323,8 @@ class _Attempt:
             self._tidy()
         except BaseException as error:
             self._error = error
+            if self._path is None:
+                self.problem = f"the checkpoint of step {self.step} could not be written: {error}"
             self._discard()
 
     def ends_within(self, seconds: float) -> bool:
@@ -319,8 +337,10 @@ class _Attempt:
     def is_over_due(self) -> bool:
         return time.monotonic() >= self._due
 
-    def _finish_at_exit(self) -> None:
-        self.ends_within(self._timeout_seconds)
+    def _finish_at_exit(self, say: Callable[[str], None]) -> None:
+        """In a script that does not call `finish`."""
+        if self.ends_within(self._timeout_seconds) and self._error is not None:
+            say(self._message(self._error))
 
     def result(self, say: Callable[[str], None]) -> Path | None:
         """The result of a write that has ended."""
@@ -332,10 +352,7 @@ class _Attempt:
             raise error
         return self._path
 
-    def _message(self, error: OSError) -> str:
+    def _message(self, error: BaseException) -> str:
         if self._path is not None:
             return f"the checkpoint of step {self.step} is written, but older ones could not be removed: {error}"
-        return (
-            f"the checkpoint of step {self.step} could not be written: {error}; training goes on, "
-            "the checkpoints before it are as they were"
-        )
+        return f"{self.problem}; training goes on, the checkpoints before it are as they were"

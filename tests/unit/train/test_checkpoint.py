@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
@@ -58,8 +58,11 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
     assert checkpoints.save(None, state(10)) == checkpoints.finish(), said
     monkeypatch.setattr(storage, "begin", fails)
     checkpoints.save(None, state(20))
-    assert checkpoints.finish() is None
-    assert checkpoints.finish() is None
+    for _ in range(2):
+        with pytest.raises(
+            NotSaved, match=r"of step 20 could not be written: .*; the newest one is .*/step-00000010: "
+        ):
+            checkpoints.finish()
     assert len(said) == 1
     assert said[0].startswith("the checkpoint of step 20 could not be written: ")
     newest = checkpoints.newest()
