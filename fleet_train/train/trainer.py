@@ -128,6 +128,7 @@ class Trainer:
         return self.outcome
 
     def _fit(self) -> None:
+        self._saver.claim()
         last_epoch = self._last_epoch()
         self._say_how()
         self._reporter.describe(self.position.step, self._description, self._evaluator is not None)
@@ -257,7 +258,7 @@ class Trainer:
         saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)
         self.outcome.checkpoint = saved or self.outcome.checkpoint
 
-    def _stop_if_asked(self, has_saved: bool) -> None:
+    def _stop_if_asked(self, *, has_saved: bool) -> None:
         """Every rank gets the same answer after the same step, which may have been saved just now."""
         why = fleet.stop_requested()
         if why is not None:

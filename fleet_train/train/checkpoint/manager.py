@@ -18,6 +18,7 @@ from typing import Any
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.claim import claim, release
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
@@ -137,6 +138,18 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         self._is_under_way = False
         self._memory: Any = None
+        self._is_claimed = False
+        self._replaced: Callable[[], None] | None = None
+        """Called before an earlier run is removed, which waits for this run's first checkpoint; None if none waits."""
+
+    def claim(self, *, must_be_writable: bool = True) -> None:
+        """Lock the folder for this process, until it ends or `close` is called; `save` and the trainers do it.
+
+        CheckpointError on every rank names the process that uses it, or the reason why nothing can be written there.
+        """
+        if not self._is_claimed:
+            is_mine = fleet.is_first_worker() if self._copies is None else self._copies.is_member()
+            self._is_claimed = claim(self.folder, is_mine, self._timeout_seconds, must_be_writable=must_be_writable)
 
     def exist(self) -> bool:
         """Whether rank 0, or with copies any node, has a published checkpoint."""
@@ -148,9 +161,13 @@ class Checkpoints:
             return self._copies.holders()
         return ["rank 0"] if ask_first_worker(lambda: bool(storage.complete(self.folder))) else []
 
-    def start_new_run(self) -> None:
-        """Begin another run. With copies, the checkpoints of all nodes are removed."""
-        self._run = None
+    def start_new_run(self, replaced: Callable[[], None] = lambda: None) -> None:
+        """Begin another run. The checkpoints of earlier ones, with copies on all nodes, are removed after the first
+        checkpoint of this one is published; before that, rank 0 calls ``replaced``, perhaps on a thread.
+        """
+        if self._is_under_way:
+            self._written()
+        self._run, self._attempt, self._replaced = storage.Run.new(), None, replaced
         if self._copies is not None:
             self._copies.start_new_run()
             self._run = self._copies.run
@@ -172,11 +189,13 @@ class Checkpoints:
         In the background, the folder is its future path, and problems are reported by the next `save` or `finish`.
         `score`: higher is better; None or NaN = not a candidate for the best one.
 
-        CheckpointError on every rank if this write or the previous one does not end in time.
+        CheckpointError on every rank if this write or the previous one does not end in time, or if another process uses
+        the folder. NotFinite instead of saving NaN or infinity.
         """
         del exe  # the state is read from the scope
         if self._is_under_way:
             self._written()
+        self.claim(must_be_writable=False)
         if self._copies is not None:
             self._copies.begin_saving()
         captured = fleet.capture_persistables(memory=self._memory)
@@ -186,7 +205,7 @@ class Checkpoints:
 
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
-            captured.write(draft)
+            captured.write(draft, f"after step {state.step}")
             return storage.publish(self.folder, state.step, asdict(state), score, run)
 
         if fleet.is_first_worker():
@@ -232,15 +251,23 @@ class Checkpoints:
         return {} if self._copies is None else self._copies.scalars()
 
     def close(self) -> None:
-        """Receive no more copies from other nodes; does not communicate. Otherwise receiving ends with the process."""
+        """Receive no more copies from other nodes, and let other processes have the folder; does not communicate.
+        Otherwise both end with the process.
+        """
         if self._copies is not None:
             self._copies.close()
+        if self._is_claimed:
+            self._is_claimed = False
+            release(self.folder)
 
     def _tidy(self) -> None:
+        if self._replaced is not None:
+            self._replaced()
+            storage.remove_others(self.folder, self._run or storage.Run())
         try:
             storage.prune(self.folder, self._keep, self._keep_best)
         finally:
-            if self._copies is not None:
+            if self._copies is not None and self._replaced is None:
                 self._copies.offer()
 
     def _written(self) -> Path | None:
@@ -248,6 +275,10 @@ class Checkpoints:
         while answer is None:  # rank 0 repeatedly reports that it is alive: a disk may be slow
             answer = ask_first_worker(self._look)
         self._is_under_way = False
+        if answer["path"] is not None and self._replaced is not None:
+            self._replaced = None
+            if self._copies is not None:
+                self._copies.remove_earlier()
         return None if answer["path"] is None else Path(answer["path"])
 
     def _look(self) -> dict[str, Any] | None:

@@ -103,7 +103,7 @@ class TrainConfig:
     """Address that it listens on."""
     resume: bool = False
     overwrite: bool = False
-    """Start again in an output_dir with checkpoints, which are deleted."""
+    """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume continues. The schedule still spans `epochs`. None = all."""
 

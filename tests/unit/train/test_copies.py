@@ -212,8 +212,26 @@ def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: Ma
     ours, *others = job.run(begin)
     assert others == [ours] * 2
     assert ours > future
+    kept = [names(job.checkpoints(node)) for node in range(3)]
+    assert kept == [[], ["step-00000500"], ["step-00000400"]], "until the new run has a checkpoint"
+
+    def replace(made: Copies) -> Any:
+        made.start_new_run()
+        made.remove_earlier()
+        return made.run
+
+    ours = job.run(replace)[0]
     assert [names(job.checkpoints(node)) for node in range(3)] == [["run.json"]] * 3
     assert [read_record(job.checkpoints(node)) for node in range(3)] == [ours] * 3
+
+
+def test_a_run_that_replaces_none_is_known_to_all_nodes_at_once(make_job: MakeJob) -> None:
+    def begin(made: Copies) -> Any:
+        made.start_new_run()
+        return made.run
+
+    job = make_job(2)
+    assert job.run(begin) == [read_record(job.checkpoints(node)) for node in range(2)]
 
 
 def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> None:
