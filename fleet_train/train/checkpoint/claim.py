@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fleet_train import fleet
+from fleet_train.cluster.environment import attempt
 from fleet_train.errors import CheckpointError
 from fleet_train.files import hold, holder
 from fleet_train.train.checkpoint import storage
@@ -77,7 +78,7 @@ def _take(checkpoints: Path, must_be_writable: bool) -> bool:
             who = holder(checkpoints)
             if until is None:
                 is_here = who.endswith(f" of {socket.gethostname()}")
-                most = _HERE_SECONDS if is_here else _ELSEWHERE_SECONDS
+                most = _HERE_SECONDS if is_here and attempt(os.environ) == 0 else _ELSEWHERE_SECONDS
                 until = time.monotonic() + most
                 told = f"{checkpoints} is in use by {who}; waiting for its end, at most {most:g} s"
                 print(told, file=sys.stderr, flush=True)

@@ -82,7 +82,7 @@ def test_a_run_that_comes_to_nothing_has_not_cost_the_earlier_one(tmp_path: Path
     assert run("old", trains) == 0
     before = contents(output)
     assert run("data", trains, "--overwrite", "--data_dir=/not/mounted") == 10
-    assert contents(output) == before
+    assert contents(output).items() >= before.items()
     assert run("crash", crashing, "--overwrite") == 7
     assert any(".replaced-" in name for name in contents(output))
     assert run("resumed", trains, "--resume") == 0
