@@ -127,7 +127,7 @@ def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytes
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"
 
 
-_HOLDS = """
+HOLDS = """
 import sys
 from pathlib import Path
 from fleet_train.files import hold
@@ -141,7 +141,7 @@ sys.stdin.read()
 def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of another run that uses the folder."""
     (tmp_path / "checkpoints").mkdir()
-    command = python("-c", _HOLDS, str(tmp_path / "checkpoints"))
+    command = python("-c", HOLDS, str(tmp_path / "checkpoints"))
     with subprocess.Popen(
         command, env=clean_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
