@@ -152,6 +152,6 @@ class NotFinite(FleetTrainError):
 
 
 class NotSaved(FleetTrainError):
-    """The training went on to its end, but its last checkpoint, or a copy of it that was asked for, is missing."""
+    """The training has ended or was stopped, but its last checkpoint, or a copy that was asked for, is missing."""
 
     exit_code = 14

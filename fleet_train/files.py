@@ -1,16 +1,20 @@
-"""Files in folders that others may write to: created without following links, and read up to a limit."""
+"""Files in folders that others may write to: created without following links, read up to a limit; locked folders."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+LOCK = ".lock"
+_MOST_LOCK_BYTES = 1000
 _PIECE_BYTES = 1 << 16
 
 
@@ -49,11 +53,15 @@ def publish_where_linked(path: Path, content: bytes) -> Path:
     This user's link to a file, or to a free name, is kept. A link made by another user is replaced, and so is one to
     ``/dev/null``, a pipe or a folder; its target is not changed. Raises OSError.
     """
-    real = Path(os.path.realpath(path)) if _is_own_link(path) else path
-    if os.path.lexists(real) and not real.is_file():
-        real = path
+    real = where_linked(path)
     publish(real, content, f".{real.name}.draft")
     return real
+
+
+def where_linked(path: Path) -> Path:
+    """The file that ``publish_where_linked`` writes."""
+    real = Path(os.path.realpath(path)) if _is_own_link(path) else path
+    return path if os.path.lexists(real) and not real.is_file() else real
 
 
 def _is_own_link(path: Path) -> bool:
@@ -108,3 +116,33 @@ def write_all(file: Any, content: bytes | memoryview) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]  # a nearly full disk may accept only a part
+
+
+def hold(folder: Path) -> BinaryIO | None:
+    """Lock it until the returned file is closed, or the process ends; None on a file system without locks.
+
+    Raises BlockingIOError if another process holds it, OSError if nothing can be created there, or if the name of
+    the lock is a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.fdopen(os.open(folder / LOCK, flags, 0o666), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        file.close()
+        return None
+    with suppress(OSError):  # a full disk: the lock holds without a name
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n".encode())
+    return file
+
+
+def holder(folder: Path) -> str:
+    """``process 4711 of node-3``."""
+    with suppress(OSError):
+        told = read_regular(folder / LOCK, _MOST_LOCK_BYTES).decode(errors="replace")
+        return "".join(sign for sign in told if sign.isprintable()) or "an unknown process"
+    return "an unknown process"

@@ -14,7 +14,7 @@ import paddle
 from fleet_train import fleet
 from fleet_train.data import Loader, agree_steps
 from fleet_train.data.core.datasets import Arrays
-from fleet_train.errors import CheckpointError, Preempted
+from fleet_train.errors import CheckpointError, NotSaved, Preempted
 from fleet_train.plan import CommPlan
 from fleet_train.train.checkpoint.copies.kept import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
@@ -125,13 +125,15 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train from the current position on, evaluate and save as configured; the last epoch always does both.
 
-        Raises Preempted after a checkpoint when a stop was requested, NotFinite for a loss that is NaN or infinite.
+        Raises Preempted after a checkpoint when a stop was requested, NotSaved if the last checkpoint, also that of a
+        stop, could not be written, NotFinite for a loss that is NaN or infinite.
         """
         with closed_at_the_end(self._sinks):
             self._fit()
         return self.outcome
 
     def _fit(self) -> None:
+        self._saver.claim()
         last_epoch = self._last_epoch()
         self._say_how()
         self._reporter.describe(self.position.updates, self._description, self._evaluator is not None)
@@ -173,9 +175,10 @@ class Trainer:
                     continue
                 self._account(self._of_step, is_whole=not at.pending)
                 self._of_step = StepSums()
-                if not is_last and self._saver.is_due_within(at.step):
+                is_due = not is_last and self._saver.is_due_within(at.step)
+                if is_due:
                     self._save()
-                self._stop_if_asked()
+                self._stop_if_asked(has_saved=is_due)
         self.outcome.train_seconds += time.perf_counter() - began
         self.outcome.train_loss = self._losses.mean()
         self._losses = EpochLoss()
@@ -260,12 +263,16 @@ class Trainer:
         saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)
         self.outcome.checkpoint = saved or self.outcome.checkpoint
 
-    def _stop_if_asked(self) -> None:
-        """Every rank gets the same answer after the same step."""
+    def _stop_if_asked(self, *, has_saved: bool) -> None:
+        """Every rank gets the same answer after the same step, which may have been saved just now."""
         why = fleet.stop_requested()
         if why is not None:
-            self._save()
-            saved = self._saver.finish(STOP_SECONDS)
+            if not has_saved:
+                self._save()
+            try:
+                saved = self._saver.finish(STOP_SECONDS)
+            except NotSaved as error:
+                raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._saver.scalars())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
             raise Preempted(f"stopped after step {self.position.step}: {why}; {kept}")

@@ -85,12 +85,12 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
             books[0].write("save", place=place, name=written.name, digest=storage.marker_digest(written))
         return written
 
-    def stop_there(self: Trainer) -> None:
+    def stop_there(self: Trainer, *, has_saved: bool) -> None:
         if stop_at == [self.position.epoch, self.position.consumed_samples]:
             self._save()
             self._saver.finish()
             raise Preempted(f"the stretch ends after step {self.position.step}")
-        stop_if_asked(self)
+        stop_if_asked(self, has_saved=has_saved)
 
     def stop_before(self: Trainer) -> int:
         last = last_epoch(self)

@@ -15,7 +15,7 @@ from fleet_train.convert.state.inference_export import export_inference_model
 from fleet_train.convert.state.local_state import make_equal
 from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.convert.state.save_load import Captured
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, NotFinite
 
 Folder = str | os.PathLike[str]
 
@@ -70,7 +70,8 @@ def save_persistables(
     Parameters, statistics, optimizer state, and the state of the profile's passes, LocalSGD and compression, including
     state that differs between ranks. With LocalSGD, parameters and optimizer state are averaged first. Writes
     ``persistables.safetensors``, ``persistables.json`` and, for state that differs between ranks, ``ranks.safetensors``
-    into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write.
+    into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write, and NotFinite instead of saving
+    NaN or infinity.
 
     All ranks call it, without ``if rank == 0``. ``exe``, Fleet's ``executor``, is not needed: the state is read from
     the scope. ``filename`` and ``mode`` of Fleet are refused.
@@ -95,7 +96,8 @@ def load_persistables(
     """Load state written by ``save_persistables``. Rank 0 reads it and sends the values to the others.
 
     The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
-    offending tensor, for state that is missing, cut off, altered, or of another model. The number of ranks may differ.
+    offending tensor, for state that is missing, cut off, altered, of another model, or holds NaN or infinity. The
+    number of ranks may differ.
     """
     one_of("load_persistables", executor=executor, exe=exe)
     folder = Path(needed("load_persistables", dirname=dirname))
@@ -123,7 +125,7 @@ def save_inference_model(
     ``targets`` (Fleet's ``target_vars``): values of the training program or, better, of one built with
     ``layer.eval()`` that has the same parameters. ``feeds`` (``feeded_var_names``): values or names of its inputs.
     LocalSGD's parameters are averaged first. Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all
-    ranks call it, and return once they are on disk.
+    ranks call it, and return once they are on disk. Raises NotFinite for parameters that hold NaN or infinity.
     """
     name = "save_inference_model"
     executor = needed(name, executor=executor, exe=exe)
@@ -140,11 +142,13 @@ def save_inference_model(
     scope = paddle.static.global_scope()
     with current().job.inside(f"fleet.{name}({str(folder)!r})"):
         synchronize_parameters()
-        save_load.on_first_worker(
-            current().job,
-            f"export to {folder}",
-            lambda: export_inference_model(executor, folder, inputs, wanted, scope),
-        )
+
+        def export() -> None:
+            if (broken := first_not_finite()) is not None:
+                raise NotFinite(f"'{broken}' holds NaN or infinity: a network that computes nothing is not exported")
+            export_inference_model(executor, folder, inputs, wanted, scope)
+
+        save_load.on_first_worker(current().job, f"export to {folder}", export)
 
 
 def _as_list(values: Any) -> list[Any]:

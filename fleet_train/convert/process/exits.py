@@ -17,10 +17,18 @@ from typing import Any
 
 from fleet_train.cluster.failure_report import exit_status
 from fleet_train.collectives.job.job import Job
-from fleet_train.errors import ClusterError, FleetTrainError, PaddleUnusable, Preempted, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import (
+    ClusterError,
+    FleetTrainError,
+    NotSaved,
+    PaddleUnusable,
+    Preempted,
+    ScheduleMismatch,
+    WorkerFailed,
+)
 
 # Their message is complete; a traceback through Paddle would hide it.
-_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted)
+_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
 
 _job: Job | None = None
 _pid = 0  # of the process that joined the job

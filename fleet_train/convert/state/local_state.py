@@ -21,6 +21,8 @@ PREFIX = "fleet_train/"
 _STEP, _NUMBERS, _ANCHOR, _VELOCITY = (
     PREFIX + name for name in ("step", "local_sgd/numbers", "local_sgd/anchor", "local_sgd/outer_velocity")
 )
+MAY_BE_NAN = _NUMBERS
+"""Its first loss is NaN until there is one."""
 
 
 def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:

@@ -75,11 +75,19 @@ class ProgramState:
         ]
 
     def first_not_finite(self) -> str | None:
-        """The first parameter or statistic that holds NaN or infinity."""
+        """The first parameter or statistic that holds NaN or infinity; one that is not trained may be infinite."""
         for name, kind in self.kinds.items():
-            if kind == PARAMETER and not _is_finite(borrowed(self.variables[name])):
+            if kind != PARAMETER or is_finite(values := borrowed(self.variables[name])):
+                continue
+            if name not in self.constant or np.isnan(float_values(values)).any():
                 return name
         return None
+
+    @property
+    def constant(self) -> frozenset[str]:
+        """Parameters that no step changes, such as a mask."""
+        frozen = {one.name for one in self._program.global_block().all_parameters() if one.stop_gradient}
+        return frozenset(frozen.difference(self.statistics))
 
     @property
     def statistics(self) -> list[str]:
@@ -107,7 +115,20 @@ def _kind(name: str, is_parameter: bool) -> str:
     return PARAMETER if is_parameter else OPTIMIZER
 
 
-def _is_finite(values: Array) -> bool:
+def is_sum(name: str) -> bool:
+    """Whether it is a sum of gradient merge: saved only in the middle of an update."""
+    return _SUMS.fullmatch(name) is not None
+
+
+def float_values(array: Array) -> Array:
+    """The values of a copy, in which bfloat16 is its bits."""
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == _BFLOAT16 else array
+
+
+def is_finite(values: Array) -> bool:
+    """Whether no element is NaN or infinite; ``values`` as `ProgramState.read` gives them."""
+    if values.dtype == _BFLOAT16:
+        return not bool(((values & 0x7F80) == 0x7F80).any())  # all bits of the exponent
     if values.dtype.kind != "f":
         return True
     with np.errstate(over="ignore", invalid="ignore"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fleet_train.collectives.job.transfer import broadcast_arrays
 from fleet_train.collectives.methods import state as method_state
 from fleet_train.convert.settings.apply_profile import say
 from fleet_train.convert.state import persistables
+from fleet_train.convert.state.finite import first_not_finite
 from fleet_train.convert.state.fitting import Described, fit
 from fleet_train.convert.state.local_state import (
     PREFIX,
@@ -25,7 +26,7 @@ from fleet_train.convert.state.persistables import State
 from fleet_train.convert.state.program_state import PASS, ProgramState
 from fleet_train.convert.state.rank_state import gather_own, read_methods, spread_own
 from fleet_train.convert.state.velocities import to_dgc, to_momentum
-from fleet_train.errors import CheckpointError, FleetTrainError
+from fleet_train.errors import CheckpointError, FleetTrainError, NotFinite
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,20 @@ class Captured:
 
     state: State
     """Copies; empty on every rank except 0."""
+    constant: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
 
-    def write(self, folder: Path) -> None:
-        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError."""
+    def write(self, folder: Path, when: str = "") -> None:
+        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError.
+
+        Raises NotFinite instead of writing NaN or infinity; ``when``, such as ``after step 4``, is for its message.
+        """
+        problem = first_not_finite(self.state, self.constant, when)
+        if problem is not None:
+            raise NotFinite(
+                f"{problem}; this is not saved, and what was saved before is unchanged. Try a lower learning rate, a "
+                "clip of the gradients (--clip_norm), or --on_nan skip"
+            )
         persistables.write_folder(folder, self.state)
 
 
@@ -60,11 +72,11 @@ def capture(
     apart = ranks[0].keys() if ranks else ()
     names = [name for name in state.variables if name not in apart]
     arrays = state.read(names, into=memory.state.arrays if memory else None)
-    return Captured(State({**arrays, **beside}, state.kinds, ranks))
+    return Captured(State({**arrays, **beside}, state.kinds, ranks), state.constant)
 
 
 def save(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, folder: Path) -> None:
-    """Capture and write; every rank returns when it is done. Raises CheckpointError on every rank."""
+    """Capture and write; every rank returns when it is done. Raises CheckpointError or NotFinite on every rank."""
     captured = capture(job, program, scope, exchange)
     on_first_worker(job, f"save to {folder}", lambda: captured.write(folder))
 
@@ -82,6 +94,7 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
         refuse_damaged_position(found.arrays, str(folder))
         saved = (to_dgc if with_dgc else to_momentum)(found, ours)
         fitting = fit(_describe(saved), ours, str(folder))
+        _refuse_not_finite(saved, {*fitting.names}, state.constant, folder)
         say(fitting.notes, rank=0)
         return {"names": fitting.names, "ranks": len(saved.ranks)}
 
@@ -95,6 +108,16 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
         method_state.write(exchange.memories, memories, job.place)
 
 
+def _refuse_not_finite(saved: State, names: set[str], constant: frozenset[str], folder: Path) -> None:
+    """Of what this program loads. ``names``: of its own tensors."""
+    arrays = {name: array for name, array in saved.arrays.items() if name in names or name.startswith(PREFIX)}
+    problem = first_not_finite(replace(saved, arrays=arrays), constant)
+    if problem is not None:
+        raise CheckpointError(
+            f"{folder}: {problem}: it was saved after the training had gone wrong; load an earlier one"
+        )
+
+
 def _describe(saved: State) -> Described:
     """The saved tensors of the program, including those of the ranks."""
     own = saved.ranks[0] if saved.ranks else {}
@@ -106,7 +129,8 @@ def _describe(saved: State) -> Described:
 
 
 def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0; its result (a JSON value) on every rank, or CheckpointError with rank 0's reason.
+    """Run ``action`` on rank 0; its result (a JSON value) on every rank, or rank 0's NotFinite, or CheckpointError with
+    its reason.
 
     ``what``: for the message; its first word names the broadcast, since each rank may pass a different folder.
     """
@@ -115,9 +139,9 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
         try:
             answer = {"value": action()}
         except (OSError, FleetTrainError) as error:
-            answer = {"problem": f"{what}: {error}"}
+            answer = {"problem": f"{what}: {error}", "not_finite": isinstance(error, NotFinite)}
     name = what.partition(" ")[0]
     answer = job.broadcast(f"{name} {job.count(name)}", answer)
     if "problem" in answer:
-        raise CheckpointError(answer["problem"])
+        raise (NotFinite if answer["not_finite"] else CheckpointError)(answer["problem"])
     return answer["value"]

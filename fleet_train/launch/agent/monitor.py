@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fleet_train.cluster.failure_report import NO_RANK, FailureReport
-from fleet_train.errors import WorkerFailed
+from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.agent.graceful_stop import GracefulStop
 from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
 from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, signal_name, with_reports
@@ -115,7 +115,7 @@ class Monitor:
             self._look_at_connections()
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
-            return Verdict(Cause.STOPPED)
+            return self._unsaved(ends) or Verdict(Cause.STOPPED)
         return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
 
     def _tell_finished(self, ends: list[WorkerResult]) -> None:
@@ -123,6 +123,14 @@ class Monitor:
             if end.succeeded and end.rank not in self._finished:
                 self._finished.add(end.rank)
                 self.rendezvous.tell_finished(end.rank)
+
+    def _unsaved(self, ends: list[WorkerResult]) -> Verdict | None:
+        """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
+        if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
+            return None
+        return Verdict(
+            Cause.RANK_FAILED, root_cause=choose_root_cause(with_reports(ends, self._reports, self.files.node))
+        )
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
         node = self.files.node

@@ -11,9 +11,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from fleet_train.files import hold
 from fleet_train.launch.spec.node import Node
 from fleet_train.launch.workers import paddle_launch_main, worker_main
-from fleet_train.launch.workers.folder_lock import hold, remove_abandoned
+from fleet_train.launch.workers.folder_lock import remove_abandoned
 
 # It cannot be made as a folder, so the stock launcher cannot write <job>.<pod>.log, which starts with str(os.environ).
 _JOB_ID = "/dev/null/fleet_train"

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError, printable
+from fleet_train.errors import CheckpointError, NotSaved, printable
 from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.claim import claim, release
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
@@ -165,6 +166,18 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         self._is_under_way = False
         self._memory: Any = None
+        self._is_claimed = False
+        self._replaced: Callable[[], None] | None = None
+        """Called before an earlier run is removed, which waits for this run's first checkpoint; None if none waits."""
+
+    def claim(self, *, must_be_writable: bool = True) -> None:
+        """Lock the folder for this process, until it ends or `close` is called; `save` and the trainers do it.
+
+        CheckpointError on every rank names the process that uses it, or the reason why nothing can be written there.
+        """
+        if not self._is_claimed:
+            is_mine = fleet.is_first_worker() if self._copies is None else self._copies.is_member()
+            self._is_claimed = claim(self.folder, is_mine, self._timeout_seconds, must_be_writable=must_be_writable)
 
     def exist(self) -> bool:
         """Whether rank 0, or with copies any node, has a published checkpoint."""
@@ -176,9 +189,13 @@ class Checkpoints:
             return self._copies.holders()
         return ["rank 0"] if ask_first_worker(lambda: bool(storage.complete(self.folder))) else []
 
-    def start_new_run(self) -> None:
-        """Begin another run. With copies, the checkpoints of all nodes are removed."""
-        self._run = None
+    def start_new_run(self, replaced: Callable[[], None] = lambda: None) -> None:
+        """Begin another run. The checkpoints of earlier ones, with copies on all nodes, are removed after the first
+        checkpoint of this one is published; before that, rank 0 calls ``replaced``, perhaps on a thread.
+        """
+        if self._is_under_way:
+            self._written()
+        self._run, self._attempt, self._replaced = storage.Run.new(), None, replaced
         if self._copies is not None:
             self._copies.start_new_run()
             self._run = self._copies.run
@@ -200,11 +217,13 @@ class Checkpoints:
         In the background, the folder is its future path, and problems are reported by the next `save` or `finish`.
         `score`: higher is better; None or NaN = not a candidate for the best one.
 
-        CheckpointError on every rank if this write or the previous one does not end in time.
+        CheckpointError on every rank if this write or the previous one does not end in time, or if another process uses
+        the folder. NotFinite instead of saving NaN or infinity.
         """
         del exe  # the state is read from the scope
         if self._is_under_way:
             self._written()
+        self.claim(must_be_writable=False)
         if self._copies is not None:
             self._copies.begin_saving()
         captured = fleet.capture_persistables(memory=self._memory)
@@ -214,7 +233,7 @@ class Checkpoints:
 
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
-            captured.write(draft)
+            captured.write(draft, f"after step {state.step}")
             return storage.publish(self.folder, state.step, asdict(state), score, run)
 
         if fleet.is_first_worker():
@@ -224,37 +243,59 @@ class Checkpoints:
                 self._tidy,
                 lambda: storage.discard(self.folder, state.step),
             )
-            self._attempt.start(self._timeout_seconds)
+            self._attempt.start(self._timeout_seconds, self._say)
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
     def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a write in the background. Returns the folder of this process's last `save`, None if it failed.
+        """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
-        Call it before the process ends. CheckpointError on every rank if the write does not end in time.
-        `copy_seconds`: the longest wait for copies on other nodes.
+        Call it before the process ends. NotSaved on every rank if the last `save` failed, CheckpointError if the write
+        does not end in time. `copy_seconds`: the longest wait for copies on other nodes.
         """
         written = self._written()
         if self._copies is not None:
             self._copies.finish(copy_seconds)
+        ask_first_worker(self._refuse_unsaved)
         return written
+
+    def _refuse_unsaved(self) -> None:
+        """On rank 0. Raises NotSaved if the last write failed."""
+        if self._attempt is None or not self._attempt.problem:
+            return
+        try:
+            own = [path for path in storage.complete(self.folder) if storage.run_of(path) == self._run]
+        except (OSError, CheckpointError):  # the disk that has failed
+            own = []
+        newest = f"the newest one is {own[-1]}: resume from it" if own else "there is no other one of this run"
+        raise NotSaved(
+            f"{self._attempt.problem}, and nothing was saved after it; {newest}. Make rank 0's disk take files"
+        )
 
     def scalars(self) -> dict[str, float]:
         """The metrics of copies, on rank 0; empty if nothing is sent."""
         return {} if self._copies is None else self._copies.scalars()
 
     def close(self) -> None:
-        """Receive no more copies from other nodes; does not communicate. Otherwise receiving ends with the process."""
+        """Receive no more copies from other nodes, and let other processes have the folder; does not communicate.
+        Otherwise both end with the process.
+        """
         if self._copies is not None:
             self._copies.close()
+        if self._is_claimed:
+            self._is_claimed = False
+            release(self.folder)
 
     def _tidy(self) -> None:
+        if self._replaced is not None:
+            self._replaced()
+            storage.remove_others(self.folder, self._run or storage.Run())
         try:
             storage.prune(self.folder, self._keep, self._keep_best)
         finally:
-            if self._copies is not None:
+            if self._copies is not None and self._replaced is None:
                 self._copies.offer()
 
     def _written(self) -> Path | None:
@@ -262,6 +303,10 @@ class Checkpoints:
         while answer is None:  # rank 0 repeatedly reports that it is alive: a disk may be slow
             answer = ask_first_worker(self._look)
         self._is_under_way = False
+        if answer["path"] is not None and self._replaced is not None:
+            self._replaced = None
+            if self._copies is not None:
+                self._copies.remove_earlier()
         return None if answer["path"] is None else Path(answer["path"])
 
     def _look(self) -> dict[str, Any] | None:
@@ -321,13 +366,15 @@ class _Attempt:
         self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self.problem = ""
+        """What could not be written, and why; empty if it was written."""
         self._due = math.inf
         self._timeout_seconds = 0.0
 
-    def start(self, timeout_seconds: float) -> None:
+    def start(self, timeout_seconds: float, say: Callable[[str], None]) -> None:
         self._timeout_seconds = timeout_seconds
         self._thread.start()
-        atexit.register(self._finish_at_exit)
+        atexit.register(self._finish_at_exit, say)
 
     def _run(self) -> None:
         try:
@@ -335,6 +382,8 @@ class _Attempt:
             self._tidy()
         except BaseException as error:
             self._error = error
+            if self._path is None:
+                self.problem = f"the checkpoint of step {self.step} could not be written: {error}"
             self._discard()
 
     def ends_within(self, seconds: float) -> bool:
@@ -347,8 +396,10 @@ class _Attempt:
     def is_over_due(self) -> bool:
         return time.monotonic() >= self._due
 
-    def _finish_at_exit(self) -> None:
-        self.ends_within(self._timeout_seconds)
+    def _finish_at_exit(self, say: Callable[[str], None]) -> None:
+        """In a script that does not call `finish`."""
+        if self.ends_within(self._timeout_seconds) and self._error is not None:
+            say(self._message(self._error))
 
     def result(self, say: Callable[[str], None]) -> Path | None:
         """The result of a write that has ended."""
@@ -360,10 +411,7 @@ class _Attempt:
             raise error
         return self._path
 
-    def _message(self, error: OSError) -> str:
+    def _message(self, error: BaseException) -> str:
         if self._path is not None:
             return f"the checkpoint of step {self.step} is written, but older ones could not be removed: {error}"
-        return (
-            f"the checkpoint of step {self.step} could not be written: {error}; training goes on, "
-            "the checkpoints before it are as they were"
-        )
+        return f"{self.problem}; training goes on, the checkpoints before it are as they were"

@@ -13,9 +13,7 @@ from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
 from fleet_train.train.checkpoint.position import EpochLoss, Position
 from fleet_train.train.checkpoint.same_data import RunData
-from fleet_train.train.components import numerics
 from fleet_train.train.components.evaluation import Evaluation
-from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import TrainerSettings
 from fleet_train.train.components.versions import versions
 
@@ -42,11 +40,16 @@ class Saver:
         every = self.settings.checkpoint_every_steps
         return self.checkpoints is not None and every > 0 and step % every == 0
 
+    def claim(self) -> None:
+        """Before anything is trained: raises CheckpointError if another process saves there, or nothing can."""
+        if self.checkpoints is not None:
+            self.checkpoints.claim()
+
     def save(self, at: Position, losses: EpochLoss, evaluation: Evaluation | None) -> Path | None:
-        """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN."""
+        """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN; in the
+        background the next save raises it, or the end."""
         if self.checkpoints is None:
             return None
-        ask_first_worker(lambda: numerics.refuse_state(fleet.main_program, at.step))
         return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
 
     def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:

@@ -189,17 +189,30 @@ def refuse_no_folder(path: Path) -> None:
     raise CheckpointError(f"{path} is not a folder; move it away, or give another folder for the run")
 
 
-def clear(checkpoints: Path) -> None:
-    """Remove every checkpoint, the remains of killed runs, and the record of the run; everything else stays. Raises
-    OSError if one cannot be removed. None of them counts from the start of the removal.
+def remove_others(checkpoints: Path, run: Run) -> None:
+    """Remove the checkpoints of other runs, the remains of killed ones, and the record of the run; everything else
+    stays. CheckpointError if one cannot be removed. None of them counts from the start of the removal.
     """
     if not checkpoints.is_dir():
         return
-    doomed = [_put_away(path) for path in _ours(checkpoints)]
-    (checkpoints / RECORD).unlink(missing_ok=True)
-    _sync(checkpoints)
-    for path in doomed:
-        _remove(path)
+    try:
+        doomed = [_put_away(path) for path in reversed(_ours(checkpoints)) if not _is_of(path, run)]
+        (checkpoints / RECORD).unlink(missing_ok=True)
+        _sync(checkpoints)
+        for path in doomed:
+            _remove(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"an earlier run in {checkpoints} cannot be removed: {error}; its checkpoints would count as this run's: "
+            "remove them, or give another --output_dir"
+        ) from None
+
+
+def _is_of(folder: Path, run: Run) -> bool:
+    try:
+        return run_of(folder) == run
+    except CheckpointError:  # a damaged marker names no run
+        return False
 
 
 def name_of(folder: Path) -> str:

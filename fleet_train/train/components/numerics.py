@@ -1,4 +1,4 @@
-"""NaN and infinity: skips updates, keeps statistics usable, and keeps them out of checkpoints."""
+"""NaN and infinity: skips updates, keeps statistics usable, and names the samples of a loss."""
 
 from __future__ import annotations
 
@@ -122,16 +122,6 @@ def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arr
         if len(broken):
             text += f"; '{name}' itself is not finite in samples {_listed(broken)}"
     return text
-
-
-def refuse_state(program: Any, step: int) -> None:
-    """Raise NotFinite naming the first parameter or statistic of this rank that holds NaN or infinity."""
-    name = fleet.first_not_finite(program)
-    if name is not None:
-        raise NotFinite(
-            f"'{name}' holds NaN or infinity after step {step}, though no fetched loss did; this is not saved, and "
-            "the last checkpoint is unchanged. Try a lower learning rate, --clip_norm, or --on_nan skip"
-        )
 
 
 def _finite_per_sample(values: NDArray[Any]) -> NDArray[np.bool_]:

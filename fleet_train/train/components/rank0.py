@@ -25,7 +25,8 @@ def ask_first_worker(question: Callable[[], Any]) -> Any:
         except errors.FleetTrainError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         except OSError as error:
-            answer = {"error": "CheckpointError", "message": f"rank 0 cannot use its disk: {error}"}
+            way_out = "make that writable, with room left, or give another folder"
+            answer = {"error": "CheckpointError", "message": f"rank 0 cannot use its disk: {error}; {way_out}"}
     answer = share(answer)
     if "error" in answer:
         told: errors.FleetTrainError = getattr(errors, answer["error"])(answer["message"])

@@ -103,7 +103,7 @@ class TrainConfig:
     """Address that it listens on."""
     resume: bool = False
     overwrite: bool = False
-    """Start again in an output_dir with checkpoints, which are deleted."""
+    """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
     accept_changed_data: bool = False
     """Resume on other training data than the checkpoint's, which is otherwise refused."""
     stop_after_epochs: int | None = None

@@ -67,7 +67,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
     inputs = open_inputs(config)
     programs, exe = _make_programs(config, inputs.train.dataset, inputs.batches_per_epoch)
     first_step = 0 if found is None else found.state.recorded_step
-    sinks = TeeSink([open_sinks(config.output_path, fleet.is_first_worker(), first_step), prometheus])
+    sinks = TeeSink([_open_sinks(config, first_step), prometheus])
     try:
         trainer = Trainer(
             exe,
@@ -99,6 +99,13 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
     say_results(progress, config, summary)
     return summary
+
+
+def _open_sinks(config: TrainConfig, first_step: int) -> MetricSink:
+    """Raises CheckpointError on every rank if rank 0 cannot write there."""
+    opened: list[MetricSink] = []
+    ask_first_worker(lambda: opened.append(open_sinks(config.output_path, reporting=True, resume_step=first_step)))
+    return opened[0] if opened else NullSink()
 
 
 def convert_only(config: TrainConfig) -> None:

@@ -11,6 +11,7 @@ from fleet_train.errors import CheckpointError, ScheduleMismatch
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
 from fleet_train.train.components.rank0 import ask_first_worker
+from fleet_train.train.metrics import replaced_logs
 from fleet_train.train.reference.config import TrainConfig
 
 # Another value of these means another run: its tensors or its random streams would not fit.
@@ -47,9 +48,13 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
 
     A job restarted by the launcher continues as with --resume, whatever its command says, but only from its own
     checkpoints: an attempt may have ended before it removed an earlier run. CheckpointError if the folder, or its
-    `checkpoints`, cannot be one: a file, or a link to an unmounted disk.
+    `checkpoints`, cannot be one: a file, or a link to an unmounted disk; if nothing can be written there; if another
+    run uses it. What --overwrite replaces stays until the first checkpoint of the new run.
     """
-    ask_first_worker(lambda: _make_folder(config.output_path))
+    output = config.output_path
+    ask_first_worker(lambda: _make_folder(output))
+    checkpoints.claim()
+    ask_first_worker(lambda: replaced_logs.restore(output))
     if config.resume or attempt(os.environ) > 0:
         found = checkpoints.newest()
         if found is None:
@@ -62,11 +67,11 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
         where = "" if holders[0].partition(" (")[0] == "rank 0" else f" on {', '.join(holders)}"
         raise CheckpointError(
             f"{config.output_dir} holds checkpoints of an earlier run{where}; continue it with --resume, "
-            "start again with --overwrite (deletes them), or give another --output_dir"
+            "start again with --overwrite (replaces them), or give another --output_dir"
         )
-    # Remaining checkpoints would count as this run's, so one that cannot be removed ends the job here.
-    ask_first_worker(lambda: storage.clear(checkpoints.folder))
-    checkpoints.start_new_run()
+    if holders:
+        ask_first_worker(lambda: replaced_logs.keep(output))
+    checkpoints.start_new_run(lambda: replaced_logs.forget(output))
     return None
 
 

@@ -304,6 +304,20 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
         assert look_at(world, monitor, 1.1 + patience) == Verdict(Cause.STOPPED)
 
 
+def test_a_stop_whose_state_was_not_saved_is_a_failure_but_not_one_that_waits_for_nodes() -> None:
+    for waiting, cause in ((None, Cause.RANK_FAILED), ("node 2 can join again", Cause.STOPPED)):
+        world = World(waiting_nodes=waiting)
+        if waiting is None:
+            world.stopping.asked = signal.SIGTERM
+        monitor = monitored(world)
+        assert look_at(world, monitor, 21.0) is None
+        world.ended = {rank: end(rank, 21.5, code=14) for rank in range(2)}
+        verdict = look_at(world, monitor, 22.0)
+        assert verdict is not None
+        assert verdict.cause == cause
+        assert verdict.root_cause == (world.ended[0] if waiting is None else None)
+
+
 def test_nodes_that_returned_cause_a_graceful_stop_once_the_ranks_have_settled() -> None:
     world = World(waiting_nodes="node 2 (10.0.0.3) can join again")
     monitor = monitored(world)

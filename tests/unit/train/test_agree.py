@@ -76,5 +76,8 @@ def test_disk_error_of_the_first_rank_is_raised_on_all(ranks: Ranks) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    expected = "rank 0 cannot use its disk: [Errno 28] No space left on device"
+    expected = (
+        "rank 0 cannot use its disk: [Errno 28] No space left on device; make that writable, with room left, or give "
+        "another folder"
+    )
     assert ranks.run(lambda: rank0.ask_first_worker(fail)) == [expected] * 2

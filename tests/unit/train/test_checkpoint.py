@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +15,10 @@ import paddle
 import pytest
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
-from fleet_train.train.checkpoint import storage
+from fleet_train.errors import CheckpointError, NotSaved
+from fleet_train.train.checkpoint import claim, storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+from tests.support.processes import clean_environ, python
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,7 @@ def state(step: int) -> TrainState:
 
 
 def kept(checkpoints: Checkpoints) -> list[str]:
-    return sorted(path.name for path in checkpoints.folder.iterdir())
+    return sorted(path.name for path in checkpoints.folder.glob("*step-*"))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -58,8 +62,11 @@ def test_disk_that_cannot_take_it_is_said_once_and_leaves_the_one_before(
     assert checkpoints.save(None, state(10)) == checkpoints.finish(), said
     monkeypatch.setattr(storage, "begin", fails)
     checkpoints.save(None, state(20))
-    assert checkpoints.finish() is None
-    assert checkpoints.finish() is None
+    for _ in range(2):
+        with pytest.raises(
+            NotSaved, match=r"of step 20 could not be written: .*; the newest one is .*/step-00000010: "
+        ):
+            checkpoints.finish()
     assert len(said) == 1
     assert said[0].startswith("the checkpoint of step 20 could not be written: ")
     newest = checkpoints.newest()
@@ -118,3 +125,80 @@ def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fleet_train.train.checkpoint.manager._ROUND_SECONDS", 0.05)
     checkpoints = Checkpoints(tmp_path, timeout_seconds=60.0)
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from fleet_train.files import hold
+held = hold(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of another run that uses the folder."""
+    (tmp_path / "checkpoints").mkdir()
+    command = python("-c", HOLDS, str(tmp_path / "checkpoints"))
+    with subprocess.Popen(
+        command, env=clean_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_folder_that_another_process_uses_is_refused_by_name(
+    tmp_path: Path, other_run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_HERE_SECONDS", 0.5)
+    who = f"is in use by process {other_run.pid} of {socket.gethostname()}: two runs in one folder would"
+    for refused in (lambda made: made.claim(), lambda made: made.save(None, state(10))):
+        with pytest.raises(CheckpointError, match=who):
+            refused(Checkpoints(tmp_path))
+    assert not storage.complete(tmp_path / "checkpoints")
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(
+    tmp_path: Path, other_run: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    threading.Timer(0.5, other_run.kill).start()
+    assert Checkpoints(tmp_path).save(None, state(10)) is not None
+    assert f"is in use by process {other_run.pid} of " in capsys.readouterr().err
+
+
+def test_a_folder_is_free_for_others_after_close_and_in_a_forked_process_that_goes_on(tmp_path: Path) -> None:
+    checkpoints, again = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    for each in (checkpoints, again):  # of one process
+        each.save(None, state(10))
+    is_free = "from fleet_train.files import hold; import sys, pathlib; hold(pathlib.Path(sys.argv[1]))"
+    command = python("-c", is_free, str(checkpoints.folder))
+    assert subprocess.run(command, env=clean_environ(), stderr=subprocess.DEVNULL, check=False).returncode == 1
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writes)
+        os.read(reads, 1)
+        os._exit(0)
+    os.close(reads)
+    checkpoints.close()
+    assert subprocess.run(command, env=clean_environ(), check=False).returncode == 0
+    os.close(writes)
+    os.waitpid(child, 0)
+
+
+def test_nothing_can_be_written_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(claim, "hold", fails)
+    said = (
+        r"checkpoints cannot be written: Read-only file system; make it writable, or give another folder \(--output_dir"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoints(tmp_path).claim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint import claim, storage
 from fleet_train.train.checkpoint.copies import kept as copies
 from fleet_train.train.checkpoint.copies.kept import Copies
 from fleet_train.train.checkpoint.copies.newest import (
@@ -25,6 +26,8 @@ from fleet_train.train.checkpoint.copies.newest import (
 )
 from fleet_train.train.checkpoint.storage import Run
 from fleet_train.train.components import rank0
+from tests.support.processes import clean_environ, python
+from tests.unit.train.test_checkpoint import HOLDS
 from tests.unit.train.test_copying import files, names, publish
 
 OLD, NEW = Run(100.0, "aa"), Run(200.0, "bb")
@@ -212,8 +215,50 @@ def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: Ma
     ours, *others = job.run(begin)
     assert others == [ours] * 2
     assert ours > future
+    kept = [names(job.checkpoints(node)) for node in range(3)]
+    assert kept == [[], ["step-00000500"], ["step-00000400"]], "until the new run has a checkpoint"
+
+    def replace(made: Copies) -> Any:
+        made.start_new_run()
+        made.remove_earlier()
+        return made.run
+
+    ours = job.run(replace)[0]
     assert [names(job.checkpoints(node)) for node in range(3)] == [["run.json"]] * 3
     assert [read_record(job.checkpoints(node)) for node in range(3)] == [ours] * 3
+
+
+def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(2)
+    monkeypatch.setattr(claim, "fleet", job)
+    monkeypatch.setattr(claim, "_HERE_SECONDS", 0.2)
+    job.checkpoints(1).mkdir(parents=True)
+    command, pipe = python("-c", HOLDS, str(job.checkpoints(1))), subprocess.PIPE
+    with subprocess.Popen(command, env=clean_environ(), stdin=pipe, stdout=pipe) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        said = job.run(lambda made: take(job, made))
+        other.kill()
+    expected = f"rank 1 (127.0.0.3:6170): {job.checkpoints(1)} is in use by process {other.pid} of "
+    assert [str(each)[: len(expected)] for each in said] == [expected] * 2
+    assert job.run(lambda made: take(job, made)) == [True] * 2
+    for node in range(2):
+        claim.release(job.checkpoints(node))
+
+
+def take(job: Job, made: Copies) -> bool:
+    return claim.claim(job.checkpoints(job.worker_index()), made.is_member(), 10.0, must_be_writable=True)
+
+
+def test_a_run_that_replaces_none_is_known_to_all_nodes_at_once(make_job: MakeJob) -> None:
+    def begin(made: Copies) -> Any:
+        made.start_new_run()
+        return made.run
+
+    job = make_job(2)
+    assert job.run(begin) == [read_record(job.checkpoints(node)) for node in range(2)]
 
 
 def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 from paddle import nn
 
 from fleet_train import DistributedStrategy, fleet
-from fleet_train.errors import NotFinite, ProfileError
+from fleet_train.convert.state import save_load
+from fleet_train.errors import CheckpointError, NotFinite, ProfileError
 from fleet_train.profile import Profile
+from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from fleet_train.train.components.ema import WeightAverage
 from fleet_train.train.components.numerics import (
     LossWatch,
     SkipNotFinite,
     keep_statistics_finite,
-    refuse_state,
     refuse_to_skip_with,
 )
 from tests.unit.passes.training import FEATURES, Trained, batches
@@ -106,14 +109,83 @@ def test_when_updates_are_skipped_the_rank_says_it_and_goes_on(capsys: pytest.Ca
     assert "the loss of rank 0 is inf at step 3; its batch: samples 5, 6; this update is skipped" in said
 
 
-def test_weights_that_are_not_finite_are_not_saved() -> None:
-    trained = Trained(lambda: paddle.optimizer.SGD(0.1))
-    trained.step(broken(batches(1, 8, seed=0)[0], np.inf))
+def set_values(trained: Trained, **values: float) -> None:
+    """The first element of each of these variables."""
+    variables = trained.main.state_dict("all", trained.scope)
+    for name, value in values.items():
+        array = np.array(variables[name])
+        array.reshape(-1)[0] = value
+        variables[name].set(array, paddle.CPUPlace())
+
+
+def saved_to_the_end(checkpoints: Checkpoints) -> None:
+    checkpoints.save(None, TrainState(0, 3, 9, 1, {}, {}, {}, {}))
+    checkpoints.finish()
+
+
+def distributed(optimizer: Any, loss: Any) -> None:
+    fleet.distributed_optimizer(optimizer).minimize(loss)
+
+
+def test_state_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    trained = Trained(lambda: paddle.optimizer.Adam(0.1), distributed)
+    trained.step(broken(batches(1, 8, seed=0)[0], 1e25))  # finite, but not its square
+    moment, weight = "linear_0.w_0_moment2_0", "linear_0.w_0"
+    for name, value, said in (
+        (moment, np.inf, "is infinite in 1 of 384 elements after step 3; .*state of the optimizer"),
+        (weight, np.nan, "is NaN in 1 of 384 elements after step 3"),
+    ):
+        for background in (False, True):
+            set_values(trained, **{moment: 0.0, weight: 0.0, name: value})
+            output = tmp_path / f"{name} {background}"
+            with paddle.static.scope_guard(trained.scope):
+                checkpoints = Checkpoints(output, background=background)
+                with pytest.raises(NotFinite, match=rf"'{name}' {said}.*; this is not saved"):
+                    saved_to_the_end(checkpoints)
+                assert not storage.complete(checkpoints.folder)
+                with pytest.raises(NotFinite, match=rf"save to .*: '{name}' is .*; this is not saved"):
+                    fleet.save_persistables(None, output / "own", trained.main)
+                assert not (output / "own").exists()
+    # A file that an earlier version has written.
+    set_values(trained, **{moment: 0.0, weight: 1.0})
+    with paddle.static.scope_guard(trained.scope), pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr(save_load, "first_not_finite", lambda *_: None)
+        set_values(trained, **{weight: np.nan})
+        fleet.save_persistables(None, tmp_path / "earlier", trained.main)
+    set_values(trained, **{weight: 1.0})
+    before = trained.state()
     with (
         paddle.static.scope_guard(trained.scope),
-        pytest.raises(NotFinite, match=r"holds NaN or infinity after step 1"),
+        pytest.raises(
+            CheckpointError, match=r"earlier: 'linear_0.w_0' is NaN in 1 of 384 elements: .*; load an earlier"
+        ),
     ):
-        refuse_state(trained.main, 1)
+        fleet.load_persistables(None, tmp_path / "earlier", trained.main)
+    assert all(np.array_equal(value, before[name]) for name, value in trained.state().items())
+
+
+def masked(features: Any) -> Any:
+    """A network with a mask of infinities, a constant in every respect."""
+    values = nn.initializer.Assign(np.array([0, 0, 0, 0, -np.inf], "float32"))
+    mask = paddle.static.create_parameter(
+        [5], "float32", "mask", attr=paddle.ParamAttr(trainable=False, initializer=values)
+    )
+    return with_batch_norm(features) + paddle.clip(mask, -9.0, 0.0)
+
+
+OPTIMIZERS = ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Adadelta", "RMSProp", "Rprop", "Lamb"]
+OPTIMIZERS += ["NAdam", "RAdam"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_healthy_training_leaves_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    optimizer = getattr(paddle.optimizer, name)
+    trained = Trained(lambda: optimizer(learning_rate=0.01), distributed, masked)
+    for number, batch in enumerate(batches(4, 8, seed=0)):
+        with paddle.static.scope_guard(trained.scope):
+            fleet.save_persistables(None, tmp_path / str(number), trained.main)
+            fleet.load_persistables(None, tmp_path / str(number), trained.main)
+        trained.step(batch)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.manager import Checkpoints
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from fleet_train.train.metrics.opening import open_sinks
 from fleet_train.train.metrics.record_file import AppendOnlyFile
 from fleet_train.train.reference import run_folder
@@ -21,10 +22,10 @@ from fleet_train.train.reference.summary import publish_summary
 
 
 @pytest.fixture(autouse=True)
-def job() -> Iterator[None]:
-    fleet.init()
-    yield
-    fleet.shutdown()
+def job(small_loss: Any) -> None:
+    """A job of one process with something to save."""
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(small_loss)
+    paddle.static.Executor().run(fleet.startup_program)
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ def write(checkpoints: Path, step: int) -> None:
     storage.publish(checkpoints, step, {"step": step})
 
 
-def start(output: Path, **flags: Any) -> Any:
-    return run_folder.start_or_resume(TrainConfig(output_dir=str(output), **flags), Checkpoints(output))
+def start(output: Path, checkpoints: Checkpoints | None = None, **flags: Any) -> Any:
+    return run_folder.start_or_resume(TrainConfig(output_dir=str(output), **flags), checkpoints or Checkpoints(output))
 
 
 @pytest.mark.parametrize("by_link", [False, True])
@@ -56,10 +57,11 @@ def test_overwriting_removes_the_old_run_behind_the_link_and_the_new_one_is_foun
         run = tmp_path / "link"
     with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
         start(run)
-    assert start(run, overwrite=True) is None
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["notes.txt"]
-    write(run / "checkpoints", 10)
-    storage.prune(run / "checkpoints", keep=2)
+    checkpoints = Checkpoints(run)
+    assert start(run, checkpoints, overwrite=True) is None
+    assert len(storage.complete(tmp_path / "disk")) == 2, "until the new run has a checkpoint"
+    checkpoints.save(None, TrainState(1, 10, 10, 1, {}, {}, {}, {}))
+    assert sorted(path.name for path in (tmp_path / "disk").glob("[!.]*")) == ["notes.txt", "step-00000010"]
     assert os.readlink(run / "checkpoints") == str(tmp_path / "disk")
     assert [path.name for path in storage.complete(tmp_path / "disk")] == ["step-00000010"]
 
@@ -68,9 +70,11 @@ def test_a_checkpoint_that_cannot_be_removed_ends_the_job(run: Path, monkeypatch
     def fails(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "step-00000100")
 
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(CheckpointError, match=r"rank 0 cannot use its disk: .*Permission denied: 'step-00000100'"):
-        start(run, overwrite=True)
+    checkpoints = Checkpoints(run)
+    start(run, checkpoints, overwrite=True)
+    monkeypatch.setattr(storage, "_put_away", fails)
+    with pytest.raises(CheckpointError, match=r"an earlier run in .* cannot be removed: .*Permission denied: 'step-0"):
+        checkpoints.save(None, TrainState(1, 10, 10, 1, {}, {}, {}, {}))
 
 
 def to_nowhere(path: Path) -> None:
@@ -157,3 +161,49 @@ def test_what_is_no_file_behind_a_link_is_left_alone(tmp_path: Path) -> None:
     file.close()
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def no_second_names(*_: object) -> None:
+    raise OSError(1, "Operation not permitted")
+
+
+def logs(output: Path) -> dict[str, str]:
+    return {
+        path.name: path.read_text(errors="replace")
+        for path in output.rglob("*")
+        if path.suffix in (".jsonl", ".log", ".png")
+    }
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_logs_of_a_replaced_run_stay_until_the_new_one_has_a_checkpoint(
+    tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, disk = tmp_path / "out", tmp_path / "disk"
+    for folder in (output / "images", output / "visualdl", disk):
+        folder.mkdir(parents=True)
+    if linked:
+        (output / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+        monkeypatch.setattr(os, "link", no_second_names)
+    write(output / "checkpoints", 100)
+    for name in ("metrics.jsonl", "visualdl/vdlrecords.train.log", "images/confusion.png"):
+        (output / name).write_text("old")
+    before = logs(tmp_path)
+    start(output, overwrite=True)
+    assert logs(output)["metrics.jsonl"] == "old"
+    sinks = open_sinks(output, reporting=True)
+    sinks.write(1, {"train/loss": 0.5})
+    sinks.close()
+    (output / "images" / "confusion.png").unlink()
+    (output / "images" / "confusion.png").write_text("new")
+    assert "0.5" in logs(output)["metrics.jsonl"]
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):  # that one has ended early
+        start(output)
+    assert logs(tmp_path) == before
+    checkpoints = Checkpoints(output)
+    start(output, checkpoints, overwrite=True)
+    open_sinks(output, reporting=True).close()
+    assert len(logs(tmp_path)) > len(before)
+    checkpoints.save(None, TrainState(1, 10, 10, 1, {}, {}, {}, {}))
+    assert logs(tmp_path).keys() == before.keys()
+    assert "old" not in logs(output)["metrics.jsonl"]

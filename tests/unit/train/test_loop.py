@@ -14,10 +14,11 @@ import pytest
 from fleet_train import DistributedStrategy, fleet
 from fleet_train.cluster import Cluster
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
-from fleet_train.errors import NotFinite, Preempted
+from fleet_train.errors import NotFinite, NotSaved, Preempted
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
+from fleet_train.train.checkpoint import storage
 from fleet_train.train.trainer import begins_interval, last_reported, other_choice
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -99,7 +100,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_e
     outcome = made.fit()
     assert (outcome.epochs, outcome.steps, outcome.samples) == (5, 25, 200)
     assert sinks.steps_of("test/accuracy") == [15, 25]
-    kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("*step-*"))
     assert kept == [7, 10, 14, 20, 21, 25]
     assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000025"
     assert sinks.steps_of("train/loss") == [2, 4, 7, 9, 12, 14, 17, 19, 22, 24]
@@ -190,7 +191,10 @@ def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
         NotFinite, match=r"rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
     ):
         made.fit()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*step-*")) == [
+        "step-00000004",
+        "step-00000008",
+    ]
 
 
 def test_a_call_may_stop_early_and_without_anything_left_only_evaluates() -> None:
@@ -254,3 +258,29 @@ def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
         other_choice(saved, None, 1),
     ]
     assert silent == [""] * 5
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_last_state_that_is_not_saved_is_a_failure_and_an_earlier_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, stopped: bool
+) -> None:
+    begin, first_lost = storage.begin, 10 if stopped else 15
+    said: list[str] = []
+
+    def begin_or_fail(checkpoints: Path, step: int) -> Path:
+        if stopped and step == first_lost:
+            fleet.request_stop("SIGTERM")
+        if step == 1 or step >= first_lost:
+            raise OSError(27, "File too large")
+        return begin(checkpoints, step)
+
+    monkeypatch.setattr(storage, "begin", begin_or_fail)
+    checkpoints = Checkpoints(tmp_path, background=background, say=said.append)
+    made, _ = trainer(Watched(), TrainerSettings(epochs=3, checkpoint_every_steps=1), checkpoints=checkpoints)
+    why = r"the checkpoint of step 1\d could not be written: .*File too large, and nothing was saved after it; "
+    newest = rf"the newest one is .*/step-000000{first_lost - 1:02d}: resume from it"
+    with pytest.raises(NotSaved, match=(r"^stopped after step 1\d: .*SIGTERM; " if stopped else "^") + why + newest):
+        made.fit()
+    assert said[0].startswith("the checkpoint of step 1 could not be written: ")
+    assert all(one.endswith("; training goes on, the checkpoints before it are as they were") for one in said)

@@ -9,6 +9,8 @@ import pytest
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 
+ANOTHER = storage.Run(9.0, "begun later")
+
 
 def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
     draft = storage.begin(checkpoints, step)
@@ -78,7 +80,7 @@ def test_what_users_put_beside_the_checkpoints_is_neither_read_nor_removed(tmp_p
     storage.prune(tmp_path, keep=1)
     users = ["step-00000900-before-the-change", "step-by-step.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", *users]
-    storage.clear(tmp_path)
+    storage.remove_others(tmp_path, ANOTHER)
     assert sorted(path.name for path in tmp_path.iterdir()) == users
 
 
@@ -98,19 +100,19 @@ def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_
     write(checkpoints, 50)
     storage.prune(checkpoints, keep=2)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000040", "step-00000050"]
-    storage.clear(checkpoints)
+    storage.remove_others(checkpoints, ANOTHER)
     assert list(checkpoints.iterdir()) == []
     assert [path.name for path in storage.complete(elsewhere)] == ["step-00000010", "step-00000040"]
 
 
-def test_clearing_removes_what_killed_runs_left_too(tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_removed_with_an_overwritten_run(tmp_path: Path) -> None:
     write(tmp_path, 10).rename(tmp_path / ".replaced-step-00000010")
     write(tmp_path, 20).rename(tmp_path / ".removing-step-00000020")
     write(tmp_path, 20)
     storage.begin(tmp_path, 30)
     for name in (".copying-step-00000040", ".removing-copying-step-00000040", ".removing-writing-step-00000040"):
         (tmp_path / name).mkdir()
-    storage.clear(tmp_path)
+    storage.remove_others(tmp_path, ANOTHER)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,8 +120,10 @@ def test_clearing_forgets_the_run_and_leaves_what_was_moved_aside(tmp_path: Path
     for step, why in ((10, "damaged"), (20, "of-run-aa")):
         storage.move_aside(write(tmp_path, step), why)
     (tmp_path / storage.RECORD).write_text("{}")
-    storage.clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa"]
+    storage.begin(tmp_path, 30)
+    own = storage.publish(tmp_path, 30, {"step": 30}, run=ANOTHER)
+    storage.remove_others(tmp_path, ANOTHER)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", own.name]
 
 
 def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
@@ -131,8 +135,8 @@ def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
     for step in (10, 20):
         write(tmp_path, step)
     monkeypatch.setattr(storage.shutil, "rmtree", fails)
-    with pytest.raises(OSError, match="busy"):
-        storage.clear(tmp_path)
+    with pytest.raises(CheckpointError, match="busy"):
+        storage.remove_others(tmp_path, ANOTHER)
     assert storage.complete(tmp_path) == []
 
 

@@ -81,12 +81,19 @@ class Copies:
         return [_describe(rank) for rank in self._members if told[rank]]
 
     def start_new_run(self) -> None:
-        """Begin another run: the checkpoints of all nodes are removed; an absent node detects this later."""
+        """Begin another run. If a node has checkpoints, they stay until `remove_earlier`."""
         told = self._look_everywhere()
         self._agree_on_run(latest_run(told), anew=True)
-        self._on_members(lambda: storage.keep_only(self._checkpoints, ()))
-        self._on_members(self._record)
         self._has_looked = True
+        if not any(each["held"] for each in told if each is not None):
+            self.remove_earlier()
+
+    def remove_earlier(self) -> None:
+        """Remove the checkpoints of earlier runs on all nodes; an absent node detects this later."""
+        self._on_members(self._remove_earlier)
+        self._on_members(self._record)
+        if self._rank == 0:
+            self._copier.offer()
 
     def bring_newest(self) -> None:
         """Send rank 0 the newest whole checkpoint of the latest run, from any node; once per process.
@@ -108,6 +115,11 @@ class Copies:
     def is_receiver(self) -> bool:
         """Whether this rank takes copies for its node."""
         return self._rank in self._receivers
+
+    def is_member(self) -> bool:
+        """Whether this rank acts for a node with a folder of its own."""
+        self._join()
+        return self._is_member
 
     def begin_saving(self) -> None:
         """Called before a save: from now on rank 0 sends, and only the nodes that keep copies listen."""
@@ -213,6 +225,10 @@ class Copies:
         """Continue the latest run, or one that rank 0 begins."""
         drawn = share(Run.new(latest).as_json())
         self.run = storage.run_from(drawn) if anew or latest is None else latest
+
+    def _remove_earlier(self) -> None:
+        assert self.run is not None
+        storage.remove_others(self._checkpoints, self.run)
 
     def _record(self) -> None:
         assert self.run is not None
