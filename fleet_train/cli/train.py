@@ -109,6 +109,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--on_nan", "What to do about a loss or gradient that is NaN or infinite.", type=click.Choice(ON_NAN))
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Continue from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
+@_option(
+    "--resume_uncompared",
+    "Also resume from a checkpoint that was saved with divergence_check_steps: 0.",
+    is_flag=True,
+)
 @_option("--overwrite", "Start over in a used output_dir; its checkpoints are deleted.", is_flag=True)
 @_option("--stop_after_epochs", "Stop this run after this many epochs; --resume continues later.", type=WholeNumber())
 @verbose_option

@@ -53,13 +53,16 @@ class TrainState:
     """The batches whose gradients are summed and wait for their update."""
     accumulate_steps: int = 1
     """Batches of an update."""
+    compared: bool | None = None
+    """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
+    one rank alone. False: not compared. None: not known, as in earlier versions, which compared in some steps only."""
 
 
 _NUMBERS = (
     *("epoch", "step", "steps_per_epoch", "world_size"),
     *("consumed_samples", "pending_batches", "accumulate_steps"),
 )
-_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps")
+_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps", "compared")
 """Entries that checkpoints of earlier versions may lack."""
 _SECTIONS = ("scheduler", "config", "profile", "versions")
 
@@ -70,6 +73,7 @@ def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in known if name not in state and name not in _LATER]
     wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
     wrong += [name for name in ("batches",) if state.get(name) is not None and not _is_count(state[name])]
+    wrong += [name for name in ("compared",) if not isinstance(state.get(name), bool | None)]
     wrong += [name for name in _SECTIONS if name in state and not isinstance(state[name], dict)]
     wrong += [name for name in ("epoch_losses",) if name in state and not _are_losses(state[name])]
     if damage := [*missing, *wrong, *sorted(state.keys() - known)]:

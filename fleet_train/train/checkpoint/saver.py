@@ -58,6 +58,13 @@ class Saver:
     def load(self, found: Found) -> None:
         if self.checkpoints is None:
             raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
+        every = fleet.profile().divergence_check_steps
+        if found.state.compared is False and every and not self.settings.resume_uncompared:
+            raise CheckpointError(
+                f"{found.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, and "
+                f"rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is resumed "
+                "only with --resume_uncompared (TrainerSettings.resume_uncompared)"
+            )
         self.checkpoints.load(self.exe, found)
 
     def _state(self, at: Position, losses: EpochLoss) -> TrainState:
@@ -76,6 +83,7 @@ class Saver:
             batches=at.batches,
             pending_batches=at.pending,
             accumulate_steps=profile.accumulate_steps,
+            compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
         )
 
 

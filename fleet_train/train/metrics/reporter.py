@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 MOST_RANKS_WITH_CURVES = 16
 _COMPARED = ("test/accuracy", "test/loss")
 # The place of a run and how it was started do not affect what it learns.
-_NO_SETTING = {"output_dir", "resume", "overwrite", "stop_after_epochs", "prometheus_port", "prometheus_host"}
+_NO_SETTING = {
+    "output_dir",
+    "resume",
+    "resume_uncompared",
+    "overwrite",
+    "stop_after_epochs",
+    "prometheus_port",
+    "prometheus_host",
+}
 
 
 class Communication(Protocol):
