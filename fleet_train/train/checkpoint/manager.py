@@ -19,6 +19,7 @@ from fleet_train import fleet
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
+from fleet_train.train.checkpoint.copies.newest import latest_run, tell
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
 
@@ -186,12 +187,11 @@ class Checkpoints:
         captured = fleet.capture_persistables(memory=self._memory)
         self._memory = captured if self._background else None  # new memory would take longer than the copy
 
-        run = self._run = self._run or storage.Run.new()
-
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
+            self._run = self._run or storage.Run.new(latest_run([tell(self.folder)]))
             captured.write(draft)
-            return storage.publish(self.folder, state.step, asdict(state), score, run)
+            return storage.publish(self.folder, state.step, asdict(state), score, self._run)
 
         if fleet.is_first_worker():
             self._attempt = _Attempt(

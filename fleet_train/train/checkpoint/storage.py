@@ -39,6 +39,7 @@ RECORD = "run.json"
 FORMAT = 2
 _FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _MOST_BYTES = 64 << 20
+_MOST_GENERATIONS = 1 << 53
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
 _OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step-\d{8,}", re.ASCII)
@@ -47,17 +48,22 @@ _TENSORS = ".safetensors"  # checked tensor by tensor on loading, so that the fi
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """The run of a checkpoint, including all its resumes; a run begun later is greater."""
+    """The run of a checkpoint, including all its resumes; a run begun later is greater.
 
+    Clocks may be wrong or set back: runs are ordered by their generation, and only those of one generation by time.
+    """
+
+    generation: int = 0
+    """One more than that of the latest run known where it began. 0 = written by a version without generations."""
     began: float = 0.0
     """Unix seconds, on the clock of the rank 0 that began it. 0 = written by a version without runs."""
     id: str = ""
 
     @classmethod
     def new(cls, after: Run | None = None) -> Run:
-        """A run that begins now, and in any case later than ``after``. It has its launched job's name."""
-        began = max(time.time(), 0.0 if after is None else after.began + 1.0)
-        return cls(began, launched_job(os.environ) or secrets.token_hex(8))
+        """A run that begins now, later than ``after``: the latest one that is known. It has its launched job's name."""
+        generation = 1 if after is None else after.generation + 1
+        return cls(generation, time.time(), launched_job(os.environ) or secrets.token_hex(8))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -190,13 +196,13 @@ def refuse_no_folder(path: Path) -> None:
 
 
 def clear(checkpoints: Path) -> None:
-    """Remove every checkpoint, the remains of killed runs, and the record of the run; everything else stays. Raises
-    OSError if one cannot be removed. None of them counts from the start of the removal.
+    """Remove every checkpoint and the remains of killed runs; everything else stays, also the record of the run, so
+    that the next one is known to be later. Raises OSError if one cannot be removed. None of them counts from the start
+    of the removal.
     """
     if not checkpoints.is_dir():
         return
     doomed = [_put_away(path) for path in _ours(checkpoints)]
-    (checkpoints / RECORD).unlink(missing_ok=True)
     _sync(checkpoints)
     for path in doomed:
         _remove(path)
@@ -221,8 +227,11 @@ def run_of(folder: Path) -> Run:
 def run_from(told: Any) -> Run:
     """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
-        return Run(float(told["began"]), str(told["id"]))
-    except (TypeError, KeyError, ValueError):
+        generation = told.get("generation", 0)
+        if type(generation) is not int or not 0 <= generation < _MOST_GENERATIONS:
+            return Run()
+        return Run(generation, float(told["began"]), str(told["id"]))
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return Run()
 
 

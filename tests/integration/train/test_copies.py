@@ -199,3 +199,26 @@ def test_nothing_is_sent_where_all_nodes_see_one_folder(nodes: Nodes, undisturbe
     assert not nodes.run(1).exists()
     kept = sorted(path.name for path in (shared / "checkpoints").iterdir())
     assert kept == ["run.json", "step-00000160", "step-00000180"]
+
+
+def set_clock_ahead(run: Path) -> None:
+    """As if the clock of rank 0 had been a year ahead when this run began."""
+    for path in (run / "checkpoints" / "run.json", *(run / "checkpoints").glob("step-*/complete.json")):
+        told = json.loads(path.read_text())
+        (told if path.name == "run.json" else told["run"])["began"] += 365 * 86400.0
+        path.write_text(json.dumps(told))
+
+
+@pytest.mark.long
+def test_a_run_begun_by_a_clock_ahead_is_not_resumed_after_a_later_one(nodes: Nodes) -> None:
+    nodes.train([0, 1], COPIES, "--stop_after_epochs=1")
+    for node in (0, 1):
+        set_clock_ahead(nodes.run(node))
+    nodes.train([0, 2], COPIES, "--overwrite", "--stop_after_epochs=2")  # node 1 is away
+    later = nodes.files(0)
+    first, *_ = nodes.train([0, 1, 2], "--checkpoint_copies=3", "--resume", "--stop_after_epochs=2")
+    assert "resumed from run/checkpoints/step-00000090" in first.output
+    (aside,) = (nodes.run(1) / "checkpoints").glob("of-run-*")
+    assert f"checkpoints of another run were moved to run/checkpoints/{aside.name}" in first.output
+    assert not list((nodes.run(0) / "checkpoints").glob("of-run-*"))
+    assert any("step-00000090/" in name for name in later)

@@ -24,7 +24,7 @@ from fleet_train.train.checkpoint.copies.wire import Channel, Lost, key_of
 from fleet_train.train.checkpoint.storage import Run
 
 HERE, THERE = "127.0.0.2", "127.0.0.3"
-RUN = Run(100.0, "aa")
+RUN = Run(1, 100.0, "aa")
 SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -81,15 +81,15 @@ def test_a_copy_has_every_byte_and_is_sent_once(two: Two) -> None:
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(two: Two) -> None:
-    two.send(publish(two.ours, 10, b"before", Run(100.0, "aa")))
-    assert two.send(publish(two.ours, 10, b"after", Run(101.0, "aa"))) is True
+    two.send(publish(two.ours, 10, b"before", Run(1, 100.0, "aa")))
+    assert two.send(publish(two.ours, 10, b"after", Run(1, 101.0, "aa"))) is True
     assert files(two.theirs) == files(two.ours)
 
 
 def test_what_the_sender_has_removed_is_removed_and_another_run_is_put_aside(two: Two) -> None:
     for step in (10, 20):
         two.send(publish(two.ours, step))
-    publish(two.theirs, 99, run=Run(50.0, "other"))
+    publish(two.theirs, 99, run=Run(1, 50.0, "other"))
     two.theirs.joinpath(".copying-step-00000015").mkdir()
     assert two.send(publish(two.ours, 30), ["step-00000020", "step-00000030"]) is True
     assert names(two.theirs) == ["of-run-other", "step-00000020", "step-00000030"]

@@ -26,6 +26,7 @@ from fleet_train.train.checkpoint.copies.newest import (
     folders_apart,
     held_of,
     latest_run,
+    run_to_continue,
     tell,
     words_for,
     write_record,
@@ -83,7 +84,7 @@ class Copies:
     def start_new_run(self) -> None:
         """Begin another run: the checkpoints of all nodes are removed; an absent node detects this later."""
         told = self._look_everywhere()
-        self._agree_on_run(latest_run(told), anew=True)
+        self.run = storage.run_from(share(Run.new(latest_run(told)).as_json()))
         self._on_members(lambda: storage.keep_only(self._checkpoints, ()))
         self._on_members(self._record)
         self._has_looked = True
@@ -98,7 +99,8 @@ class Copies:
             return
         self._has_looked = True
         told = self._look_everywhere()
-        self._agree_on_run(latest_run(told), anew=False)
+        drawn = storage.run_from(share(Run.new().as_json()))
+        self.run = run_to_continue(told, drawn.id) or drawn
         self._on_members(self._set_aside)
         self._on_members(self._record)
         held = held_of(told, self.run)
@@ -208,11 +210,6 @@ class Copies:
     def _look_everywhere(self) -> list[Any]:
         self._join()
         return fleet.gather(tell(self._checkpoints) if self._is_member else None)
-
-    def _agree_on_run(self, latest: Run | None, anew: bool) -> None:
-        """Continue the latest run, or one that rank 0 begins."""
-        drawn = share(Run.new(latest).as_json())
-        self.run = storage.run_from(drawn) if anew or latest is None else latest
 
     def _record(self) -> None:
         assert self.run is not None
