@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
 from fleet_train.train.checkpoint.copies.newest import latest_run, tell
@@ -142,6 +142,8 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         self._is_under_way = False
         self._memory: Any = None
+        self.missing_copies = ""
+        """After `finish`: which nodes lack the last checkpoint and why, the same on every rank; empty if none does."""
 
     def exist(self) -> bool:
         """Whether rank 0, or with copies any node, has a published checkpoint."""
@@ -206,15 +208,17 @@ class Checkpoints:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None if it failed.
 
         Call it before the process ends. CheckpointError on every rank if the write does not end in time.
-        `copy_seconds`: the longest wait for copies on other nodes.
+        `copy_seconds`: the longest wait for copies on other nodes. NotSaved on every rank if a node lacks its copy of
+        the last checkpoint then; with `may_lack_copies`, only `missing_copies` says so.
         """
         written = self._written()
-        if self._copies is not None:
-            self._copies.finish(copy_seconds)
+        self.missing_copies = "" if self._copies is None else self._copies.finish(copy_seconds)
+        if self.missing_copies and not may_lack_copies:
+            raise NotSaved(self.missing_copies)
         return written
 
     def scalars(self) -> dict[str, float]:

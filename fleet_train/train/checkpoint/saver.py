@@ -47,9 +47,15 @@ class Saver:
         ask_first_worker(lambda: numerics.refuse_state(fleet.main_program, at.step))
         return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a checkpoint being written, and at most this long for its copies; returns the last one's folder."""
-        return None if self.checkpoints is None else self.checkpoints.finish(copy_seconds)
+    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
+        """See `Checkpoints.finish`."""
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.finish(copy_seconds, may_lack_copies=may_lack_copies)
+
+    def missing_copies(self) -> str:
+        """See `Checkpoints.missing_copies`."""
+        return "" if self.checkpoints is None else self.checkpoints.missing_copies
 
     def scalars(self) -> dict[str, float]:
         """The metrics of checkpoints; empty in most jobs."""

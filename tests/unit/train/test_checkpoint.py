@@ -12,8 +12,9 @@ import paddle
 import pytest
 
 from fleet_train import fleet
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.copies.kept import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
 
@@ -118,3 +119,19 @@ def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fleet_train.train.checkpoint.manager._ROUND_SECONDS", 0.05)
     checkpoints = Checkpoints(tmp_path, timeout_seconds=60.0)
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"
+
+
+def test_copies_that_are_missing_at_the_end_are_an_error_and_at_a_stop_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, copies=2, say=lambda _: None)
+    told = ["there is no copy on rank 1"]
+    monkeypatch.setattr(Copies, "finish", lambda *_: told[0])
+    path = checkpoints.save(None, state(10))
+    with pytest.raises(NotSaved, match="there is no copy on rank 1"):
+        checkpoints.finish()
+    assert checkpoints.finish(1.0, may_lack_copies=True) == path
+    assert checkpoints.missing_copies == told[0]
+    told[0] = ""
+    assert checkpoints.finish() == path
+    assert checkpoints.missing_copies == ""

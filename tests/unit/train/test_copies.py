@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -327,18 +328,81 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     def hangs(*_: Any) -> bool:
         return go.wait(60.0)
 
-    def save(made: Copies) -> None:
+    def save(made: Copies) -> str:
         made.begin_saving()
         if job.is_first_worker():
             publish(job.checkpoints(0), 10)
             made.offer()
-        made.finish(0.3)
+        return made.finish(0.3)
 
     job = make_job(2)
     monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", hangs)
-    job.run(save)
+    told, same = job.run(save)
     go.set()
-    assert job.said[-1] == "a copy of a checkpoint was not finished within 0 s; the one on rank 0 is whole"
+    assert told == same
+    assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
+    assert "no copy on rank 1 (127.0.0.3:6170): the wait for its transfer was over before it ended. Mend" in told
+
+
+def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
+        tries.append(folder.name)
+        if folder.name == "step-00000020" and len(tries) in fails_at:
+            raise CheckpointError("the disk is full")
+        return True
+
+    def end(made: Copies) -> str:
+        made.begin_saving()
+        if job.is_first_worker():
+            made.offer()
+            while len(tries) < 1:
+                time.sleep(0.01)
+        return made.finish(10.0)
+
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    job = make_job(2)
+    publish(job.checkpoints(0), 10)
+    publish(job.checkpoints(0), 20)
+    fails_at = {1, 2}
+    told, same = job.run(end)
+    assert told == same
+    assert "step-00000020 is whole on rank 0" in told
+    assert "no copy on rank 1 (127.0.0.3:6170): the disk is full. Mend that" in told
+    assert tries == ["step-00000020"] * 2
+    tries.clear()
+    fails_at = {1}
+    assert job.run(end) == ["", ""]
+    assert tries == ["step-00000020", "step-00000020", "step-00000010"]
+
+
+def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
+        if folder.name == "step-00000010":
+            raise CheckpointError("the disk is full")
+        return True
+
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    job = make_job(2)
+    assert job.run(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
+    publish(job.checkpoints(0), 10)
+    publish(job.checkpoints(0), 20)
+    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1]) == ["", ""]
+
+
+def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob) -> None:
+    job = make_job(3)
+    publish(job.checkpoints(0), 10)
+    job.checkpoints(1).parent.mkdir()
+    job.checkpoints(1).touch()
+    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=2) == [""] * 3
+    told, *others = job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=3)
+    assert others == [told] * 2
+    assert "no copy on rank 1 (127.0.0.3:6170): " in told
+    assert "is not a folder" in told
 
 
 def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
