@@ -1,7 +1,7 @@
-"""Kill ranks of a training job at random moments, or lose machines, and compare its result with an undisturbed run.
+"""Kill and freeze ranks of a training job at random moments, or lose machines; its result is an undisturbed run's.
 
-    python tools/soak.py --kills 3 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6
-    sudo python tools/soak.py --kills 30 --output docs/benchmarks/2026-11-21-soak
+    python tools/soak.py --kills 3 --freezes 2 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6
+    sudo python tools/soak.py --kills 30 --freezes 30 --output docs/benchmarks/2026-11-21-soak
     sudo python tools/soak.py --faults machine:0,frozen:leader,cut --epochs 12
     sudo python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --output docs/benchmarks/soak-machines
 
@@ -59,10 +59,10 @@ def run_to_the_end(job: SoakJob, timeout_seconds: float) -> None:
         raise SoakFailed(f"the undisturbed run ended with {codes}; see the logs in {job.folder}")
 
 
-def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> dict[str, Any]:
+def soak(job: SoakJob, freezes: int, total_steps: int, seed: int, timeout_seconds: float) -> dict[str, Any]:
     """Kill as often as the job may restart; returns what was done and how the job ended."""
     world_size = len(job.machines) * job.ranks_per_node
-    plans = plan_kills(job.max_restarts, total_steps, world_size, seed)
+    plans = plan_kills(job.max_restarts, total_steps, world_size, seed, freezes)
     began = time.monotonic()
     with started(job) as running:
         kills = carry_out(running, plans, world_size, say)
@@ -75,7 +75,9 @@ def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> d
         "orphans": orphans,
         "checkpoints_used": verdict.checkpoints_used(job),
         "half_written_left": verdict.leftovers(job),
-        "kills_while_a_checkpoint_was_written": sum(kill["checkpoint_under_way"] is not None for kill in kills),
+        "kills_while_a_checkpoint_was_written": sum(
+            kill["checkpoint_under_way"] is not None for kill in kills if kill["kind"] != "freeze"
+        ),
         "recovery_seconds": verdict.recovery(kills),
         "kills": kills,
     }
@@ -83,6 +85,7 @@ def soak(job: SoakJob, total_steps: int, seed: int, timeout_seconds: float) -> d
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--kills", default=30, type=click.IntRange(min=1), help="How many ranks are killed, one per attempt.")
+@click.option("--freezes", default=0, type=click.IntRange(min=0), help="How many are stopped for up to 5 s.")
 @click.option(
     "--faults",
     help=f"Machine faults instead, separated by commas: {', '.join(KINDS)}; in this order, each with a node or none: "
@@ -148,8 +151,8 @@ def soaked_with_kills(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         say(f"the undisturbed run, {nodes} nodes x {ranks_per_node} ranks")
         run_to_the_end(undisturbed, asked["timeout"])
         steps = int(verdict.summary_of(undisturbed)["steps"])
-        say(f"{steps} steps; now the same with {kills} kills")
-        soaked = soak(killed, steps, asked["seed"], asked["timeout"])
+        say(f"{steps} steps; now the same with {kills} kills and {asked['freezes']} freezes")
+        soaked = soak(killed, asked["freezes"], steps, asked["seed"], asked["timeout"])
         return record | soaked | {"comparison": verdict.compare(undisturbed, killed)}
 
 

@@ -32,6 +32,15 @@ def test_kills_are_spread_over_the_run_and_over_kinds_and_ranks() -> None:
     assert plans != plan_kills(30, 1000, 4, seed=2)
 
 
+def test_freezes_are_planned_between_kills() -> None:
+    plans = plan_kills(10, 1000, 2, seed=1, freezes=20)
+    kinds = [plan.kind for plan in plans]
+    assert [kinds.count(kind) for kind in ("step", "save", "start", "freeze")] == [4, 4, 2, 20]
+    assert kinds != sorted(kinds)
+    assert all((plan.frozen_seconds > 0) == (plan.kind == "freeze") for plan in plans)
+    assert max(plan.frozen_seconds for plan in plans) > 3
+
+
 def test_a_sound_soak_has_no_failures() -> None:
     assert failures_of(SOUND) == []
 
@@ -61,10 +70,13 @@ def test_the_page_shows_what_went_wrong() -> None:
     }  # fmt: skip
     record = {
         **SOUND, "circumstances": at, "network": {"rate": None}, "nodes": 2, "ranks_per_node": 1, "train_flags": [],
-        "kills": [kill, {**kill, "seconds_to_next_step": None}], "recovery_seconds": recovery([kill]), "seconds": 50.0,
+        "kills": [kill, {**kill, "seconds_to_next_step": None}, {**kill, "kind": "freeze"}],
+        "recovery_seconds": recovery([kill]), "seconds": 50.0,
         "kills_while_a_checkpoint_was_written": 1, "failures": ["1 of 9 losses differ"],
     }  # fmt: skip
     record["comparison"] = {**SOUND["comparison"], "final_step": 90, "test_accuracy": 0.9}
     text = page(record)
     assert "- Result: **failed**: 1 of 9 losses differ." in text
+    assert "| attempts; resumed from a checkpoint | 3, 2 |" in text
+    assert "| ranks frozen (`SIGSTOP` for up to 5 s) | 1 |" in text
     assert "| seconds from a kill to the next step (1 measured): median, longest | 9.0, 9.0 |" in text

@@ -98,7 +98,8 @@ def failures_of(record: dict[str, Any]) -> list[str]:
 
 def recovery(kills: Sequence[dict[str, Any]]) -> dict[str, float | int]:
     """Seconds from a kill to the next reported step."""
-    seconds = [kill["seconds_to_next_step"] for kill in kills if kill.get("seconds_to_next_step") is not None]
+    killed = [kill for kill in kills if kill["kind"] != "freeze"]
+    seconds = [kill["seconds_to_next_step"] for kill in killed if kill.get("seconds_to_next_step") is not None]
     if not seconds:
         return {"measured": 0}
     return {"measured": len(seconds), "median": round(median(seconds), 1), "longest": max(seconds)}

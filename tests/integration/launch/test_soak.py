@@ -1,4 +1,4 @@
-"""Small soaks: three kills, one of them during a save; three machine faults.
+"""Small soaks: three kills, one of them during a save, and two freezes; three machine faults.
 
 docs/benchmarks has the long ones.
 """
@@ -17,16 +17,16 @@ from tests.support.processes import ROOT, clean_environ, python
 pytestmark = pytest.mark.long
 
 
-def test_three_kills_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]) -> None:
+def test_kills_and_freezes_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port = free_ports(3, ["127.0.0.2", "127.0.0.3"])
-    small = f"--kills 3 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6 --started_port {port}".split()
+    small = f"--kills 3 --freezes 2 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6 --started_port {port}".split()
     command = [str(ROOT / "tools" / "soak.py"), *small, "--output", str(tmp_path / "record"), "--keep", str(tmp_path)]
     done = subprocess.run(
         python(*command), env=clean_environ(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
-    assert len(record["kills"]) == 3
+    assert [kill["kind"] for kill in record["kills"]].count("freeze") == 2
     assert record["comparison"]["losses"] > 60
     assert len(record["checkpoints_used"]) >= 1
     assert "nothing was lost" in (tmp_path / "record.md").read_text()
