@@ -317,7 +317,7 @@ def test_a_copy_that_stays_behind_is_in_the_last_line_and_the_exit_code_and_a_re
         assert [one.exit_code for one in ended] == [14, 14], job.report()
     told = (nodes.folder / "node0/log/workerlog.0").read_text().splitlines()[-1]
     assert "NotSaved: step-00000045 is whole on rank 0 (127.0.0.2:" in told
-    assert "but there is no copy of it on rank 1 (127.0.0.3:" in told
+    assert "asks for more, and there is no copy on rank 1 (127.0.0.3:" in told
     assert "No space left on device" in told
     full.unlink()
     with Job(nodes.folder / "sent") as job:

@@ -114,12 +114,12 @@ def test_clearing_removes_what_killed_runs_left_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_clearing_forgets_the_run_and_leaves_what_was_moved_aside(tmp_path: Path) -> None:
+def test_clearing_leaves_the_record_of_the_run_and_what_was_moved_aside(tmp_path: Path) -> None:
     for step, why in ((10, "damaged"), (20, "of-run-aa")):
         storage.move_aside(write(tmp_path, step), why)
     (tmp_path / storage.RECORD).write_text("{}")
     storage.clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", "run.json"]
 
 
 def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
