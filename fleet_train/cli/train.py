@@ -110,6 +110,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--deterministic", "Ask Paddle for kernels that give the same bits in every run.", is_flag=True)
 @_option("--resume", "Continue from the newest checkpoint in output_dir, or start if there is none.", is_flag=True)
 @_option(
+    "--resume_uncompared",
+    "Also resume from a checkpoint that was saved with divergence_check_steps: 0.",
+    is_flag=True,
+)
+@_option(
     "--overwrite", "Start over in a used output_dir; its run is deleted after the first new checkpoint.", is_flag=True
 )
 @_option("--accept_changed_data", "Resume although the training data is not the checkpoint's.", is_flag=True)

@@ -248,6 +248,20 @@ class GradientExchange:
         if self.averager is not None:
             self.averager.settle()
 
+    @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that this communicates for."""
+        return [gradient.name for bucket in self._plan.buckets for gradient in bucket.gradients]
+
+    @property
+    def compares_saves(self) -> bool:
+        """Whether the profile asks for comparisons of the replicas: then they are compared before every save, too."""
+        return self._profile.divergence_check_steps > 0
+
+    def compare_saved(self, names: Sequence[str], digests: list[int]) -> None:
+        """Compare values that are about to be saved, by their digests. All ranks call it; raises ScheduleMismatch."""
+        replica_check.compare_digests(self._job, f"the save after {self._moment}", names, digests)
+
     def communication(self) -> Communication:
         """The cost of this job's communication since the last call."""
         if self.averager is None or self._is_synchronous(max(self.step, 1)):

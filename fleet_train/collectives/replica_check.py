@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ from fleet_train.collectives.engines.device import Device, HostCopy
 from fleet_train.collectives.job.job import Job
 from fleet_train.errors import ScheduleMismatch
 
+# In an error without a majority: at most this many values, and ranks of each.
+_NAMED_GROUPS = 8
 
-def digests(tensors: Sequence[Any]) -> list[int]:
-    """CRC-32 of each tensor's bytes (eager tensors). About 1 GB/s on one core."""
-    return [zlib.crc32(np.ascontiguousarray(np.asarray(tensor.numpy())).data) for tensor in tensors]
+
+def digests(arrays: Iterable[Any]) -> list[int]:
+    """CRC-32 of each array's bytes. About 1 GB/s on one core."""
+    return [zlib.crc32(np.ascontiguousarray(array).data) for array in arrays]
 
 
 def device_digests(tensors: Sequence[Any]) -> Any:
@@ -57,15 +61,16 @@ def look(device: Device, moment: str, names: Sequence[str], tensors: Sequence[An
 
 def compare_looks(job: Job, taken: Look) -> None:
     """As ``compare``, with digests taken before; all ranks call it."""
-    _compare(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
+    compare_digests(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
 
 
 def compare(job: Job, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """Raise ScheduleMismatch naming the first parameter and rank that differ from the majority; all ranks call it."""
-    _compare(job, moment, names, digests(tensors))
+    """Raise ScheduleMismatch naming the first parameter that differs, and whose it is; all ranks call it."""
+    compare_digests(job, moment, names, digests(tensor.numpy() for tensor in tensors))
 
 
-def _compare(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> None:
+def compare_digests(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> None:
+    """As ``compare``, of values whose digests are ``mine``."""
     whole = zlib.crc32(np.asarray(mine, np.int64).tobytes())
     if not job.compare(f"digest at {moment}", whole):
         return
@@ -74,19 +79,36 @@ def _compare(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> No
 
 
 def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int, list[int]]) -> str:
-    """Which parameter, which ranks."""
+    """Which parameter, and the ranks outside the majority: without one, nothing says whose value is the right one."""
     for index, name in enumerate(names):
         found = [details[rank][index] for rank in range(job.world_size)]
-        usual = max(set(found), key=lambda value: (found.count(value), value == found[0]))
-        odd = [rank for rank, value in enumerate(found) if value != usual]
-        if odd:
-            ranks = ", ".join(job.cluster.describe(rank) for rank in odd)
+        if len(set(found)) > 1:
             return (
-                f"replicas have diverged at {moment}: parameter '{name}' of {ranks} differs from the other "
-                "ranks'. It was changed outside the exchange: by state loaded on one rank only, or by an update that "
-                "depends on the rank (divergence_check_steps)"
+                f"replicas have diverged at {moment}: '{name}' {_whose(job, found)}. It was changed outside the "
+                "exchange: by state loaded on one rank only, by an update that depends on the rank, or by a fault of "
+                "that machine. Nothing of it has been saved: continue from the last checkpoint (divergence_check_steps)"
             )
     return f"replicas have diverged at {moment}"
+
+
+def _whose(job: Job, found: Sequence[int]) -> str:
+    usual, number = Counter(found).most_common(1)[0]
+    if 2 * number > len(found):
+        odd = [job.cluster.describe(rank) for rank, value in enumerate(found) if value != usual]
+        return f"of {', '.join(odd)} differs from that of the other {number} ranks, which agree"
+    if len(found) == 2:
+        both = " and ".join(map(job.cluster.describe, range(2)))
+        return f"differs between {both}: one of the two was changed, and which one cannot be told"
+    groups = [[rank for rank, value in enumerate(found) if value == one] for one in dict.fromkeys(found)]
+    told = ", ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for ranks in groups[:_NAMED_GROUPS])
+    return (
+        f"has {len(groups)} different values, and none of them on more than half of the {len(found)} ranks, so that "
+        f"the changed ones cannot be told ({told}{', ...' if len(groups) > _NAMED_GROUPS else ''})"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return "+".join(map(str, ranks[:_NAMED_GROUPS])) + ("+..." if len(ranks) > _NAMED_GROUPS else "")
 
 
 # Two equal gradients in a row; of a tensor, at most this many values are compared.

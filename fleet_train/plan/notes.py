@@ -158,7 +158,10 @@ def _recompute_cuts(profile: Profile) -> str:
 def _running(profile: Profile) -> list[Note]:
     """Notes on other communication of a running job, whose bytes are negligible."""
     return [
-        Note("divergence_check_steps", f"a digest of the parameters is compared {_when_compared(profile)}"),
+        Note(
+            "divergence_check_steps",
+            f"a digest of the parameters is compared {_when_compared(profile)}{_at_saves(profile)}",
+        ),
         Note(
             "collective_timeout_seconds",
             f"a rank that does not arrive is named after {profile.collective_timeout_seconds} s",
@@ -186,6 +189,10 @@ def _fetching(every: int) -> str:
         f"the reference trainer fetches the loss every {every} steps, and so does a loop that asks "
         "fleet.should_fetch(step); one that fetches in every step waits in every step"
     )
+
+
+def _at_saves(profile: Profile) -> str:
+    return "; and before every save" if profile.divergence_check_steps else ""
 
 
 def _when_compared(profile: Profile) -> str:

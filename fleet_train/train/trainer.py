@@ -151,8 +151,10 @@ class Trainer:
                     self._save()
                 self._progress.end(self.outcome.line())
         self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
-        self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
-        self._reporter.saved(self.position, self._saver.scalars())
+        try:
+            self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
+        finally:
+            self._reporter.saved(self.position, self._saver.scalars())
 
     def _train_epoch(self) -> None:
         """The steps of one epoch, or its remaining steps after a checkpoint in the middle of it."""
@@ -270,12 +272,14 @@ class Trainer:
             if not has_saved:
                 self._save()
             try:
-                saved = self._saver.finish(STOP_SECONDS)
+                saved = self._saver.finish(STOP_SECONDS, may_lack_copies=True)
             except NotSaved as error:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._saver.scalars())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
-            raise Preempted(f"stopped after step {self.position.step}: {why}; {kept}")
+            lacking = self._saver.missing_copies()
+            told = f"stopped after step {self.position.step}: {why}; {kept}"
+            raise Preempted(f"{told}; note: {lacking}" if lacking else told)
 
     def _say_how(self) -> None:
         said = describe_statistics(fleet.main_program)

@@ -12,7 +12,7 @@ from fleet_train.convert.session import current, exchange_of, program_or_last
 from fleet_train.convert.settings.keywords import ArgumentError, needed, one_of, refuse
 from fleet_train.convert.state import save_load
 from fleet_train.convert.state.inference_export import export_inference_model
-from fleet_train.convert.state.local_state import make_equal
+from fleet_train.convert.state.local_state import compare_replicas, make_equal
 from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.convert.state.save_load import Captured
 from fleet_train.errors import ConversionError, NotFinite
@@ -70,7 +70,8 @@ def save_persistables(
     Parameters, statistics, optimizer state, and the state of the profile's passes, LocalSGD and compression, including
     state that differs between ranks. With LocalSGD, parameters and optimizer state are averaged first. Writes
     ``persistables.safetensors``, ``persistables.json`` and, for state that differs between ranks, ``ranks.safetensors``
-    into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write, and NotFinite instead of saving
+    into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write, ScheduleMismatch when the ranks'
+    values have diverged: they are compared before, unless divergence_check_steps is 0, and NotFinite instead of saving
     NaN or infinity.
 
     All ranks call it, without ``if rank == 0``. ``exe``, Fleet's ``executor``, is not needed: the state is read from
@@ -124,8 +125,9 @@ def save_inference_model(
 
     ``targets`` (Fleet's ``target_vars``): values of the training program or, better, of one built with
     ``layer.eval()`` that has the same parameters. ``feeds`` (``feeded_var_names``): values or names of its inputs.
-    LocalSGD's parameters are averaged first. Rank 0 writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all
-    ranks call it, and return once they are on disk. Raises NotFinite for parameters that hold NaN or infinity.
+    LocalSGD's parameters are averaged first; then the ranks' values are compared as in ``save_persistables``. Rank 0
+    writes ``model.json`` and ``model.pdiparams`` into ``dirname``; all ranks call it, and return once they are on disk.
+    Raises NotFinite for parameters that hold NaN or infinity.
     """
     name = "save_inference_model"
     executor = needed(name, executor=executor, exe=exe)
@@ -139,9 +141,11 @@ def save_inference_model(
             "and build the network again"
         )
     _refuse_other_program(wanted, main_program)
-    scope = paddle.static.global_scope()
+    scope, trained = paddle.static.global_scope(), program_or_last(None)
     with current().job.inside(f"fleet.{name}({str(folder)!r})"):
         synchronize_parameters()
+        if (exchange := exchange_of(trained)) is not None:
+            compare_replicas(ProgramState(trained, scope), exchange, with_optimizer=False)
 
         def export() -> None:
             if (broken := first_not_finite()) is not None:

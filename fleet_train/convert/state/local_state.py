@@ -10,8 +10,9 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.replica_check import digests
 from fleet_train.convert.program.gradients import dtype_name
-from fleet_train.convert.state.program_state import PARAMETER, ProgramState
+from fleet_train.convert.state.program_state import PARAMETER, ProgramState, borrowed
 from fleet_train.convert.state.safetensors_file import Array, Arrays
 from fleet_train.errors import CheckpointError
 from fleet_train.plan.plan import MEAN_DTYPES
@@ -41,6 +42,21 @@ def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_o
         tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in state.read(names).items()}
         exchange.synchronise(tensors)
         state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
+
+
+def compare_replicas(state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
+    """Compare what one rank's file is to hold for all of them; all ranks call it after ``make_equal``.
+
+    The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each. Not the latter in
+    LocalSGD's local steps, where ranks may have skipped different updates. Does nothing with divergence_check_steps 0.
+    Raises ScheduleMismatch.
+    """
+    if not exchange.compares_saves:
+        return
+    names, averager = exchange.trained, exchange.averager
+    if with_optimizer and (averager is None or averager.schedule.is_synchronous(exchange.step)):
+        names += state.kept_of(names)
+    exchange.compare_saved(names, digests(borrowed(state.variables[name]) for name in names))
 
 
 def _average_statistics(job: Job, state: ProgramState) -> None:

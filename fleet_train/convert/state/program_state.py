@@ -74,6 +74,17 @@ class ProgramState:
             if _numpy_dtype(variable) in floats and (self.kinds[name] == PARAMETER or not _NOT_AVERAGED.fullmatch(name))
         ]
 
+    def kept_of(self, parameters: Iterable[str]) -> list[str]:
+        """The optimizer's values of these parameters (Paddle names them after it) and their moving averages."""
+        known = set(parameters)
+        return [
+            name
+            for name, kind in self.kinds.items()
+            if kind != PARAMETER
+            and not _SUMS.fullmatch(name)
+            and any(name[:end] in known for end, sign in enumerate(name) if sign in "_@")
+        ]
+
     def first_not_finite(self) -> str | None:
         """The first parameter or statistic that holds NaN or infinity; one that is not trained may be infinite."""
         for name, kind in self.kinds.items():

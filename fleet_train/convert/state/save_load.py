@@ -17,6 +17,7 @@ from fleet_train.convert.state.finite import first_not_finite
 from fleet_train.convert.state.fitting import Described, fit
 from fleet_train.convert.state.local_state import (
     PREFIX,
+    compare_replicas,
     make_equal,
     position_of,
     refuse_damaged_position,
@@ -58,12 +59,14 @@ def capture(
     """Copy the current state; all ranks call it.
 
     State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0.
+    Raises ScheduleMismatch on every rank when the replicas have diverged (divergence_check_steps): nothing is saved.
     ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
     """
     state = ProgramState(program, scope)
     beside, ranks = {}, []
     if exchange is not None:
         make_equal(job, state, exchange, with_optimizer=True)
+        compare_replicas(state, exchange, with_optimizer=True)
         alike, own = read_methods(exchange)
         beside = {**position_of(exchange), **alike}
         ranks = gather_own(job, state, own)

@@ -23,9 +23,11 @@ class Settings(ProgramKnobs):
         ge=0,
         le=1_000_000_000,
         meaning="Steps between two comparisons of a digest of all parameters over the ranks, from the first step on. "
-        "0 = never.",
-        reason="A difference stops the job and names the parameter and the rank. LocalSGD's ranks differ between "
-        "averagings: they are compared before the first local step, and at the first averaging after this many steps.",
+        "Saved values are also compared before every save. 0 = never.",
+        reason="A difference stops the job, and nothing is saved. The error names the parameter and, of three ranks or "
+        "more, those outside the majority; of two, which one was changed cannot be told. LocalSGD's ranks differ "
+        "between averagings: they are compared before the first local step, and at the first averaging after this many "
+        "steps.",
     )
     collective_timeout_seconds: int = knob(
         300,

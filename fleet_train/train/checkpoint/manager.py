@@ -20,6 +20,7 @@ from fleet_train.errors import CheckpointError, NotSaved, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
 from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
+from fleet_train.train.checkpoint.copies.newest import latest_run, tell
 from fleet_train.train.components.rank0 import ask_first_worker
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
 
@@ -59,6 +60,9 @@ class TrainState:
     batches per epoch (other ranks, another batch size). None: the same."""
     data: dict[str, Any] | None = None
     """Class names, and the lists of samples (see `same_data`). None = unknown."""
+    compared: bool | None = None
+    """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
+    one rank alone. False: not compared. None: not known, as in earlier versions, which compared in some steps only."""
 
     @property
     def recorded_step(self) -> int:
@@ -70,7 +74,10 @@ _NUMBERS = (
     *("epoch", "step", "steps_per_epoch", "world_size"),
     *("consumed_samples", "pending_batches", "accumulate_steps"),
 )
-_LATER = ("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps", "updates", "data")
+_LATER = (
+    *("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps", "updates", "data"),
+    "compared",
+)
 """Entries that checkpoints of earlier versions may lack."""
 _SECTIONS = ("scheduler", "config", "profile", "versions")
 
@@ -81,6 +88,7 @@ def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in known if name not in state and name not in _LATER]
     wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
     wrong += [name for name in ("batches", "updates") if state.get(name) is not None and not _is_count(state[name])]
+    wrong += [name for name in ("compared",) if not isinstance(state.get(name), bool | None)]
     wrong += [name for name in _SECTIONS if name in state and not isinstance(state[name], dict)]
     wrong += [name for name in ("epoch_losses",) if name in state and not _are_losses(state[name])]
     wrong += [name for name in ("data",) if state.get(name) is not None and not _is_data(state[name])]
@@ -166,6 +174,8 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         self._is_under_way = False
         self._memory: Any = None
+        self.missing_copies = ""
+        """After `finish`: which nodes lack the last checkpoint and why, the same on every rank; empty if none does."""
         self._is_claimed = False
         self._replaced: Callable[[], None] | None = None
         """Called before an earlier run is removed, which waits for this run's first checkpoint; None if none waits."""
@@ -195,7 +205,7 @@ class Checkpoints:
         """
         if self._is_under_way:
             self._written()
-        self._run, self._attempt, self._replaced = storage.Run.new(), None, replaced
+        self._run, self._attempt, self._replaced = None, None, replaced
         if self._copies is not None:
             self._copies.start_new_run()
             self._run = self._copies.run
@@ -205,7 +215,7 @@ class Checkpoints:
 
         With copies: the newest whole one of all nodes, which is first sent to rank 0.
         """
-        return self._find(lambda: next(reversed(storage.complete(self.folder)), None))
+        return self._find(lambda: next(reversed(storage.of_latest_run(self.folder)), None))
 
     def best(self) -> Found | None:
         """The published checkpoint with the highest score (of equal ones, the newest); checked like `newest`."""
@@ -229,12 +239,11 @@ class Checkpoints:
         captured = fleet.capture_persistables(memory=self._memory)
         self._memory = captured if self._background else None  # new memory would take longer than the copy
 
-        run = self._run = self._run or storage.Run.new()
-
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
+            self._run = self._run or storage.Run.new(latest_run([tell(self.folder)]))
             captured.write(draft, f"after step {state.step}")
-            return storage.publish(self.folder, state.step, asdict(state), score, run)
+            return storage.publish(self.folder, state.step, asdict(state), score, self._run)
 
         if fleet.is_first_worker():
             self._attempt = _Attempt(
@@ -249,16 +258,18 @@ class Checkpoints:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
-        Call it before the process ends. NotSaved on every rank if the last `save` failed, CheckpointError if the write
-        does not end in time. `copy_seconds`: the longest wait for copies on other nodes.
+        Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
+        of the last checkpoint; with `may_lack_copies`, only `missing_copies` says the latter. CheckpointError if the
+        write does not end in time. `copy_seconds`: the longest wait for copies on other nodes.
         """
         written = self._written()
-        if self._copies is not None:
-            self._copies.finish(copy_seconds)
+        self.missing_copies = "" if self._copies is None else self._copies.finish(copy_seconds)
         ask_first_worker(self._refuse_unsaved)
+        if self.missing_copies and not may_lack_copies:
+            raise NotSaved(self.missing_copies)
         return written
 
     def _refuse_unsaved(self) -> None:

@@ -52,9 +52,15 @@ class Saver:
             return None
         return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
-        """Wait for a checkpoint being written, and at most this long for its copies; returns the last one's folder."""
-        return None if self.checkpoints is None else self.checkpoints.finish(copy_seconds)
+    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
+        """See `Checkpoints.finish`."""
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.finish(copy_seconds, may_lack_copies=may_lack_copies)
+
+    def missing_copies(self) -> str:
+        """See `Checkpoints.missing_copies`."""
+        return "" if self.checkpoints is None else self.checkpoints.missing_copies
 
     def scalars(self) -> dict[str, float]:
         """The metrics of checkpoints; empty in most jobs."""
@@ -63,6 +69,13 @@ class Saver:
     def load(self, found: Found) -> None:
         if self.checkpoints is None:
             raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
+        every = fleet.profile().divergence_check_steps
+        if found.state.compared is False and every and not self.settings.resume_uncompared:
+            raise CheckpointError(
+                f"{found.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, and "
+                f"rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is resumed "
+                "only with --resume_uncompared (TrainerSettings.resume_uncompared)"
+            )
         self.checkpoints.load(self.exe, found)
 
     def _state(self, at: Position, losses: EpochLoss) -> TrainState:
@@ -84,6 +97,7 @@ class Saver:
             accumulate_steps=profile.accumulate_steps,
             updates=at.updates,
             data=self.data.record(at, [done for _, _, done in told]),
+            compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
         )
 
 

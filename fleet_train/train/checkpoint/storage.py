@@ -39,6 +39,7 @@ RECORD = "run.json"
 FORMAT = 2
 _FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _MOST_BYTES = 64 << 20
+_MOST_GENERATIONS = 1 << 53
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
 _OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step-\d{8,}", re.ASCII)
@@ -47,17 +48,22 @@ _TENSORS = ".safetensors"  # checked tensor by tensor on loading, so that the fi
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """The run of a checkpoint, including all its resumes; a run begun later is greater."""
+    """The run of a checkpoint, including all its resumes; a run begun later is greater.
 
+    Clocks may be wrong or set back: runs are ordered by their generation, and only those of one generation by time.
+    """
+
+    generation: int = 0
+    """One more than that of the latest run known where it began. 0 = written by a version without generations."""
     began: float = 0.0
     """Unix seconds, on the clock of the rank 0 that began it. 0 = written by a version without runs."""
     id: str = ""
 
     @classmethod
     def new(cls, after: Run | None = None) -> Run:
-        """A run that begins now, and in any case later than ``after``. It has its launched job's name."""
-        began = max(time.time(), 0.0 if after is None else after.began + 1.0)
-        return cls(began, launched_job(os.environ) or secrets.token_hex(8))
+        """A run that begins now, later than ``after``: the latest one that is known. It has its launched job's name."""
+        generation = 1 if after is None else after.generation + 1
+        return cls(generation, time.time(), launched_job(os.environ) or secrets.token_hex(8))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,6 +157,15 @@ def complete(checkpoints: Path) -> list[Path]:
     ]
 
 
+def of_latest_run(checkpoints: Path) -> list[Path]:
+    """Those of `complete` that belong to the run begun last, or whose marker names no run. Others are there if a
+    process was killed between the first checkpoint of a run and the removal of the one that it replaces.
+    """
+    runs = {path: _run_or_none(path) for path in complete(checkpoints)}
+    latest = max((run for run in runs.values() if run is not None), default=None)
+    return [path for path, run in runs.items() if run in (latest, None)]
+
+
 def _step(name: str) -> int:
     """The step in the name of a published checkpoint, even while it is moved aside."""
     return int(name.rpartition("-")[2])
@@ -190,14 +205,13 @@ def refuse_no_folder(path: Path) -> None:
 
 
 def remove_others(checkpoints: Path, run: Run) -> None:
-    """Remove the checkpoints of other runs, the remains of killed ones, and the record of the run; everything else
-    stays. CheckpointError if one cannot be removed. None of them counts from the start of the removal.
+    """Remove the checkpoints of other runs and the remains of killed ones; everything else stays, also the record of
+    the run. CheckpointError if one cannot be removed. None of them counts from the start of the removal.
     """
     if not checkpoints.is_dir():
         return
     try:
-        doomed = [_put_away(path) for path in reversed(_ours(checkpoints)) if not _is_of(path, run)]
-        (checkpoints / RECORD).unlink(missing_ok=True)
+        doomed = [_put_away(path) for path in reversed(_ours(checkpoints)) if _run_or_none(path) != run]
         _sync(checkpoints)
         for path in doomed:
             _remove(path)
@@ -208,11 +222,11 @@ def remove_others(checkpoints: Path, run: Run) -> None:
         ) from None
 
 
-def _is_of(folder: Path, run: Run) -> bool:
+def _run_or_none(folder: Path) -> Run | None:
     try:
-        return run_of(folder) == run
+        return run_of(folder)
     except CheckpointError:  # a damaged marker names no run
-        return False
+        return None
 
 
 def name_of(folder: Path) -> str:
@@ -234,8 +248,11 @@ def run_of(folder: Path) -> Run:
 def run_from(told: Any) -> Run:
     """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
-        return Run(float(told["began"]), str(told["id"]))
-    except (TypeError, KeyError, ValueError):
+        generation = told.get("generation", 0)
+        if type(generation) is not int or not 0 <= generation < _MOST_GENERATIONS:
+            return Run()
+        return Run(generation, float(told["began"]), str(told["id"]))
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return Run()
 
 
@@ -249,14 +266,16 @@ def marker_digest(folder: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The published checkpoint with the highest score (of equal ones, the newest); None if none has a score."""
-    scored = {path: score for path in reversed(complete(checkpoints)) if (score := score_of(path)) is not None}
+    """The latest run's checkpoint with the highest score (of equal ones, the newest); None if none has a score."""
+    scored = {path: score for path in reversed(of_latest_run(checkpoints)) if (score := score_of(path)) is not None}
     return max(scored, key=lambda path: scored[path]) if scored else None
 
 
 def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
-    """Remove all except the newest `keep` checkpoints (and the best), and the remains of killed runs."""
-    published = complete(checkpoints)
+    """Remove all except the newest `keep` checkpoints (and the best), and the remains of killed runs. Those of an
+    earlier run are older than all of a later one.
+    """
+    published = sorted(complete(checkpoints), key=lambda path: _run_or_none(path) or Run())
     kept = {*published[-keep:], *([best(checkpoints)] if keep_best else [])}
     keep_only(checkpoints, {path.name for path in kept if path is not None})
 

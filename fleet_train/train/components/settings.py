@@ -29,6 +29,8 @@ class TrainerSettings:
     """A rank is reported when its steps take this many times the median of the others. 0 = never."""
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume continues. None = all remaining ones."""
+    resume_uncompared: bool = False
+    """Also continue from a checkpoint of several ranks whose values were not compared (divergence_check_steps: 0)."""
 
     accept_changed_data: bool = False
     """Resume on other training data than the checkpoint's, which is otherwise refused."""

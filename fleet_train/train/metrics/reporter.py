@@ -26,7 +26,7 @@ MOST_RANKS_WITH_CURVES = 16
 _COMPARED = ("test/accuracy", "test/loss")
 # The place of a run and how it was started do not affect what it learns.
 _NO_SETTING = {
-    *("output_dir", "resume", "overwrite", "accept_changed_data", "stop_after_epochs"),
+    *("output_dir", "resume", "resume_uncompared", "overwrite", "accept_changed_data", "stop_after_epochs"),
     *("prometheus_port", "prometheus_host"),
 }
 

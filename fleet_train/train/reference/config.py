@@ -102,6 +102,8 @@ class TrainConfig:
     prometheus_host: str = "127.0.0.1"
     """Address that it listens on."""
     resume: bool = False
+    resume_uncompared: bool = False
+    """See TrainerSettings."""
     overwrite: bool = False
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
     accept_changed_data: bool = False

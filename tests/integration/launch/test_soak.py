@@ -19,7 +19,8 @@ pytestmark = pytest.mark.long
 
 def test_kills_and_freezes_lose_nothing(tmp_path: Path, free_ports: Callable[..., int]) -> None:
     port = free_ports(3, ["127.0.0.2", "127.0.0.3"])
-    small = f"--kills 3 --freezes 2 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6 --started_port {port}".split()
+    small = "--kills 3 --freezes 2 --network loopback --nodes 2 --ranks_per_node 1 --epochs 6".split()
+    small += ["--started_port", str(port)]
     command = [str(ROOT / "tools" / "soak.py"), *small, "--output", str(tmp_path / "record"), "--keep", str(tmp_path)]
     done = subprocess.run(
         python(*command), env=clean_environ(), capture_output=True, text=True, timeout=300, check=False

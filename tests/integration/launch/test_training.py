@@ -80,3 +80,66 @@ def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps
     made_twice = before.keys() & after.keys()
     assert {step: before[step] for step in made_twice} == {step: after[step] for step in made_twice}
     assert "restart 1 of 3" in launcher.output
+
+
+def train_and_flip(
+    bench: Bench, *flags: str, ranks: int = 2, after: int = 0, output: str = "out", code: int = 0
+) -> str:
+    """The reference trainer, which saves every 5 of 45 steps; after step ``after`` rank 0 has another weight.
+
+    Returns what the launcher and rank 0 have printed.
+    """
+    recipe = "--model=mlp --data=digits --batch_size=16 --epochs=1 --checkpoint_every_steps=5 --keep_checkpoints=100"
+    launcher = bench.start(
+        ROOT / "tests" / "support" / "train_with_a_flipped_bit.py",
+        *recipe.split(),
+        f"--output_dir={bench.folder / output}",
+        *flags,
+        flags=[f"--nproc_per_node={ranks}"],
+        environ={"FLIPPED_AFTER": str(after)},
+        job=f"-{len(bench.job.started)}",
+    )
+    assert launcher.process.wait(timeout=120) == code, bench.job.report()
+    return launcher.output + bench.log(f"node0-{len(bench.job.started) - 1}/log/workerlog.0")
+
+
+def checkpoints(bench: Bench, output: str = "out") -> dict[str, bytes]:
+    """The tensors' files by the step's number."""
+    found = sorted((bench.folder / output / "checkpoints").glob("step-*/persistables.safetensors"))
+    return {path.parent.name.removeprefix("step-000000"): path.read_bytes() for path in found}
+
+
+def test_a_weight_that_flips_on_one_of_two_ranks_is_not_saved_and_the_checkpoint_before_gives_the_same_run(
+    bench: Bench,
+) -> None:
+    train_and_flip(bench, output="undisturbed")
+    undisturbed = checkpoints(bench, "undisturbed")
+    assert list(undisturbed) == [f"{step:02}" for step in range(5, 50, 5)]
+
+    told = train_and_flip(bench, after=7, code=8)
+    first, second = (f"rank {rank} (127.0.0.1:{bench.first_port + rank})" for rank in range(2))
+    assert f"diverged at the save after step 10: 'linear_1.w_0' differs between {first} and {second}: one of" in told
+    assert checkpoints(bench) == {"05": undisturbed["05"]}
+
+    train_and_flip(bench, "--resume")
+    assert checkpoints(bench) == undisturbed
+
+
+def test_of_three_ranks_the_one_whose_weight_flips_is_named(bench: Bench) -> None:
+    told = train_and_flip(bench, ranks=3, after=7, code=8)
+    odd = f"rank 0 (127.0.0.1:{bench.first_port})"
+    assert f"diverged at the save after step 10: 'linear_1.w_0' of {odd} differs from that of the other 2" in told
+    assert list(checkpoints(bench)) == ["05"]
+
+
+@pytest.mark.long
+def test_what_was_saved_without_a_comparison_is_resumed_only_when_told(bench: Bench) -> None:
+    profile = bench.folder / "unchecked.yaml"
+    profile.write_text("description: For a test.\nextends: single_node\ndivergence_check_steps: 0\n")
+    train_and_flip(bench, f"--strategy={profile}", after=7)
+    told = train_and_flip(bench, "--resume", "--epochs=2", code=9)
+    assert "step-00000045 was saved with divergence_check_steps: 0: nobody has compared" in told
+    assert "resumed from" in train_and_flip(bench, "--resume", "--epochs=2", "--resume_uncompared")
+    assert "nothing left to train" in train_and_flip(bench, "--resume", "--epochs=2")  # these were compared
+    states = [json.loads(path.read_text()) for path in sorted(bench.folder.glob("out/checkpoints/*/state.json"))]
+    assert [state["compared"] for state in states] == [False] * 9 + [True] * 9

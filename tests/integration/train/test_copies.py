@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +17,36 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, python
+from tests.support.processes import Ended, Job, clean_environ, python, write_script
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 # 45 steps in an epoch; dropout, momentum and a decaying rate are what a resume could get wrong.
 RECIPE = ("--model=mlp", "--data=digits", "--epochs=4", "--batch_size=16", "--seed=3", "--checkpoint_every_steps=20")
 COPIES = "--checkpoint_copies=2"
+
+
+# The trainer on nodes whose receivers of copies write their port into node<i>/port, and whose disk takes no copy while
+# node<i>/full exists.
+_TELLING_TRAINER = """
+from pathlib import Path
+from fleet_train.cli.train import command
+from fleet_train.train.checkpoint.copies import receiving
+
+begin, write = receiving.Receiver.__init__, receiving._write_file
+
+def begin_and_tell(self, *arguments):
+    begin(self, *arguments)
+    Path("port.new").write_text(str(self.address.port))
+    Path("port.new").rename("port")
+
+def write_or_fail(*arguments):
+    if Path("full").exists():
+        raise OSError(28, "No space left on device")
+    write(*arguments)
+
+receiving.Receiver.__init__, receiving._write_file = begin_and_tell, write_or_fail
+command()
+"""
 
 
 class Nodes:
@@ -32,12 +59,18 @@ class Nodes:
         self._profile.write_text("description: For a test.\nextends: powersgd\npowersgd_start_step: 3\n")
 
     def start(
-        self, job: Job, nodes: Sequence[int], *flags: str, output: str = "run", launch: Sequence[str] = ()
+        self,
+        job: Job,
+        nodes: Sequence[int],
+        *flags: str,
+        output: str = "run",
+        launch: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "fleet_train", "train"),
     ) -> None:
         """One rank on each of these nodes, in this order; ``output`` is relative to the node's own folder."""
         hosts = [HOSTS[node] for node in nodes]
         flags_of_launch = [f"--cluster_node_ips={','.join(hosts)}", f"--started_port={free_ports(6, hosts)}", *launch]
-        train = ["-m", "fleet_train", "train", *RECIPE, f"--strategy={self._profile}", f"--output_dir={output}", *flags]
+        train = [*program, *RECIPE, f"--strategy={self._profile}", f"--output_dir={output}", *flags]
         for node, host in zip(nodes, hosts, strict=True):
             command = python("-m", "fleet_train", "launch", *flags_of_launch, f"--node_ip={host}", *train)
             job.start(f"node{node}", command, clean_environ(), cwd=self.folder / f"node{node}")
@@ -199,3 +232,96 @@ def test_nothing_is_sent_where_all_nodes_see_one_folder(nodes: Nodes, undisturbe
     assert not nodes.run(1).exists()
     kept = sorted(path.name for path in (shared / "checkpoints").glob("[!.]*"))
     assert kept == ["run.json", "step-00000160", "step-00000180"]
+
+
+def set_clock_ahead(run: Path) -> None:
+    """As if the clock of rank 0 had been a year ahead when this run began."""
+    for path in (run / "checkpoints" / "run.json", *(run / "checkpoints").glob("step-*/complete.json")):
+        told = json.loads(path.read_text())
+        (told if path.name == "run.json" else told["run"])["began"] += 365 * 86400.0
+        path.write_text(json.dumps(told))
+
+
+@pytest.mark.long
+def test_a_run_begun_by_a_clock_ahead_is_not_resumed_after_a_later_one(nodes: Nodes) -> None:
+    nodes.train([0, 1], COPIES, "--stop_after_epochs=1")
+    for node in (0, 1):
+        set_clock_ahead(nodes.run(node))
+    nodes.train([0, 2], COPIES, "--overwrite", "--stop_after_epochs=2")  # node 1 is away
+    later = nodes.files(0)
+    first, *_ = nodes.train([0, 1, 2], "--checkpoint_copies=3", "--resume", "--stop_after_epochs=2")
+    assert "resumed from run/checkpoints/step-00000090" in first.output
+    (aside,) = (nodes.run(1) / "checkpoints").glob("of-run-*")
+    assert f"checkpoints of another run were moved to run/checkpoints/{aside.name}" in first.output
+    assert not list((nodes.run(0) / "checkpoints").glob("of-run-*"))
+    assert any("step-00000090/" in name for name in later)
+
+
+@contextlib.contextmanager
+def silent_connections(port: int, sources: Sequence[str], number: int) -> Iterator[None]:
+    """Hold so many connections from each address, and open them again when they are closed."""
+    ended = threading.Event()
+
+    def hold(source: str) -> None:
+        held: list[socket.socket] = []
+        while not ended.wait(0.05):
+            open_ = []
+            for connection in held:
+                try:
+                    is_closed = connection.recv(1) == b""
+                except BlockingIOError:
+                    is_closed = False
+                except OSError:
+                    is_closed = True
+                connection.close() if is_closed else open_.append(connection)
+            held = open_
+            with contextlib.suppress(OSError):
+                while len(held) < number:
+                    held.append(socket.create_connection((HOSTS[1], port), 5.0, (source, 0)))
+                    held[-1].setblocking(False)
+        for connection in held:
+            connection.close()
+
+    threads = [threading.Thread(target=hold, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_silent_connections_keep_no_copy_away(nodes: Nodes) -> None:
+    script = str(write_script(_TELLING_TRAINER, nodes.folder))
+    with Job(nodes.folder / "besieged") as job:
+        nodes.start(job, [0, 1], COPIES, "--epochs=2", program=[script])
+        port = nodes.folder / "node1" / "port"
+        job.wait_until(port.exists, 60.0, "the receiver's port")
+        with silent_connections(int(port.read_text()), ["127.0.0.9", HOSTS[0]], 160):
+            ended = job.wait(120.0)
+        assert [one.exit_code for one in ended] == [0, 0], job.report()
+    assert "no copy on" not in job.report()
+    assert nodes.files(0) == nodes.files(1) != {}
+
+
+def test_a_copy_that_stays_behind_is_in_the_last_line_and_the_exit_code_and_a_resume_sends_it(nodes: Nodes) -> None:
+    script = str(write_script(_TELLING_TRAINER, nodes.folder))
+    full = nodes.folder / "node1" / "full"
+    full.parent.mkdir()
+    full.touch()
+    with Job(nodes.folder / "behind") as job:
+        nodes.start(job, [0, 1], COPIES, "--epochs=1", program=[script])
+        ended = job.wait(120.0)
+        assert [one.exit_code for one in ended] == [14, 14], job.report()
+    told = (nodes.folder / "node0/log/workerlog.0").read_text().splitlines()[-1]
+    assert "NotSaved: step-00000045 is whole on rank 0 (127.0.0.2:" in told
+    assert "asks for more, and there is no copy on rank 1 (127.0.0.3:" in told
+    assert "No space left on device" in told
+    full.unlink()
+    with Job(nodes.folder / "sent") as job:
+        nodes.start(job, [0, 1], COPIES, "--epochs=1", "--resume", program=[script])
+        ended = job.wait(120.0)
+        assert [one.exit_code for one in ended] == [0, 0], job.report()
+    assert nodes.files(0) == nodes.files(1) != {}

@@ -17,13 +17,13 @@ def note_of(knob: str, profile: Profile) -> str:
 
 def test_the_note_on_comparing_replicas_is_right() -> None:
     every = "a digest of the parameters is compared at the first step and every 100 steps"
-    assert note_of("divergence_check_steps", Profile()) == every
+    assert note_of("divergence_check_steps", Profile()) == f"{every}; and before every save"
     assert note_of("divergence_check_steps", Profile(use_local_sgd=True)) == (
-        f"{every} of the warm-up, then at the first averaging after so many"
+        f"{every} of the warm-up, then at the first averaging after so many; and before every save"
     )
     assert note_of("divergence_check_steps", Profile(use_local_sgd=True, local_sgd_is_warm_steps=0)) == (
         "a digest of the parameters is compared before the first step, then at the first averaging after 100 steps, "
-        "and so on"
+        "and so on; and before every save"
     )
 
 

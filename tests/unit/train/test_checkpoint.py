@@ -17,6 +17,7 @@ import pytest
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import claim, storage
+from fleet_train.train.checkpoint.copies.kept import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support.processes import clean_environ, python
 
@@ -202,3 +203,19 @@ def test_nothing_can_be_written_is_said_before_anything_is_trained(
     )
     with pytest.raises(CheckpointError, match=said):
         Checkpoints(tmp_path).claim()
+
+
+def test_copies_that_are_missing_at_the_end_are_an_error_and_at_a_stop_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, copies=2, say=lambda _: None)
+    told = ["there is no copy on rank 1"]
+    monkeypatch.setattr(Copies, "finish", lambda *_: told[0])
+    path = checkpoints.save(None, state(10))
+    with pytest.raises(NotSaved, match="there is no copy on rank 1"):
+        checkpoints.finish()
+    assert checkpoints.finish(1.0, may_lack_copies=True) == path
+    assert checkpoints.missing_copies == told[0]
+    told[0] = ""
+    assert checkpoints.finish() == path
+    assert checkpoints.missing_copies == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tests.support.processes import clean_environ, python
 from tests.unit.train.test_checkpoint import HOLDS
 from tests.unit.train.test_copying import files, names, publish
 
-OLD, NEW = Run(100.0, "aa"), Run(200.0, "bb")
+OLD, NEW = Run(1, 100.0, "aa"), Run(2, 50.0, "bb")  # the clocks are not equal
 
 
 class Job:
@@ -124,7 +125,7 @@ def test_the_newest_checkpoint_comes_from_the_node_that_has_it(make_job: MakeJob
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(1), 20)
     publish(job.checkpoints(2), 20, b"another one of that step")
-    assert job.run(newest) == [Run(100.0, "aa")] * 3
+    assert job.run(newest) == [OLD] * 3
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
     assert (job.checkpoints(0) / "step-00000020" / "persistables.safetensors").read_bytes() == b"tensors"
     assert job.said == [
@@ -138,7 +139,7 @@ def test_what_rank_0_has_is_not_sent(make_job: MakeJob, monkeypatch: pytest.Monk
     monkeypatch.setattr(copies, "send", None)
     for node in (0, 1):
         publish(job.checkpoints(node), 20)
-    assert job.run(newest) == [Run(100.0, "aa")] * 2
+    assert job.run(newest) == [OLD] * 2
 
 
 def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job: MakeJob) -> None:
@@ -146,7 +147,7 @@ def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job:
     for node in (0, 1):
         publish(job.checkpoints(node), 20)
     damage(job.checkpoints(0) / "step-00000020")
-    assert job.run(newest) == [Run(100.0, "aa")] * 2
+    assert job.run(newest) == [OLD] * 2
     assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000020"]
     assert storage.read_state(job.checkpoints(0) / "step-00000020") == {"step": 20}
     assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
@@ -158,7 +159,7 @@ def test_an_older_whole_one_is_taken_where_the_newer_ones_are_damaged(make_job: 
     publish(job.checkpoints(0), 10)
     damage(publish(job.checkpoints(0), 20))
     publish(job.checkpoints(1), 30).joinpath("complete.json").write_text("no JSON")
-    assert job.run(newest) == [Run(100.0, "aa")] * 2
+    assert job.run(newest) == [OLD] * 2
     assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000010"]
     assert names(job.checkpoints(1)) == ["damaged", "run.json"]
 
@@ -209,7 +210,7 @@ def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: Ma
         made.start_new_run()
         return made.run
 
-    job, future = make_job(3), Run(4e9, "a clock that is wrong")
+    job, future = make_job(3), Run(7, 4e9, "a clock that is wrong")
     publish(job.checkpoints(1), 500, run=future)
     publish(job.checkpoints(2), 400, run=OLD)
     ours, *others = job.run(begin)
@@ -259,6 +260,45 @@ def test_a_run_that_replaces_none_is_known_to_all_nodes_at_once(make_job: MakeJo
 
     job = make_job(2)
     assert job.run(begin) == [read_record(job.checkpoints(node)) for node in range(2)]
+
+
+def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_removed_before(
+    make_job: MakeJob,
+) -> None:
+    """The other node is away then, and has one whose clock was ahead."""
+    ahead = Run(1, 4e9, "aa")
+    job = make_job(1)
+    publish(job.checkpoints(0), 500, run=ahead)
+    write_record(job.checkpoints(0), ahead)
+    storage.remove_others(job.checkpoints(0), Run())
+
+    def begin(made: Copies) -> Any:
+        made.start_new_run()
+        return made.run
+
+    (later,) = job.run(begin)
+    assert later.began < ahead.began
+    publish(job.checkpoints(0), 20, run=later)
+    both = make_job(2)
+    publish(both.checkpoints(1), 500, run=ahead)
+    assert both.run(newest) == [later] * 2
+    assert names(both.checkpoints(0)) == ["run.json", "step-00000020"]
+    assert names(both.checkpoints(1)) == ["of-run-aa", "run.json"]
+
+
+def test_of_two_runs_that_began_apart_only_the_launched_jobs_own_is_continued(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Run(3, 100.0, "one"), Run(3, 200.0, "other")
+    job = make_job(2)
+    publish(job.checkpoints(0), 10, run=one)
+    publish(job.checkpoints(1), 20, run=other)
+    for error in job.run(newest):
+        assert isinstance(error, CheckpointError)
+        assert "checkpoints of two runs, 'one' on rank 0 and 'other' on rank 1, each of which began" in str(error)
+    assert (names(job.checkpoints(0)), names(job.checkpoints(1))) == (["step-00000010"], ["step-00000020"])
+    monkeypatch.setattr(storage, "launched_job", lambda _: "one")
+    assert job.run(newest) == [one] * 2
 
 
 def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> None:
@@ -333,18 +373,81 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     def hangs(*_: Any) -> bool:
         return go.wait(60.0)
 
-    def save(made: Copies) -> None:
+    def save(made: Copies) -> str:
         made.begin_saving()
         if job.is_first_worker():
             publish(job.checkpoints(0), 10)
             made.offer()
-        made.finish(0.3)
+        return made.finish(0.3)
 
     job = make_job(2)
     monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", hangs)
-    job.run(save)
+    told, same = job.run(save)
     go.set()
-    assert job.said[-1] == "a copy of a checkpoint was not finished within 0 s; the one on rank 0 is whole"
+    assert told == same
+    assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
+    assert "no copy on rank 1 (127.0.0.3:6170): the wait for its transfer was over before it ended. Mend" in told
+
+
+def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
+        tries.append(folder.name)
+        if folder.name == "step-00000020" and len(tries) in fails_at:
+            raise CheckpointError("the disk is full")
+        return True
+
+    def end(made: Copies) -> str:
+        made.begin_saving()
+        if job.is_first_worker():
+            made.offer()
+            while len(tries) < 1:
+                time.sleep(0.01)
+        return made.finish(10.0)
+
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    job = make_job(2)
+    publish(job.checkpoints(0), 10)
+    publish(job.checkpoints(0), 20)
+    fails_at = {1, 2}
+    told, same = job.run(end)
+    assert told == same
+    assert "step-00000020 is whole on rank 0" in told
+    assert "no copy on rank 1 (127.0.0.3:6170): the disk is full. Mend that" in told
+    assert tries == ["step-00000020"] * 2
+    tries.clear()
+    fails_at = {1}
+    assert job.run(end) == ["", ""]
+    assert tries == ["step-00000020", "step-00000020", "step-00000010"]
+
+
+def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
+        if folder.name == "step-00000010":
+            raise CheckpointError("the disk is full")
+        return True
+
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    job = make_job(2)
+    assert job.run(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
+    publish(job.checkpoints(0), 10)
+    publish(job.checkpoints(0), 20)
+    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1]) == ["", ""]
+
+
+def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob) -> None:
+    job = make_job(3)
+    publish(job.checkpoints(0), 10)
+    job.checkpoints(1).parent.mkdir()
+    job.checkpoints(1).touch()
+    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=2) == [""] * 3
+    told, *others = job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=3)
+    assert others == [told] * 2
+    assert "no copy on rank 1 (127.0.0.3:6170): " in told
+    assert "is not a folder" in told
 
 
 def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
@@ -420,6 +523,9 @@ def test_a_checkpoint_that_is_out_of_the_way_or_cannot_be_read_has_its_place_by_
 
 
 def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest() -> None:
+    earlier = storage.run_from({"began": 4e9, "id": "of a version without generations"})
+    assert Run() < earlier < OLD < NEW
+    assert [storage.run_from({**OLD.as_json(), "generation": told}) for told in (-1, "2", 1 << 60)] == [Run()] * 3
     before = told(Run(), (10, Run()))
     assert latest_run([told(Run()), before]) == Run()
     assert latest_run([told(Run(), (1, OLD)), before]) == OLD
@@ -434,6 +540,6 @@ def test_who_keeps_them_is_said_in_one_line() -> None:
 
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "checkpoints", 10, run=Run(1.0, "../../elsewhere"))
+    publish(tmp_path / "checkpoints", 10, run=Run(1, 1.0, "../../elsewhere"))
     (aside,) = storage.set_aside(tmp_path / "checkpoints", NEW)
     assert aside == tmp_path / "checkpoints" / "of-run-elsewhere"

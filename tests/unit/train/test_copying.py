@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies import receiving, wire
@@ -24,7 +25,7 @@ from fleet_train.train.checkpoint.copies.wire import Channel, Lost, key_of
 from fleet_train.train.checkpoint.storage import Run
 
 HERE, THERE = "127.0.0.2", "127.0.0.3"
-RUN = Run(100.0, "aa")
+RUN = Run(1, 100.0, "aa")
 SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -81,15 +82,15 @@ def test_a_copy_has_every_byte_and_is_sent_once(two: Two) -> None:
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(two: Two) -> None:
-    two.send(publish(two.ours, 10, b"before", Run(100.0, "aa")))
-    assert two.send(publish(two.ours, 10, b"after", Run(101.0, "aa"))) is True
+    two.send(publish(two.ours, 10, b"before", Run(1, 100.0, "aa")))
+    assert two.send(publish(two.ours, 10, b"after", Run(1, 101.0, "aa"))) is True
     assert files(two.theirs) == files(two.ours)
 
 
 def test_what_the_sender_has_removed_is_removed_and_another_run_is_put_aside(two: Two) -> None:
     for step in (10, 20):
         two.send(publish(two.ours, step))
-    publish(two.theirs, 99, run=Run(50.0, "other"))
+    publish(two.theirs, 99, run=Run(1, 50.0, "other"))
     two.theirs.joinpath(".copying-step-00000015").mkdir()
     assert two.send(publish(two.ours, 30), ["step-00000020", "step-00000030"]) is True
     assert names(two.theirs) == ["of-run-other", "step-00000020", "step-00000030"]
@@ -169,12 +170,50 @@ def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPat
         send(Address(THERE, port, "token"), HERE, publish(two.ours, 10, bytes(32 << 20)))
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CONNECT_SECONDS", 0.5)
+def test_strangers_that_say_nothing_keep_nobody_away(two: Two) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(7):
+        first = stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
+        for _ in range(receiving._MOST_STRANGERS):
             stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
         assert two.send(publish(two.ours, 10)) is True
+        first.settimeout(2.0)  # less than a stranger may take: the oldest one has made room
+        assert first.recv(1) == b""
+
+
+def test_a_stranger_has_seconds_to_prove_itself_also_byte_by_byte(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.5)
+    began = time.monotonic()
+    stranger = socket.create_connection((THERE, two.receiver.address.port), 5.0)
+    with stranger, contextlib.suppress(OSError):
+        stranger.settimeout(0.05)
+        while time.monotonic() - began < 30:
+            stranger.sendall(b"F")
+            with contextlib.suppress(TimeoutError):
+                if stranger.recv(1) == b"":
+                    break
+    assert time.monotonic() - began < 20
+    wait_until_forgotten(two.receiver)
+
+
+def wait_until_forgotten(receiver: Receiver) -> None:
+    deadline = time.monotonic() + 20
+    while receiver._strangers or receiver._connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_addresses_that_are_not_in_the_node_list_are_heard_with_a_secret_only(tmp_path: Path) -> None:
+    folder, callers = publish(tmp_path / "ours", 10), Callers([HERE, THERE])
+    for number, secret in enumerate((None, b"a secret of the job")):
+        receiver = Receiver(tmp_path / f"theirs{number}", THERE, secret, callers)
+        address = receiver.address
+        assert send(address, HERE, folder, secret=secret) is True
+        if secret is None:
+            with pytest.raises(CheckpointError, match="step-00000010 did not get to"):
+                send(address, "127.0.0.9", folder)
+        else:
+            assert send(address, "127.0.0.9", folder, secret=secret) is False
+        receiver.close()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -247,6 +247,7 @@ def test_a_state_without_damage_is_found(tmp_path: Path) -> None:
         {"step": True},
         {"step": 10**300},
         {"steps_per_epoch": "10"},
+        {"compared": "yes"},
         {"consumed_samples": [1]},
         {"scheduler": []},
         {"config": None},

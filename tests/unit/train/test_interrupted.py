@@ -113,6 +113,7 @@ def save(output: Path, step: int, value: float, said: list[str] | None = None) -
     set_weight(value)
     say = (said if said is not None else []).append
     checkpoints = Checkpoints(output, keep=1, keep_best=True, background=step % 2 == 1, say=say)
+    checkpoints.newest()  # so that all are of one run
     checkpoints.save(None, TrainState(0, step, 10, 1, {}, {}, {}, {}), score=value)
     try:
         return checkpoints.finish()

@@ -9,7 +9,7 @@ import pytest
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 
-ANOTHER = storage.Run(9.0, "begun later")
+ANOTHER = storage.Run(1, 9.0, "begun later")
 
 
 def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
@@ -116,14 +116,29 @@ def test_what_killed_runs_left_is_removed_with_an_overwritten_run(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_clearing_forgets_the_run_and_leaves_what_was_moved_aside(tmp_path: Path) -> None:
+def test_an_earlier_run_that_a_killed_process_left_does_not_count(tmp_path: Path) -> None:
+    """It has trained for longer: neither is it the newest, nor does it cost the later run its checkpoints."""
+    for step, run in (
+        (500, storage.Run(1, 9.0, "old")),
+        (10, storage.Run(2, 5.0, "new")),
+        (20, storage.Run(2, 5.0, "new")),
+    ):
+        storage.begin(tmp_path, step)
+        storage.publish(tmp_path, step, {"step": step}, score=float(step), run=run)
+    assert [path.name for path in storage.of_latest_run(tmp_path)] == ["step-00000010", "step-00000020"]
+    assert storage.best(tmp_path) == storage.folder_of(tmp_path, 20)
+    storage.prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020"]
+
+
+def test_clearing_leaves_the_record_of_the_run_and_what_was_moved_aside(tmp_path: Path) -> None:
     for step, why in ((10, "damaged"), (20, "of-run-aa")):
         storage.move_aside(write(tmp_path, step), why)
     (tmp_path / storage.RECORD).write_text("{}")
     storage.begin(tmp_path, 30)
     own = storage.publish(tmp_path, 30, {"step": 30}, run=ANOTHER)
     storage.remove_others(tmp_path, ANOTHER)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", own.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", "run.json", own.name]
 
 
 def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(

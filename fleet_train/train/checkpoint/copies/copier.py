@@ -13,6 +13,8 @@ from fleet_train.errors import CheckpointError, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.sending import Address, send
 
+_UNDER_WAY = "the wait for its transfer was over before it ended"
+
 
 class Copier:
     """Makes the receivers' folders equal to rank 0's: newest first, one transfer at a time, in its own thread.
@@ -38,6 +40,7 @@ class Copier:
         self._say = say or _warn
         self._changed = threading.Condition()
         self._is_wanted = self._is_at_work = False
+        self._behind = dict.fromkeys(receivers, "nothing was sent")
         self.made = 0
         """Checkpoints newly stored by receivers, summed over all receivers."""
         self.failed = 0
@@ -60,6 +63,11 @@ class Copier:
                 self._changed.wait(left)
             return not self._is_at_work
 
+    def behind(self) -> dict[str, str]:
+        """The receivers that lack the newest checkpoint as far as is known, and why."""
+        with self._changed:
+            return dict.fromkeys(self._receivers, _UNDER_WAY) if self._is_wanted else dict(self._behind)
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -68,19 +76,23 @@ class Copier:
                     self._changed.notify_all()
                     return
                 self._is_wanted = False
+                self._behind = dict.fromkeys(self._receivers, _UNDER_WAY)
             for name, address in self._receivers.items():
                 try:
-                    self._bring(address)
+                    self._bring(name, address)
                 except Exception as error:  # any error: training goes on
                     self.failed += 1
+                    if name in self._behind:
+                        self._behind[name] = str(error)
                     self._say(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
 
-    def _bring(self, address: Address) -> None:
+    def _bring(self, name: str, address: Address) -> None:
         published = storage.complete(self._checkpoints)
         kept = [storage.name_of(path) for path in published]
         for folder in reversed(published):
             try:
                 self.made += send(address, self._source, folder, kept, self._secret)
+                self._behind.pop(name, None)  # the first one is the newest
             except CheckpointError:
                 if folder.is_dir():  # else the retention rule has removed it meanwhile
                     raise

@@ -17,6 +17,7 @@ from typing import Any
 
 from fleet_train import fleet
 from fleet_train.cluster.secret import job_secret
+from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.copier import Copier
@@ -26,6 +27,7 @@ from fleet_train.train.checkpoint.copies.newest import (
     folders_apart,
     held_of,
     latest_run,
+    run_to_continue,
     tell,
     words_for,
     write_record,
@@ -33,7 +35,7 @@ from fleet_train.train.checkpoint.copies.newest import (
 from fleet_train.train.checkpoint.copies.receiving import Receiver
 from fleet_train.train.checkpoint.copies.sending import Address, send
 from fleet_train.train.checkpoint.storage import Run
-from fleet_train.train.components.rank0 import share, together
+from fleet_train.train.components.rank0 import ask_first_worker, share, together
 from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
 
 FINISH_SECONDS = 300.0
@@ -71,6 +73,8 @@ class Copies:
         self._receiver: Receiver | None = None
         self._secret: bytes | None = None
         self._copier = Copier(checkpoints, {}, "")
+        self._unusable: dict[str, str] = {}
+        """The nodes that can keep nothing in their folder, and why."""
         self.run: Run | None = None
         """The run that checkpoints belong to from now on; None if none was found or begun."""
 
@@ -83,7 +87,7 @@ class Copies:
     def start_new_run(self) -> None:
         """Begin another run. If a node has checkpoints, they stay until `remove_earlier`."""
         told = self._look_everywhere()
-        self._agree_on_run(latest_run(told), anew=True)
+        self.run = storage.run_from(share(Run.new(latest_run(told)).as_json()))
         self._has_looked = True
         if not any(each["held"] for each in told if each is not None):
             self.remove_earlier()
@@ -105,7 +109,8 @@ class Copies:
             return
         self._has_looked = True
         told = self._look_everywhere()
-        self._agree_on_run(latest_run(told), anew=False)
+        drawn = storage.run_from(share(Run.new().as_json()))
+        self.run = run_to_continue(told, drawn.id) or drawn
         self._on_members(self._set_aside)
         self._on_members(self._record)
         held = held_of(told, self.run)
@@ -131,18 +136,39 @@ class Copies:
         """Called on rank 0, on any thread, when a checkpoint has been published."""
         self._copier.offer()
 
-    def finish(self, seconds: float) -> None:
-        """Wait until rank 0 has tried all copies, at most this long. Ranks synchronize at short intervals meanwhile."""
-        if not self._receivers:
-            return
+    def finish(self, seconds: float) -> str:
+        """Wait until rank 0 has tried all copies, at most this long. Ranks synchronize at short intervals meanwhile.
+
+        Returns, on every rank, which nodes lack the last checkpoint and why; empty if none does. What an earlier try
+        has not brought, also one of an earlier job, is tried once more.
+        """
+        if not self._receivers and not self._unusable:
+            return ""
         deadline = time.monotonic() + seconds
+        if fleet.is_first_worker() and self._copier.behind():
+            self._copier.offer()
         while True:
             left = deadline - time.monotonic()
             is_done = fleet.is_first_worker() and self._copier.wait(max(0.0, min(_POLL_SECONDS, left)))
             if share([is_done, left <= 0]) != [False, False]:
                 break
-        if fleet.is_first_worker() and not is_done:
-            self._say(f"a copy of a checkpoint was not finished within {seconds:.0f} s; the one on rank 0 is whole")
+        return str(ask_first_worker(self._missing))
+
+    def _missing(self) -> str:
+        """On rank 0, as ``finish`` returns it."""
+        try:
+            published = storage.complete(self._checkpoints)
+        except (OSError, CheckpointError):
+            return ""  # rank 0's own disk, which the save has told of
+        behind = {**self._copier.behind(), **(self._unusable if len(self._members) < self._number else {})}
+        if not published or not behind:
+            return ""
+        lacking = "; ".join(f"on {node}: {why}" for node, why in behind.items())
+        return (
+            f"{storage.name_of(published[-1])} is whole on {_describe(0)}, but --checkpoint_copies {self._number} asks "
+            f"for more, and there is no copy {lacking}. Mend that, and start the job again with --resume: it sends "
+            "what is missing, also when nothing is left to train"
+        )
 
     def scalars(self) -> dict[str, float]:
         """For the metrics, on rank 0: counted since this process started; empty if nothing is sent."""
@@ -180,6 +206,9 @@ class Copies:
             if "problem" in told[0]:
                 raise CheckpointError(f"rank 0 cannot use its disk: {told[0]['problem']}")
             open_ = [rank for rank, each in enumerate(told) if each is not None and "problem" not in each]
+            self._unusable = {
+                _describe(rank): each["problem"] for rank, each in enumerate(told) if each and "problem" in each
+            }
             seen = [rank for rank in open_ if os.path.exists(self._checkpoints / told[rank]["marker"])]
             self._members = folders_apart(open_, fleet.gather(seen))
         finally:
@@ -187,7 +216,7 @@ class Copies:
                 (self._checkpoints / marker).unlink()
         self._addresses = {rank: Address(**told[rank]["address"]) for rank in self._members}
         if self._rank == 0:
-            for line in self._words(told):
+            for line in self._words():
                 self._say(line)
             receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers}
             self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret)
@@ -197,7 +226,8 @@ class Copies:
             storage.refuse_no_folder(self._checkpoints)
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             (self._checkpoints / marker).touch()
-            self._receiver = Receiver(self._checkpoints, _host(self._rank), self._secret)
+            callers = Callers(map(_host, range(len(fleet.worker_endpoints()))))
+            self._receiver = Receiver(self._checkpoints, _host(self._rank), self._secret, callers)
         except (OSError, CheckpointError) as error:
             return {"problem": str(error)}
         return {"marker": marker, "address": self._receiver.address.as_json()}
@@ -207,12 +237,11 @@ class Copies:
             self._receiver.close()
             self._receiver = None
 
-    def _words(self, told: Sequence[dict[str, Any] | None]) -> Iterator[str]:
-        problems = {rank: each["problem"] for rank, each in enumerate(told) if each is not None and "problem" in each}
-        for rank, problem in problems.items():
-            yield f"no copies of checkpoints on {_describe(rank)}: {problem}"
+    def _words(self) -> Iterator[str]:
+        for node, problem in self._unusable.items():
+            yield f"no copies of checkpoints on {node}: {problem}"
         own = [_describe(rank) for rank in self._members]
-        words = words_for(self._number, fleet.node_num() - len(problems), own)
+        words = words_for(self._number, fleet.node_num() - len(self._unusable), own)
         yield f"--checkpoint_copies {self._number}: {words}"
 
     # which run, which checkpoint
@@ -220,11 +249,6 @@ class Copies:
     def _look_everywhere(self) -> list[Any]:
         self._join()
         return fleet.gather(tell(self._checkpoints) if self._is_member else None)
-
-    def _agree_on_run(self, latest: Run | None, anew: bool) -> None:
-        """Continue the latest run, or one that rank 0 begins."""
-        drawn = share(Run.new(latest).as_json())
-        self.run = storage.run_from(drawn) if anew or latest is None else latest
 
     def _remove_earlier(self) -> None:
         assert self.run is not None

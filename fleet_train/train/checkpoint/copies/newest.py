@@ -54,10 +54,40 @@ def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> 
 
 def latest_run(told: Told) -> Run | None:
     """The run that was begun last, of all known to any node; None if no node has a checkpoint."""
-    known = [each for each in told if each is not None]
-    runs = [storage.run_from(run) for each in known for _, run, _ in each["held"]]
-    recorded = [run for each in known if (run := storage.run_from(each["record"])) != Run()]
-    return max([*runs, *recorded], default=None)
+    return max((run for _, run in _known_runs(told)), default=None)
+
+
+def run_to_continue(told: Told, job: str) -> Run | None:
+    """The latest run; ``job``: the id of a run of this launched job, which continues its own.
+
+    Raises CheckpointError if that cannot be told: two runs have one generation, because each began where the other was
+    not known, and so neither is the later one. (Runs of versions without generations have their time.)
+    """
+    latest = latest_run(told)
+    if latest is None or latest.generation == 0:
+        return latest
+    known = sorted(_known_runs(told), key=lambda one: one[1])
+    rivals = {run.id: (rank, run) for rank, run in known if run.generation == latest.generation}
+    if job in rivals:
+        return rivals[job][1]
+    if len(rivals) > 1:
+        where = " and ".join(f"'{run}' on rank {rank}" for run, (rank, _) in sorted(rivals.items())[:2])
+        raise CheckpointError(
+            f"there are checkpoints of two runs, {where}, each of which began where the other was not known: which one "
+            f"is the later cannot be told ({RECORD} beside the checkpoints has the time of day at which it began). "
+            "Move the folder checkpoints of the run that is not to be continued away from its nodes"
+        )
+    return latest
+
+
+def _known_runs(told: Told) -> list[tuple[int, Run]]:
+    """(rank, run) of each checkpoint with a marker, and of each record."""
+    found = []
+    for rank, each in enumerate(told):
+        if each is not None:
+            found += [(rank, storage.run_from(run)) for _, run, _ in each["held"]]
+            found += [(rank, run) for run in [storage.run_from(each["record"])] if run != Run()]
+    return found
 
 
 def held_of(told: Told, run: Run | None) -> list[Held]:

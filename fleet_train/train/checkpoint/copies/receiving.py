@@ -13,11 +13,13 @@ import re
 import shutil
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.secret import new_nonce
+from fleet_train.cluster.store.servers.callers import Callers
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies.sending import PLACING_SECONDS, Address, File
@@ -27,8 +29,8 @@ MOST_FILES = 1000
 """In one checkpoint."""
 SPARE_BYTES = 1 << 20
 """Space that must stay free on the receiver's disk."""
-_MOST_VISITORS = 8
-"""The largest number of unauthenticated connections at a time."""
+_MOST_STRANGERS = 128
+"""The most unauthenticated connections: beyond these the oldest one is closed."""
 _CHUNKS_BETWEEN_SYNCS = 128
 _NAME = re.compile(r"step-[0-9]{8,20}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -38,15 +40,20 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Receiver:
     """Receives checkpoints into ``checkpoints`` of this node, in daemon threads; one at a time.
 
-    ``host``: this node's own address; the port is a free one. Raises OSError if it cannot listen there.
+    ``host``: this node's own address; the port is a free one. ``callers``: the accepted addresses; with a secret they
+    are ignored, as in the job's store. Raises OSError if it cannot listen there.
     """
 
-    def __init__(self, checkpoints: Path, host: str, secret: bytes | None = None) -> None:
+    def __init__(
+        self, checkpoints: Path, host: str, secret: bytes | None = None, callers: Callers | None = None
+    ) -> None:
         self._checkpoints = checkpoints
         self._listener = socket.create_server((host, 0))
         self.address = Address(host, int(self._listener.getsockname()[1]), new_nonce())
         self._key = key_of(self.address.token, secret)
-        self._visitors = threading.BoundedSemaphore(_MOST_VISITORS)
+        self._callers = callers if secret is None else None
+        self._strangers: OrderedDict[socket.socket, None] = OrderedDict()
+        self._counting = threading.Lock()
         self._taking = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
@@ -65,15 +72,28 @@ class Receiver:
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, (address, _) = self._listener.accept()
             except OSError:
                 if self._closed.wait(0.1):  # too many open files: there will be fewer
                     return
                 continue
-            if not self._visitors.acquire(blocking=False):
+            if self._callers is not None and not self._callers.hears(address):
                 connection.close()
                 continue
+            self._keep_stranger(connection)
             threading.Thread(target=self._serve, args=(connection,), name="fleet_train copy", daemon=True).start()
+
+    def _keep_stranger(self, connection: socket.socket) -> None:
+        with self._counting:
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest, _ = self._strangers.popitem(last=False)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._strangers[connection] = None
+
+    def _forget_stranger(self, connection: socket.socket) -> None:
+        with self._counting:
+            self._strangers.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         self._connections.add(connection)
@@ -82,7 +102,7 @@ class Receiver:
             try:
                 channel.prove_as_receiver()
             finally:
-                self._visitors.release()
+                self._forget_stranger(connection)
             with self._taking:
                 try:
                     take(channel, self._checkpoints)

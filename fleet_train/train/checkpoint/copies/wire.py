@@ -20,7 +20,9 @@ from fleet_train.cluster.secret import is_proof, new_nonce, proof
 from fleet_train.errors import CheckpointError
 
 CONNECT_SECONDS = 10.0
-"""Time to connect, and for the other side to prove that it knows the token."""
+"""Time to connect, and for the receiver to prove that it knows the token."""
+HANDSHAKE_SECONDS = 5.0
+"""Time for a caller to prove that it knows the token."""
 STALL_SECONDS = 30.0
 """Time for one message, or one piece of a file, to be sent; or for the answer to a quick request."""
 CHUNK_BYTES = 1 << 20
@@ -64,9 +66,9 @@ class Channel:
         self._begin_session(_SENDER, _RECEIVER, mine, theirs)
 
     def prove_as_receiver(self) -> None:
-        """Authenticate a sender, within CONNECT_SECONDS. CheckpointError if it does not know the token."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        theirs, mine = str(self.receive(CONNECT_SECONDS).get("nonce")), new_nonce()
+        """Authenticate a sender, within HANDSHAKE_SECONDS. CheckpointError if it does not know the token."""
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        theirs, mine = str(self.receive(HANDSHAKE_SECONDS).get("nonce")), new_nonce()
         self.send({"nonce": mine, "proof": proof(self._key, _RECEIVER, theirs, mine)})
         told = self.receive(max(0.001, deadline - time.monotonic())).get("proof")
         if not is_proof(told, self._key, _SENDER, theirs, mine):
