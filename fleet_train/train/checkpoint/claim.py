@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from fleet_train import fleet
 from fleet_train.cluster.environment import attempt
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, printable
 from fleet_train.files import hold, holder
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.components.rank0 import together
@@ -81,7 +81,7 @@ def _take(checkpoints: Path, must_be_writable: bool) -> bool:
                 most = _HERE_SECONDS if is_here and attempt(os.environ) == 0 else _ELSEWHERE_SECONDS
                 until = time.monotonic() + most
                 told = f"{checkpoints} is in use by {who}; waiting for its end, at most {most:g} s"
-                print(told, file=sys.stderr, flush=True)
+                print(printable(told), file=sys.stderr, flush=True)
             if time.monotonic() > until:
                 raise CheckpointError(
                     f"{checkpoints} is in use by {who}: two runs in one folder would replace each other's checkpoints; "

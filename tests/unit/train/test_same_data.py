@@ -225,6 +225,18 @@ def test_arrays_are_known_by_their_shape_labels_and_contents() -> None:
     ArrayDataset("none", np.zeros((0, 4), np.float32), np.zeros(0, np.int64), 2).fingerprint()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_last_bits_of_arrays_do_not_accuse_another_processor(seed: int) -> None:
+    values = np.random.default_rng(seed)
+    features = values.normal(0.0, 10.0 ** values.integers(-4, 5), (300, 50)).astype(np.float32)
+    features[values.random(features.shape) < 0.3] = 0.0
+    jitter = features.std() * values.uniform(-1e-7, 1e-7, features.shape)
+    here = ArrayDataset("here", features, np.zeros(300, np.int64), 2)
+    there = replace(here, features=(features + jitter).astype(np.float32))
+    assert (there.features != here.features).mean() > 0.2
+    assert there.fingerprint() == here.fingerprint()
+
+
 class Machines:
     """Jobs whose machines have lists of their own, of which some take part, each with a number of ranks."""
 
@@ -232,10 +244,10 @@ class Machines:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], policy: str = "truncate") -> None:
         self._monkeypatch, self._policy = monkeypatch, policy
-        self._data = {
-            name: ArrayDataset(name, np.full((size, 1), ord(name), np.float32), np.zeros(size, np.int64), 2)
-            for name, size in sizes.items()
-        }
+        self._data = {}
+        for name, size in sizes.items():
+            features = np.random.default_rng(ord(name)).random((size, 1), np.float32)
+            self._data[name] = ArrayDataset(name, features, np.zeros(size, np.int64), 2)
         self.taken: dict[str, list[int]] = {name: [] for name in sizes}
         self.saved: Found | None = None
         self._next: Found | None = None
