@@ -75,7 +75,10 @@ def compare_digests(job: Job, moment: str, names: Sequence[str], mine: list[int]
     if not job.compare(f"digest at {moment}", whole):
         return
     details = job.all_gather(f"digests at {moment}", mine)
-    raise ScheduleMismatch(explain_drift(job, moment, names, details))
+    error = ScheduleMismatch(explain_drift(job, moment, names, details))
+    changed = _outside_majority([tuple(details[rank]) for rank in range(job.world_size)])
+    error.failed_rank = changed[0] if changed else None
+    raise error
 
 
 def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int, list[int]]) -> str:
@@ -92,10 +95,9 @@ def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int
 
 
 def _whose(job: Job, found: Sequence[int]) -> str:
-    usual, number = Counter(found).most_common(1)[0]
-    if 2 * number > len(found):
-        odd = [job.cluster.describe(rank) for rank, value in enumerate(found) if value != usual]
-        return f"of {', '.join(odd)} differs from that of the other {number} ranks, which agree"
+    if changed := _outside_majority(found):
+        named = ", ".join(map(job.cluster.describe, changed))
+        return f"of {named} differs from that of the other {len(found) - len(changed)} ranks, which agree"
     if len(found) == 2:
         both = " and ".join(map(job.cluster.describe, range(2)))
         return f"differs between {both}: one of the two was changed, and which one cannot be told"
@@ -105,6 +107,12 @@ def _whose(job: Job, found: Sequence[int]) -> str:
         f"has {len(groups)} different values, and none of them on more than half of the {len(found)} ranks, so that "
         f"the changed ones cannot be told ({told}{', ...' if len(groups) > _NAMED_GROUPS else ''})"
     )
+
+
+def _outside_majority(values: Sequence[Any]) -> list[int]:
+    """The ranks whose value is not that of more than half of all; empty if there is no such value."""
+    usual, number = Counter(values).most_common(1)[0]
+    return [rank for rank, value in enumerate(values) if value != usual] if 2 * number > len(values) else []
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -129,6 +129,7 @@ def test_of_three_ranks_the_one_whose_weight_flips_is_named(bench: Bench) -> Non
     told = train_and_flip(bench, ranks=3, after=7, code=8)
     odd = f"rank 0 (127.0.0.1:{bench.first_port})"
     assert f"diverged at the save after step 10: 'linear_1.w_0' of {odd} differs from that of the other 2" in told
+    assert re.search(r"failed first +0 ", told), told
     assert list(checkpoints(bench)) == ["05"]
 
 

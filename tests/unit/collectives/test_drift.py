@@ -93,8 +93,9 @@ def test_equal_ranks_need_one_barrier_and_unequal_ones_send_their_digests() -> N
     replica_check.compare(equal, "step 1", NAMES, tensors)
     assert equal.told == [("digest at step 1", whole)]
     unequal = job_of({0: mine, 1: mine, 2: mine, 3: [mine[0], 0]})
-    with pytest.raises(ScheduleMismatch, match="'w1' of "):
+    with pytest.raises(ScheduleMismatch, match="'w1' of ") as raised:
         replica_check.compare(unequal, "step 2", NAMES, tensors)
+    assert raised.value.failed_rank == 3
     assert unequal.told == [("digest at step 2", whole), ("digests at step 2", mine)]
 
 
