@@ -158,6 +158,7 @@ def _played(recorder: Recorder) -> Iterator[None]:
             mock.patch.object(stages.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
             mock.patch.object(parts, "backend_name", return_value="nccl"),
+            mock.patch.object(process_groups, "backend_name", return_value="nccl"),
             mock.patch.object(process_groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(process_groups, "_kept", lambda group: group),
             mock.patch.object(stream, "WorkerThread", make_thread),
