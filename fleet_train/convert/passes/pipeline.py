@@ -56,7 +56,7 @@ class ProgramPasses:
     @property
     def notices(self) -> list[str]:
         """Rank 0's notes on how the settings are carried out on this device."""
-        return said_of(self._settings.precision, self._on_gpu)
+        return said_of(self._settings.precision, self._on_gpu, self._settings.recompute.is_on)
 
     @property
     def update_each_alone(self) -> bool:
@@ -66,7 +66,9 @@ class ProgramPasses:
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
         settings = self._settings
-        lower_precision(loss, settings.precision, on_gpu=self._on_gpu)
+        # On CPU, a bfloat16 value that was kept for a recompute does not always reach oneDNN's operators as it was.
+        emulated = True if settings.recompute.is_on and not self._on_gpu else None
+        lower_precision(loss, settings.precision, on_gpu=self._on_gpu, emulated=emulated)
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)

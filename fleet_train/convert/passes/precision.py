@@ -94,14 +94,15 @@ class _Lowering:
         self.count += 1
 
     def _in_low_precision(self, source: Any, operator: Any) -> Any:
-        if source.id not in self._low:
+        low = self._low.get(source.id)
+        # Paddle's bfloat16 matmul on CPU crashes in the gradient of a product whose input needs no gradient: data, or
+        # what a frozen layer has computed in low precision.
+        if low is None or (low.stop_gradient and not self._on_gpu):
             paddle.pir.set_insertion_point(operator)
-            self._low[source.id] = paddle.cast(source, self._dtype)
+            low = self._low[source.id] = paddle.cast(source, self._dtype)
             if not self._on_gpu:
-                # Paddle's bfloat16 matmul on CPU crashes in the gradient of a product whose input (data) needs no
-                # gradient.
-                self._low[source.id].stop_gradient = False
-        return self._low[source.id]
+                low.stop_gradient = False
+        return low
 
     def _give_back(self, result: Any, low_type: Any) -> None:
         result.set_type(paddle.pir.create_shaped_type(low_type, list(result.shape)))

@@ -93,13 +93,17 @@ def is_emulated(settings: MixedPrecision, on_gpu: bool) -> bool:
     return asked and not on_gpu and not paddle.base.core.supports_bfloat16()
 
 
-def said_of(settings: MixedPrecision, on_gpu: bool) -> list[str]:
+def said_of(settings: MixedPrecision, on_gpu: bool, recomputes: bool = False) -> list[str]:
     """Rank 0's notes on how ``settings`` are carried out."""
-    if not is_emulated(settings, on_gpu):
+    if is_emulated(settings, on_gpu):
+        where = "on this processor, which has no AVX-512"
+    elif recomputes and not on_gpu and settings.level != "O0":
+        where = "on CPUs beside recompute, whose values oneDNN may read wrongly in bfloat16"
+    else:
         return []
     return [
-        f"amp_level: {settings.level} in bfloat16 is emulated on this processor, which has no AVX-512: values are "
-        "rounded to bfloat16 and computed in float32; the results are bfloat16's, but no time is saved"
+        f"amp_level: {settings.level} in bfloat16 is emulated {where}: values are rounded to bfloat16 and computed in "
+        "float32; the results are bfloat16's, but no time is saved"
     ]
 
 

@@ -157,6 +157,22 @@ def test_a_processor_without_bfloat16_is_asked_and_rank_0_says_it(monkeypatch: p
         assert [bool(said), bool(precision_rules.said_of(O1, on_gpu=True))] == [not here, False]
         assert all("is emulated on this processor, which has no AVX-512" in line for line in said)
         assert precision_rules.said_of(MixedPrecision("O0"), on_gpu=False) == []
+        beside_recompute = precision_rules.said_of(O1, False, recomputes=True)
+        assert ["beside recompute" in line for line in beside_recompute] == [here]
+        assert precision_rules.said_of(O1, on_gpu=True, recomputes=True) == []
+
+
+@pytest.mark.parametrize("emulated", HOW)
+def test_a_frozen_layer_before_a_product_trains_as_in_float32(emulated: bool) -> None:
+    def frozen(features: Any) -> Any:
+        fixed = paddle.ParamAttr(trainable=False)
+        return nn.Linear(16, CLASSES)(F.tanh(nn.Linear(FEATURES, 16, weight_attr=fixed, bias_attr=fixed)(features)))
+
+    exact = Trained(OPTIMIZERS["SGD"], network=frozen)
+    lowered = Trained(OPTIMIZERS["SGD"], minimize_lowered(O2, emulated), frozen)
+    lowered.start_from(exact.state())
+    for batch in batches(6, 16, seed=1):
+        assert lowered.step(batch) == pytest.approx(exact.step(batch), rel=0.02)
 
 
 @pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
