@@ -74,7 +74,7 @@ def half_written(names: Sequence[str]) -> list[str]:
 
 def leftovers(job: SoakJob) -> list[str]:
     """Half-written checkpoints that were not removed."""
-    return sorted(path.name for path in job.checkpoints.iterdir() if path.name.startswith("."))
+    return sorted(path.name for path in job.checkpoints.glob(".*step-*"))
 
 
 def failures_of(record: dict[str, Any]) -> list[str]:
