@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fleet_train.data.core.datasets import identity_of
 from fleet_train.data.core.shards import OwnDataSampler
 from fleet_train.data.images.folder import ImageFolder
 from fleet_train.data.loaders.threads import Loader
@@ -39,7 +40,7 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
 def _about(loader: Loader) -> dict[str, Any]:
     dataset, sampler = loader.dataset, loader.sampler
     images = dataset if isinstance(dataset, ImageFolder) else None
-    identity = loader.data_identity()
+    identity = identity_of(dataset)  # a loader of one's own need not have data_identity()
     digest = None if identity is None else identity.digest
     return {
         "number of classes": dataset.num_classes,

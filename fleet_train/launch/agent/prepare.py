@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -32,12 +31,10 @@ from fleet_train.launch.spec.node import Node, check_ports, place
 from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.launch.spec.worker_environment import LaunchEnvironment, Wanted, build_environment
 from fleet_train.launch.workers.paddle_launch import program_word, stock_command
+from fleet_train.launch.workers.processes import LONGEST_WORD_BYTES
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
-
-_LONGEST_WORD_BYTES = 32 * resource.getpagesize()
-"""Linux: of one word of a command line, with the zero byte at its end (MAX_ARG_STRLEN)."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +215,7 @@ def check_program(request: LaunchRequest) -> None:
 
 def check_size(request: LaunchRequest) -> None:
     """Raise ClusterError for a script's arguments that are too long for the one word that they travel in."""
-    size, most = len(program_word(request.command, request.is_module)), _LONGEST_WORD_BYTES - 1
+    size, most = len(program_word(request.command, request.is_module)), LONGEST_WORD_BYTES - 1
     if size > most:
         raise ClusterError(
             f"the script and its arguments have {size} bytes, with quotation marks and commas between them; at most "

@@ -15,6 +15,9 @@ from pathlib import Path
 from fleet_train.errors import ClusterError
 from fleet_train.launch.workers import worker_main
 
+LONGEST_WORD_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
+"""Linux: of one word of a command line, with the zero byte at its end (MAX_ARG_STRLEN)."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 # The wrappers need worker_main.GRACE_SECONDS for a rank that ignores SIGTERM; the rest is for writing records and exit.
 _STOP_SECONDS = worker_main.GRACE_SECONDS + 2.0
@@ -51,11 +54,11 @@ def start_stock_launcher(command: list[str], environ: Mapping[str, str], private
 def _too_much(command: list[str], environ: Mapping[str, str]) -> str:
     words = sum(len(os.fsencode(word)) + 1 for word in command)
     variables = sum(len(os.fsencode(f"{name}={value}")) + 1 for name, value in environ.items())
-    whole, word = os.sysconf("SC_ARG_MAX"), 32 * os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_ARG_MAX")
     return (
         f"the environment has {variables} bytes and the command {words}, and this system takes {whole} together (a "
-        f"quarter of the stack's limit, ulimit -s) and {word} in one word; make the environment smaller, or write the "
-        "arguments into a file that the script reads"
+        f"quarter of the stack's limit, ulimit -s) and {LONGEST_WORD_BYTES} in one word; make the environment smaller, "
+        "or write the arguments into a file that the script reads"
     )
 
 

@@ -187,7 +187,7 @@ def test_two_jobs_from_one_folder_keep_their_logs_apart(bench: Bench) -> None:
 _UNCHECKED = """python -c '
 from fleet_train.launch.agent import prepare
 from fleet_train.cli import main
-prepare._LONGEST_WORD_BYTES = 1 << 30
+prepare.LONGEST_WORD_BYTES = 1 << 30
 main()
 ' "${@:4}" """
 
