@@ -4,6 +4,10 @@
 functions have as many named parameters as the operator has inputs. Its infer_meta must return a tuple.
 Paddle passes an exception of a host operator to ``sys.excepthook`` at once, on any thread, and then raises a
 SystemError without a cause from the executor: marking such exceptions lets our hook distinguish the two.
+
+Paddle hands a host operator what oneDNN computed in oneDNN's own memory layout, without a conversion: blocks of
+channels, which read as wrong numbers. It converts for its own operators only (``pd_op_to_kernel_pass.cc``), so
+an ``assign`` stands before each operand that oneDNN may have computed.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job.job import Job
 from fleet_train.collectives.local_sgd.averager import Held
 from fleet_train.collectives.paddle_compat.modes import operators_in_dynamic_mode
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket
 
 # Names are global in a process and bound to one function: two programs must not share a name.
@@ -30,8 +35,13 @@ _serial = itertools.count()
 Shape = Sequence[int]
 
 
-def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]], run: Callable[..., Any]) -> Any:
-    """An operator of ``inputs`` tensors whose outputs have the given shapes and dtypes."""
+def _host_operator(
+    name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]], run: Callable[..., Any], *, in_place: bool = False
+) -> Any:
+    """An operator of ``inputs`` tensors whose outputs have the given shapes and dtypes.
+
+    ``in_place``: its operands are variables of the scope, which ``run`` may change.
+    """
     names = [f"x{i}" for i in range(inputs)]
     shapes = [(list(shape), dtype) for shape, dtype in outputs]
 
@@ -41,6 +51,11 @@ def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]],
 
     def run_and_mark(*values: Any) -> Any:
         try:
+            if not in_place and any(value.layout == "ONEDNN" for value in values):
+                raise ConversionError(
+                    f"{' or '.join(_ONEDNN_FLAGS)} was set after minimize(): values would be read in oneDNN's memory "
+                    "layout; leave it unset"
+                )
             return run(*values)
         except BaseException as error:
             error.inside_host_operator = True  # type: ignore[attr-defined]
@@ -60,15 +75,42 @@ def _host_operator(name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]],
     def emit(*values: Any) -> Any:
         # Paddle ends the process if an operand is a vector of tensors or a tensor array.
         assert all(value.is_dense_tensor_type() for value in values), f"{name}: {[str(one.type()) for one in values]}"
+        operands = values if in_place else map(_in_paddles_layout, values)
         with operators_in_dynamic_mode():
-            return operator(*values)
+            return operator(*operands)
 
     return emit
 
 
+_ONEDNN_FLAGS = ("FLAGS_use_onednn", "FLAGS_use_mkldnn")
+# What oneDNN never computes: results of host operators, variables, what is fed, and what was assigned.
+_PADDLES_OWN = ("py_op.", "builtin.parameter", "pd_op.data", "pd_op.feed", "pd_op.assign")
+
+
+def switch_onednn_off() -> list[str]:
+    """Unset the flags that make oneDNN compute float32 on CPUs; returns the names of those that were set.
+
+    They hold for dynamic mode, too, where views and collectives read oneDNN's memory layout as it is.
+    """
+    found = [name for name, is_set in paddle.get_flags(list(_ONEDNN_FLAGS)).items() if is_set]
+    paddle.set_flags(dict.fromkeys(found, False))
+    return found
+
+
+def _in_paddles_layout(value: Any) -> Any:
+    """``value``, or a copy of it where oneDNN may compute it: on a CPU where one of its flags is set, and anything in
+    bfloat16."""
+    if not isinstance(paddle.framework._current_expected_place_(), paddle.CPUPlace):
+        return value
+    if value.dtype != paddle.bfloat16 and not any(paddle.get_flags(list(_ONEDNN_FLAGS)).values()):
+        return value
+    made_by = value.get_defining_op()
+    return value if made_by and made_by.name().startswith(_PADDLES_OWN) else paddle.assign(value)
+
+
 def token() -> Any:
     """The start of a chain: operators that pass a token on run in that order on every rank."""
-    return paddle.full([1], 0.0, "float32")
+    return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
 def passed_on(link: Any) -> Any:
@@ -158,7 +200,7 @@ def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any
         exchange.begin(tensors)
         return passed_on(link)
 
-    return _host_operator("begin", 1 + len(parameters), [_TOKEN], run)(chain, *parameters)
+    return _host_operator("begin", 1 + len(parameters), [_TOKEN], run, in_place=True)(chain, *parameters)
 
 
 def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[str], loss: Any, chain: Any) -> Any:
@@ -170,7 +212,7 @@ def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[
         return passed_on(link)
 
     inputs = [*values.all, *extra]
-    return _host_operator("finish", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
+    return _host_operator("finish", 1 + len(inputs), [_TOKEN], run, in_place=True)(chain, *inputs)
 
 
 def emit_barrier(job: Job, moment: str, chain: Any) -> Any:

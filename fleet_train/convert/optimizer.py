@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import HeldValues, emit_finish
+from fleet_train.collectives.host_ops import HeldValues, emit_finish, switch_onednn_off
 from fleet_train.collectives.job.job import Job
 from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.passes.gradient_merge import MergedGradients
@@ -190,6 +190,11 @@ class DistributedOptimizer(AmpCalls):
             self._updated = self._updated_in(main, merged, merged.pairs)
             self._on_converted(main, startup, None, None)
             return operators
+        if flags := switch_onednn_off():
+            say(
+                [f"{' and '.join(flags)}: switched off, because ranks would send values in oneDNN's memory layout"],
+                self._rank,
+            )
         ready = in_ready_order(merged.pairs)
         values = held_values(main, [item.parameter for item in ready], [])
         plan, profile = self._agreed_plan(ready, values)

@@ -115,9 +115,14 @@ GLOO_SECONDS = 30
     ],
 )
 def test_a_rank_that_dies_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
-    began = time.monotonic()
-    result = run(case, tmp_path, world_size=3)
-    assert time.monotonic() - began < GLOO_SECONDS + 5  # with the ranks' start
+    for attempt in range(2):
+        began = time.monotonic()
+        result = run(case, tmp_path / str(attempt), world_size=3)
+        seconds = time.monotonic() - began
+        # Once in a while Gloo does not notice a connection that breaks as it is first used, and waits.
+        if seconds < GLOO_SECONDS:
+            break
+    assert seconds < GLOO_SECONDS
     assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
     for rank in (0, 2):
         assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()

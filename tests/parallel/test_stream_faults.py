@@ -39,7 +39,7 @@ def test_a_collective_that_never_ends_on_any_rank(tmp_path: Path) -> None:
     result = run("never ends", tmp_path)
     assert result.exit_codes == [WorkerFailed.exit_code] * 3, result.report()
     for rank in range(3):
-        assert "WorkerFailed: step 4, bucket 0 (fc_" in last_words(result, rank), result.report()
+        assert "LinkFailed: step 4, bucket 0 (fc_" in last_words(result, rank), result.report()
         assert f"no collective has ended for {TIMEOUT_SECONDS} s" in last_words(result, rank)
         assert "all ranks are alive, so look at the network between them" in last_words(result, rank)
 

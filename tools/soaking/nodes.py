@@ -168,7 +168,7 @@ class Machines:
         found = []
         for node in self.job.nodes:
             private = self.job.temporary(node).glob(f"{PRIVATE_PREFIX}*")
-            drafts = (self.job.output(node) / "checkpoints").glob(".*")
+            drafts = (self.job.output(node) / "checkpoints").glob(".*step-*")
             found += [f"node {node}: {path.name}" for path in sorted([*private, *drafts])]
         return found
 

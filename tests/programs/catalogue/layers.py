@@ -34,6 +34,19 @@ def convolutions(script: Script) -> None:
     script.train(loss)
 
 
+@program("Convolutions that oneDNN computes, in its own memory layout: paddle.set_flags.", simulated=True)
+def onednn(script: Script) -> None:
+    paddle.set_flags({"FLAGS_use_mkldnn": True})
+    try:
+        image, label = script.inputs(image=floats(3, 6, 6), label=classes(5))
+        hidden = F.tanh(nn.Conv2D(16, 16, 3, padding=1)(F.tanh(nn.Conv2D(3, 16, 3)(image))))
+        loss = F.cross_entropy(nn.Linear(16, 5)(hidden.mean(axis=[2, 3])), label)
+        script.minimize(Momentum(0.05, 0.9), loss)
+        script.train(loss)
+    finally:
+        paddle.set_flags({"FLAGS_use_mkldnn": False})
+
+
 @program("Residual blocks with group norm.", without=DGC_AND_DECAY)
 def residual_group_norm(script: Script) -> None:
     image, label = script.inputs(image=floats(3, 6, 6), label=classes(5))

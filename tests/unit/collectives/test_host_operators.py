@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle.nn import functional as F
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import sync_batch_norm
@@ -30,6 +31,7 @@ from fleet_train.collectives.host_ops import (
     token,
 )
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.phases import CollectiveSpec
 from tests.unit.collectives.recorded import Group
@@ -215,6 +217,57 @@ def test_held_values_are_copies_that_wait_for_another(main: Any, number: int) ->
     feed = {f"x{index}": np.full(2, index + 1.0, "float32") for index in range(number)}
     found = run(main, held, **feed, trigger=np.zeros(1, "float32"))
     assert [one.tolist() for one in found] == [[index + 1.0] * 2 for index in range(number)]
+
+
+@pytest.fixture
+def onednn() -> Iterator[None]:
+    """Convolutions are computed by oneDNN, in its own memory layout, as a CPU with AVX-512 always does in bfloat16."""
+    before = paddle.get_flags("FLAGS_use_onednn")
+    paddle.set_flags({"FLAGS_use_onednn": True})
+    yield
+    paddle.set_flags(before)
+
+
+def convolved() -> tuple[Any, dict[str, np.ndarray]]:
+    """A value in blocks of 8 channels where oneDNN computes it, and a feed."""
+    values = np.random.default_rng(3)
+    feed = {name: values.normal(size=[2, 16, 5, 5]).astype("float32") for name in ("image", "filter")}
+    return F.conv2d(data("image", 2, 16, 5, 5), data("filter", 2, 16, 5, 5)[:, :, :2, :2]), feed
+
+
+def emit_launched(exchange: Any, values: list[Any]) -> Any:
+    bucket = Bucket(0, tuple(TensorSpec("w", tuple(one.shape), "float32") for one in values), 0)
+    chain = emit_launch(exchange, bucket, values, token())
+    return emit_wait(exchange, bucket, [one.dtype for one in values], chain)[1]
+
+
+@pytest.mark.usefixtures("onednn")
+def test_what_onednn_computed_is_read_in_paddles_layout(main: Any) -> None:
+    value, feed = convolved()
+    exchange: Any = Exchange()
+    averages = emit_launched(exchange, [value])
+    held = emit_hold([value], data("trigger", 1))
+    expected, average, kept = run(main, [value, *averages, *held], **feed, trigger=np.zeros(1, "float32"))
+    np.testing.assert_array_equal(average, 2 * expected)
+    np.testing.assert_array_equal(kept, expected)
+
+
+def test_nothing_is_copied_where_paddle_computes_itself(main: Any) -> None:
+    emit_launched(Exchange(), [convolved()[0]])
+    assert not [one for one in main.global_block().ops if one.name() == "pd_op.assign"]
+
+
+def test_flag_that_comes_after_the_conversion_is_refused(
+    main: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _, error, __: told.append(error))
+    value, feed = convolved()
+    averages = emit_launched(Exchange(), [value])
+    request.getfixturevalue("onednn")
+    with pytest.raises((SystemError, ConversionError)):
+        run(main, averages, **feed)
+    assert "FLAGS_use_onednn" in str(told[0])
 
 
 @pytest.fixture
