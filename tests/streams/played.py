@@ -193,12 +193,12 @@ def _noted(recorder: Recorder) -> Callable[..., Any]:
     """``_host_operator`` whose operators say when they run; what they read in there, they read in a step."""
     real = host_ops._host_operator
 
-    def host_operator(name: str, inputs: int, outputs: Any, run: Callable[..., Any]) -> Any:
+    def host_operator(name: str, inputs: int, outputs: Any, run: Callable[..., Any], **how: bool) -> Any:
         def noted(*values: Any) -> Any:
             recorder.reach(name)
             with recorder.inside(name), recorder.watched():
                 return run(*values)
 
-        return real(name, inputs, outputs, noted)
+        return real(name, inputs, outputs, noted, **how)
 
     return host_operator
