@@ -62,7 +62,7 @@ format: $(DEV_STAMP) ## Rewrite the sources as `make check` wants them
 # A link that leads nowhere, a page that the navigation forgets, or anything from the network in a page stops it. The
 # variable silences an advertisement of the theme's makers.
 docs: $(DOCS_STAMP) ## Build the documentation as a site: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 	@echo "site/index.html; search needs a server: $(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory site"
 
 wheel: $(RUN_STAMP) ## Build the wheel into dist/, install it where nothing else is, and train with it there

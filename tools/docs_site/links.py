@@ -14,6 +14,7 @@ PAGES_OUTSIDE = {
     "README_cn.md": "index_cn.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 CATALOGUE = "reference/catalogue.md"
 
