@@ -74,7 +74,7 @@ def soak(job: SoakJob, freezes: int, total_steps: int, seed: int, timeout_second
         "exit_codes": codes,
         "orphans": orphans,
         "checkpoints_used": verdict.checkpoints_used(job),
-        "half_written_left": verdict.leftovers(job),
+        "half_written_left": verdict.leftovers(job.checkpoints),
         "kills_while_a_checkpoint_was_written": sum(
             kill["checkpoint_under_way"] is not None for kill in kills if kill["kind"] != "freeze"
         ),

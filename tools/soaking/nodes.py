@@ -18,6 +18,7 @@ from pathlib import Path
 from tools.lab import Lab
 from tools.soaking.job import ROOT, end_launchers, environment
 from tools.soaking.program import LEDGER
+from tools.soaking.verdict import leftovers
 
 MARK = "FLEET_TRAIN_SOAK"
 PRIVATE_PREFIX = "fleet_train-launch-"
@@ -167,9 +168,9 @@ class Machines:
         """Folders for temporary files of launchers, and half-written checkpoints, by node."""
         found = []
         for node in self.job.nodes:
-            private = self.job.temporary(node).glob(f"{PRIVATE_PREFIX}*")
-            drafts = (self.job.output(node) / "checkpoints").glob(".*step-*")
-            found += [f"node {node}: {path.name}" for path in sorted([*private, *drafts])]
+            private = sorted(path.name for path in self.job.temporary(node).glob(f"{PRIVATE_PREFIX}*"))
+            drafts = leftovers(self.job.output(node) / "checkpoints")
+            found += [f"node {node}: {name}" for name in [*private, *drafts]]
         return found
 
 

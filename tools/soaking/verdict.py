@@ -72,9 +72,9 @@ def half_written(names: Sequence[str]) -> list[str]:
     return [name for name in names if not re.fullmatch(r"step-\d{8}", name)]
 
 
-def leftovers(job: SoakJob) -> list[str]:
-    """Half-written checkpoints that were not removed."""
-    return sorted(path.name for path in job.checkpoints.glob(".*step-*"))
+def leftovers(checkpoints: Path) -> list[str]:
+    """Half-written checkpoints in a folder that were not removed."""
+    return sorted(path.name for path in checkpoints.glob(".*step-*"))
 
 
 def failures_of(record: dict[str, Any]) -> list[str]:
