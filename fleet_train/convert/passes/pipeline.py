@@ -66,9 +66,7 @@ class ProgramPasses:
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
         settings = self._settings
-        # On CPU, a bfloat16 value that was kept for a recompute does not always reach oneDNN's operators as it was.
-        emulated = True if settings.recompute.is_on and not self._on_gpu else None
-        lower_precision(loss, settings.precision, on_gpu=self._on_gpu, emulated=emulated)
+        lower_precision(loss, settings.precision, on_gpu=self._on_gpu, recomputes=settings.recompute.is_on)
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)

@@ -25,19 +25,21 @@ from fleet_train.convert.passes.precision_rules import (
 from fleet_train.convert.passes.walk import operators_behind
 
 
-def lower_precision(loss: Any, settings: MixedPrecision, *, on_gpu: bool, emulated: bool | None = None) -> int:
+def lower_precision(
+    loss: Any, settings: MixedPrecision, *, on_gpu: bool, recomputes: bool = False, emulated: bool | None = None
+) -> int:
     """Rewrite the operators that ``loss`` depends on; returns how many now compute in ``settings.dtype``.
 
     ``O1``: operators of ``precision_rules.LOW`` compute in low precision and return float32. ``O2``: operators of
     ``FOLLOWERS`` that get their result continue in low precision. Raises ConversionError for settings that the device
-    cannot carry out. ``emulated``: round to ``settings.dtype`` and compute in float32; None = where this processor has
-    no bfloat16.
+    cannot carry out. ``emulated``: round to ``settings.dtype`` and compute in float32; None = as ``is_emulated`` says,
+    which asks for ``recomputes``.
     """
     if settings.level == "O0":
         return 0
     refuse_unusable(settings, on_gpu)
     if emulated is None:
-        emulated = is_emulated(settings, on_gpu)
+        emulated = is_emulated(settings, on_gpu, recomputes)
     lowering = (_Rounding if emulated else _Lowering)(getattr(paddle, settings.dtype), on_gpu)
     followers = _followers(settings)
     for operator in operators_behind(loss)[:-1]:  # the last one makes the loss, which stays float32 for the caller

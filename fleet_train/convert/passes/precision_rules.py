@@ -86,21 +86,24 @@ def refuse_unusable(settings: MixedPrecision, on_gpu: bool) -> None:
         )
 
 
-def is_emulated(settings: MixedPrecision, on_gpu: bool) -> bool:
-    """Whether this processor cannot compute in ``settings.dtype``: oneDNN has bfloat16 from AVX-512 on and raises an
-    exception without a message below it (Paddle's own tests make the same check)."""
+def is_emulated(settings: MixedPrecision, on_gpu: bool, recomputes: bool = False) -> bool:
+    """Whether values are rounded to ``settings.dtype`` and computed in float32.
+
+    oneDNN has bfloat16 from AVX-512 on and raises an exception without a message below it (Paddle's own tests make the
+    same check). ``recomputes``: beside recompute it gave wrong gradients with AVX-512, because values that are kept
+    reached it in its own memory layout; ``collectives/host_ops.py`` has mended that, which has not run on AVX-512 yet.
+    """
     asked = settings.level != "O0" and settings.dtype == "bfloat16"
-    return asked and not on_gpu and not paddle.base.core.supports_bfloat16()
+    return asked and not on_gpu and (recomputes or not paddle.base.core.supports_bfloat16())
 
 
 def said_of(settings: MixedPrecision, on_gpu: bool, recomputes: bool = False) -> list[str]:
     """Rank 0's notes on how ``settings`` are carried out."""
-    if is_emulated(settings, on_gpu):
-        where = "on this processor, which has no AVX-512"
-    elif recomputes and not on_gpu and settings.level != "O0":
-        where = "on CPUs beside recompute, whose values oneDNN may read wrongly in bfloat16"
-    else:
+    if not is_emulated(settings, on_gpu, recomputes):
         return []
+    where = "on this processor, which has no AVX-512"
+    if not is_emulated(settings, on_gpu):
+        where = "on CPUs beside recompute, whose values oneDNN may read wrongly in bfloat16"
     return [
         f"amp_level: {settings.level} in bfloat16 is emulated {where}: values are rounded to bfloat16 and computed in "
         "float32; the results are bfloat16's, but no time is saved"

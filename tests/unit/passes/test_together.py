@@ -26,7 +26,7 @@ from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, rela
 
 def minimize_with(level: str, segments: int, accumulate_steps: int) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
-        lower_precision(loss, MixedPrecision(level), on_gpu=False, emulated=True)  # as beside recompute on CPU
+        lower_precision(loss, MixedPrecision(level), on_gpu=False, recomputes=True)
         scaler = LossScaler(LossScaling())
         pairs = optimizer.backward(scaler.scaled(loss))
         pairs = synchronize_batch_norms(pairs, SameBatchOn(2), Kernels())
