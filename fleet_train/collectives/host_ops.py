@@ -40,7 +40,7 @@ def _host_operator(
 ) -> Any:
     """An operator of ``inputs`` tensors whose outputs have the given shapes and dtypes.
 
-    ``in_place``: its operands are variables of the scope, which ``run`` may change.
+    ``in_place``: its operands are passed as they are, because ``run`` may change variables of the scope.
     """
     names = [f"x{i}" for i in range(inputs)]
     shapes = [(list(shape), dtype) for shape, dtype in outputs]
@@ -92,9 +92,16 @@ def switch_onednn_off() -> list[str]:
 
     They hold for dynamic mode, too, where views and collectives read oneDNN's memory layout as it is.
     """
-    found = [name for name, is_set in paddle.get_flags(list(_ONEDNN_FLAGS)).items() if is_set]
-    paddle.set_flags(dict.fromkeys(found, False))
-    return found
+    names = _set_onednn_flags()
+    paddle.set_flags(dict.fromkeys(names, False))
+    return names
+
+
+def _set_onednn_flags() -> list[str]:
+    """Those that are set, of the flags that this build of Paddle has; ``paddle.get_flags`` raises for another."""
+    known = paddle.base.core.globals().keys()
+    flags = paddle.get_flags([name for name in _ONEDNN_FLAGS if name in known])
+    return [name for name, is_set in flags.items() if is_set]
 
 
 def _in_paddles_layout(value: Any) -> Any:
@@ -102,7 +109,7 @@ def _in_paddles_layout(value: Any) -> Any:
     bfloat16."""
     if not isinstance(paddle.framework._current_expected_place_(), paddle.CPUPlace):
         return value
-    if value.dtype != paddle.bfloat16 and not any(paddle.get_flags(list(_ONEDNN_FLAGS)).values()):
+    if value.dtype != paddle.bfloat16 and not _set_onednn_flags():
         return value
     made_by = value.get_defining_op()
     return value if made_by and made_by.name().startswith(_PADDLES_OWN) else paddle.assign(value)
@@ -205,7 +212,7 @@ def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any
 
 def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[str], loss: Any, chain: Any) -> Any:
     """Insert the operator that ends a step, after the update. It changes parameters in place, so it comes last."""
-    extra = [] if loss is None else [loss]
+    extra = [] if loss is None else [_in_paddles_layout(loss)]
 
     def run(link: Any, *tensors: Any) -> Any:
         exchange.finish(values.held(tensors), names, tensors[-1] if extra else None)

@@ -34,7 +34,7 @@ def convolutions(script: Script) -> None:
     script.train(loss)
 
 
-@program("Convolutions that oneDNN computes, in its own memory layout: paddle.set_flags.", simulated=True)
+@program("Convolutions that oneDNN computes by paddle.set_flags, which several ranks switch off.", simulated=True)
 def onednn(script: Script) -> None:
     paddle.set_flags({"FLAGS_use_mkldnn": True})
     try:

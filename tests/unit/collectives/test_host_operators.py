@@ -28,6 +28,7 @@ from fleet_train.collectives.host_ops import (
     is_barrier,
     is_link,
     passes_a_token,
+    switch_onednn_off,
     token,
 )
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
@@ -250,6 +251,21 @@ def test_what_onednn_computed_is_read_in_paddles_layout(main: Any) -> None:
     expected, average, kept = run(main, [value, *averages, *held], **feed, trigger=np.zeros(1, "float32"))
     np.testing.assert_array_equal(average, 2 * expected)
     np.testing.assert_array_equal(kept, expected)
+
+
+@pytest.mark.usefixtures("onednn")
+def test_loss_is_read_in_paddles_layout_and_variables_are_not_copied(main: Any) -> None:
+    value, _ = convolved()
+    emit_finish(Exchange(), HeldValues([value], [], []), ["w"], value.mean(), token())  # type: ignore[arg-type]
+    (finish,) = [one for one in main.global_block().ops if "fleet_train_finish" in one.name()]
+    assert [one.get_defining_op().name() for one in finish.operands_source()][1:] == ["pd_op.conv2d", "pd_op.assign"]
+
+
+@pytest.mark.usefixtures("onednn")
+def test_flags_of_onednn_are_switched_off_and_named() -> None:
+    assert switch_onednn_off() == ["FLAGS_use_onednn"]
+    assert not any(paddle.get_flags(["FLAGS_use_onednn", "FLAGS_use_mkldnn"]).values())
+    assert switch_onednn_off() == []
 
 
 def test_nothing_is_copied_where_paddle_computes_itself(main: Any) -> None:
