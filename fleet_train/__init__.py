@@ -14,9 +14,8 @@ from fleet_train.cluster.correction import correct_this_process
 from fleet_train.lazy import load_on_use
 
 if TYPE_CHECKING:
-    from fleet_train.convert import fleet
-    from fleet_train.convert.process import role_maker
-    from fleet_train.convert.settings.strategy import DistributedStrategy
+    from fleet_train.convert import fleet, role_maker
+    from fleet_train.convert.strategy import DistributedStrategy
     from fleet_train.spawning.spawn import spawn
 
 __version__ = "0.1.0"
@@ -35,8 +34,8 @@ __getattr__ = load_on_use(
     __name__,
     {
         "fleet": "=fleet_train.convert.fleet",
-        "role_maker": "=fleet_train.convert.process.role_maker",
-        "DistributedStrategy": "convert.settings.strategy",
+        "role_maker": "=fleet_train.convert.role_maker",
+        "DistributedStrategy": "convert.strategy",
         "spawn": "spawning.spawn",
     },
     beforehand=_advise,

@@ -14,8 +14,8 @@ def load_on_use(
     """A ``__getattr__`` for ``package`` (PEP 562) that finds its public names by the module of each.
 
     A home ``"a.b"`` is the module ``<package>.a.b`` of which the name is an attribute; ``"=a.b"`` is a name for the
-    module itself, given in full. ``beforehand`` is called before the first import. Raises AttributeError, with the
-    existing names, for any other.
+    module itself, given in full, and so is ``"fleet_train.a.b"``, the home of a name in another package.
+    ``beforehand`` is called before the first import. Raises AttributeError, with the existing names, for any other.
     """
 
     def load(name: str) -> Any:
@@ -23,7 +23,10 @@ def load_on_use(
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
         beforehand()
         home = homes[name]
-        value = import_module(home[1:]) if home.startswith("=") else getattr(import_module(f"{package}.{home}"), name)
+        if home.startswith("="):
+            value = import_module(home[1:])
+        else:
+            value = getattr(import_module(home if home.startswith("fleet_train.") else f"{package}.{home}"), name)
         setattr(sys.modules[package], name, value)
         return value
 

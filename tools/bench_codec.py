@@ -20,11 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import paddle
 
-from fleet_train.collectives.codec.codecs import Codec
-from fleet_train.collectives.codec.compiled import CompiledCodec, find_loops
-from fleet_train.collectives.codec.host import HostCodec
-from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
-from fleet_train.plan.quantised import QuantisedSettings
+from fleet_train.collectives.methods.codec import Codec, CompiledCodec, HostCodec, find_loops
+from fleet_train.collectives.paddle_compat import keep_freed_memory
+from fleet_train.plan.phases import QuantisedSettings
 from tools.benchmarks.record import circumstances, told_circumstances
 
 BLOCKS = (128, 512, 2048)

@@ -25,8 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from fleet_train.files import publish_where_linked  # noqa: E402
-from fleet_train.launch.spec.hardware import processor  # noqa: E402
-from fleet_train.launch.spec.installed import git  # noqa: E402
+from fleet_train.launch.installed import (  # noqa: E402
+    git,
+    processor,
+)
 from tests.integration.doctor.sick import HEALTHY, examine  # noqa: E402
 from tools.lab import Lab, why_no_lab  # noqa: E402
 

@@ -51,7 +51,7 @@ class _LazyGroup(click.Group):
 
 def _version(context: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked:
-        from fleet_train.launch.spec.installed import one_line
+        from fleet_train.launch.installed import one_line
 
         click.echo(one_line())
         context.exit()
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
     except FleetTrainError as error:
-        exits = sys.modules.get("fleet_train.convert.process.exits")
+        exits = sys.modules.get("fleet_train.convert.exits")
         if exits is not None:  # a command has joined a job: report to the other ranks why this one stops
             exits.report(error)
         click.echo(f"fleet_train: {type(error).__name__}: {error}", err=True)

@@ -12,8 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from fleet_train.cli.options.completing import folders
-from fleet_train.cli.options.numbers import Number, WholeNumber
+from fleet_train.cli.options import Number, WholeNumber, folders
 from fleet_train.data import (
     AUGMENTATIONS,
     LOADERS,
@@ -24,7 +23,7 @@ from fleet_train.data import (
     make_loader,
     open_splits,
 )
-from fleet_train.data.images.corrupt import CorruptImages
+from fleet_train.data.images import CorruptImages
 from fleet_train.data.measure import Progress, Situation, Speed, advice, describe, disk_speed, loader_speed
 from fleet_train.data.open import default_workers
 from fleet_train.errors import DataError, printable

@@ -17,7 +17,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from fleet_train.cli.options.completing import Items
+from fleet_train.cli.options import Items
 
 NAME = "fleet_train"
 VARIABLE = "_FLEET_TRAIN_COMPLETE"

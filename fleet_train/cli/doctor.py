@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options.numbers import NumberRange
-from fleet_train.cli.options.where import where
-from fleet_train.doctor.options import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
+from fleet_train.cli.options import NumberRange, where
+from fleet_train.doctor.facts import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
 _EPILOG = f"""\b
@@ -68,8 +67,8 @@ def command(
     Nothing is started, changed or sent to third parties. A temporary file is written and deleted, and the job's ports
     are listened on meanwhile, on this machine's own address, for the listed machines only.
     """
-    from fleet_train.doctor.start import start
-    from fleet_train.selftest.start import Where
+    from fleet_train.doctor.examine import start
+    from fleet_train.selftest.supervisor import Where
 
     options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
     sys.exit(start(options, Where(**machines), as_json))

@@ -10,18 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.cli.options.completing import files, folders, profiles
-from fleet_train.cli.options.numbers import NumberRange, WholeNumber, WholeNumberRange, seconds
-from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT
-from fleet_train.cluster.engines.detect import CHOICES
-from fleet_train.cluster.hosts import parse_hosts
-from fleet_train.cluster.store.protocol.tree import FAN_IN
-from fleet_train.launch.spec.request import (
-    FaultPolicy,
-    LaunchRequest,
-    parse_devices,
-    read_job_id,
-)
+from fleet_train.cli.options import NumberRange, WholeNumber, WholeNumberRange, files, folders, profiles, seconds
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, parse_hosts
+from fleet_train.cluster.engines import CHOICES
+from fleet_train.cluster.store.members import FAN_IN
+from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
 
 _EXAMPLES = """
 \b
@@ -215,9 +208,9 @@ def command(**flags: Any) -> None:
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
     the processes through paddle.distributed.launch, and monitors them.
     """
-    from fleet_train.launch.agent.agent import run
-    from fleet_train.launch.agent.prepare import prepare
-    from fleet_train.launch.report.terminal import finish, say
+    from fleet_train.launch.agent import run
+    from fleet_train.launch.prepare import prepare
+    from fleet_train.launch.terminal import finish, say
 
     dry_run = flags.pop("dry_run")
     request = read_request(**flags)
@@ -231,7 +224,7 @@ def command(**flags: Any) -> None:
         finish()
         click.echo(launch.dry_run())
         return
-    from fleet_train.doctor.after_failure import AfterFailure
+    from fleet_train.doctor.report import AfterFailure
 
     sys.exit(run(launch, os.environ, AfterFailure(launch.node, launch.log_dir).line))
 
@@ -265,7 +258,7 @@ def read_request(
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:
-        from fleet_train.cluster.engines.paddlecloud import read_paddlecloud
+        from fleet_train.cluster.kubernetes import read_paddlecloud
 
         cloud = read_paddlecloud(os.environ)
         hosts, node_ip, started_port = cloud.merged(hosts, node_ip, started_port)

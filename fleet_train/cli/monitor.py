@@ -12,12 +12,11 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from fleet_train.cli.options.numbers import WholeNumberRange
+from fleet_train.cli.options import WholeNumberRange
 from fleet_train.errors import printable
-from fleet_train.launch.workers.signals import StopRequested, stopping_signals
-from fleet_train.launch.workers.worker_main import die_with_parent
-from fleet_train.train.monitor.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs
-from fleet_train.train.monitor.terminal import table
+from fleet_train.launch.processes import StopRequested, stopping_signals
+from fleet_train.launch.worker_main import die_with_parent
+from fleet_train.train.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs, table
 
 DEFAULT_PORT = 8040
 _REFRESH_SECONDS = 2.0

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fleet_train.cli.options.completing import files, profiles
-from fleet_train.cli.options.numbers import NumberRange, WholeNumberRange
-from fleet_train.cli.options.verbose import verbose_option
+from fleet_train.cli.options import NumberRange, WholeNumberRange, files, profiles, verbose_option
 from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.train.reference.model_names import MODELS, VISION_MODELS
+from fleet_train.train.settings import MODELS, VISION_MODELS
 
 if TYPE_CHECKING:
     from fleet_train.cluster import Cluster
     from fleet_train.convert.dry_run import Planned
     from fleet_train.plan import CommPlan
-    from fleet_train.plan.price.predict import Network
-    from fleet_train.plan.price.pricing import Conditions, Pricing
-    from fleet_train.plan.simulate.trial import Trial
+    from fleet_train.plan.price import Network
+    from fleet_train.plan.pricing import Conditions, Pricing
+    from fleet_train.plan.trial import Trial
 
 _EPILOG = """
 \b
@@ -165,8 +163,8 @@ def command(
     if strategy:
         os.environ["FLEET_TRAIN_STRATEGY"] = strategy
     from fleet_train.cluster import Cluster
-    from fleet_train.plan.price.pricing import price
-    from fleet_train.plan.simulate.trial import try_out
+    from fleet_train.plan.pricing import price
+    from fleet_train.plan.trial import try_out
 
     cluster = Cluster.imagined(nodes, ranks_per_node)
     conditions = _conditions(**given)
@@ -180,8 +178,8 @@ def command(
 
 def _show(plan: CommPlan, pricing: Pricing, trial: Trial | None, as_json: bool) -> None:
     from fleet_train.plan import explain
-    from fleet_train.plan.price.pricing import describe
-    from fleet_train.plan.simulate.trial import describe as describe_trial
+    from fleet_train.plan.pricing import describe
+    from fleet_train.plan.trial import describe as describe_trial
 
     if as_json:
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
@@ -201,8 +199,8 @@ def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: st
 
 
 def _conditions(batch_size: int, backward_share: float | None, **given: float | None) -> Conditions:
-    from fleet_train.plan.price.predict import BACKWARD_SHARE, Compute, Link, Network
-    from fleet_train.plan.price.pricing import Conditions
+    from fleet_train.plan.price import BACKWARD_SHARE, Compute, Link, Network
+    from fleet_train.plan.pricing import Conditions
 
     values = {name: default if given[name] is None else float(given[name] or 0) for name, default in _DEFAULTS.items()}
     return Conditions(
@@ -234,9 +232,9 @@ def _repeated(
 
 
 def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
-    from fleet_train.convert.process.link_test import measure_cluster
-    from fleet_train.plan.price.measure import describe as describe_link
-    from fleet_train.plan.price.measure import plan_command
+    from fleet_train.convert.dry_run import measure_cluster
+    from fleet_train.plan.choose import describe as describe_link
+    from fleet_train.plan.choose import plan_command
 
     found = measure_cluster(seconds)
     if found.cluster.rank != 0:
@@ -261,8 +259,8 @@ def _plan(
 
     if script is not None:
         return plan_of_script(Path(script), arguments, cluster, network)
-    from fleet_train.train.reference.config import TrainConfig
-    from fleet_train.train.reference.job import convert_only
+    from fleet_train.train.config import TrainConfig
+    from fleet_train.train.reference import convert_only
 
     # Image models are planned with ImageNet's classes; the size of the images changes no parameter.
     data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"

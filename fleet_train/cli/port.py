@@ -54,18 +54,18 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     """
     if write and check:
         raise click.UsageError("--write changes files, --check changes none: give only one of them")
-    from fleet_train.port import files
+    from fleet_train.port import script
 
-    scripts, skipped = files.scripts_in(paths)
-    ported = files.port_all(scripts)
+    scripts, skipped = script.scripts_in(paths)
+    ported = script.port_all(scripts)
     changed = [one for one in ported if one.changed]
     for one in changed:
         if write:
-            files.write(one)
+            script.write(one)
         if check or write:
             click.echo(printable(f"{'would change' if check else 'changed'} {one.path}"))
         else:
-            click.echo(files.difference(one), nl=False)
+            click.echo(script.difference(one), nl=False)
     _list_marks(ported)
     for folder in skipped:
         click.echo(printable(f"skipped {folder}"), err=True)

@@ -7,7 +7,7 @@ import shutil
 
 import click
 
-from fleet_train.cli.options.completing import profiles
+from fleet_train.cli.options import profiles
 
 
 @click.command(name="profiles")
@@ -39,7 +39,7 @@ def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
     """
     if compatibility and profile is not None:
         raise click.UsageError(f"--compatibility is one table for all profiles; leave out {profile!r}")
-    from fleet_train.cli.options import profile_tables as tables
+    from fleet_train.cli import profile_tables as tables
 
     if compatibility:
         click.echo(json.dumps(tables.pairs(), indent=2) if as_json else tables.compatibility_table(_width()))

@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options.completing import files, folders
-from fleet_train.cli.options.numbers import NumberRange, WholeNumberRange
-from fleet_train.cli.options.where import where
+from fleet_train.cli.options import NumberRange, WholeNumberRange, files, folders, where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
 _EPILOG = """\b
@@ -91,8 +89,8 @@ def command(
     By default only profiles that cannot change the result are picked; --allow adds others. Excluded profiles are listed
     with the reason, and so is the bandwidth at which another profile is better. A trial that fails or hangs is stopped.
     """
-    from fleet_train.recommend.start import start
-    from fleet_train.selftest.start import Where
+    from fleet_train.recommend.report import start
+    from fleet_train.selftest.supervisor import Where
 
     options = Options(script, arguments, allow, seconds, trials)
     sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

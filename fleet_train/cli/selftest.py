@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options.completing import folders
-from fleet_train.cli.options.where import where
+from fleet_train.cli.options import folders, where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -70,6 +69,6 @@ def command(
     Each rank is a supervisor that starts the processes under test, so that one of them can be stopped or killed.
     Rank 0 prints. The record contains no addresses, names or paths, so it can be attached to a report.
     """
-    from fleet_train.selftest.start import Where, start
+    from fleet_train.selftest.supervisor import Where, start
 
     sys.exit(start(chosen(only, skip, quick), Where(**machines), record, as_json, outcome))

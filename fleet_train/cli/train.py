@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from fleet_train.cli.options.companions import TRAIN, refuse_without_companion
-from fleet_train.cli.options.completing import folders, profiles
-from fleet_train.cli.options.numbers import Number, WholeNumber, WholeNumberRange
-from fleet_train.cli.options.verbose import verbose_option
+from fleet_train.cli.options import Number, WholeNumber, WholeNumberRange, folders, profiles, verbose_option
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
-from fleet_train.train.reference.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
-from fleet_train.train.reference.model_names import MODELS
-from fleet_train.train.reference.schedules import SCHEDULES
+from fleet_train.errors import FleetTrainError
+from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
+from fleet_train.train.settings import MODELS, SCHEDULES
 
 _DEFAULT = TrainConfig()
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in DEFAULT_LEARNING_RATES.items())
@@ -125,6 +124,69 @@ def command(context: click.Context, /, lr: float | None, **options: Any) -> None
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
     refuse_without_companion(context, TRAIN, options)
     config = TrainConfig(learning_rate=lr, **options)
-    from fleet_train.train.reference.job import run
+    from fleet_train.train.reference import run
 
     run(config)
+
+
+# Options that have no effect without another one are refused, not ignored.
+
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Companion:
+    """``has_effect``: whether the option has an effect with these values. ``rule`` and ``fix`` end two sentences:
+    "--option <rule>" and "<fix>, or leave --option out"."""
+
+    has_effect: Callable[[Options], bool]
+    rule: str
+    fix: str
+
+
+_FOLDER = "add --data_dir <folder>"
+
+TRAIN = {
+    "data": Companion(
+        lambda given: given["data_dir"] is None, "names data that --data_dir replaces", "leave --data_dir out"
+    ),
+    "image_size": Companion(lambda given: given["data_dir"] is not None, "is for the images of --data_dir", _FOLDER),
+    "max_corrupt": Companion(lambda given: given["data_dir"] is not None, "is for the files of --data_dir", _FOLDER),
+    "workers": Companion(
+        lambda given: given["data_dir"] is not None and given["loader"] != "thread",
+        "counts processes that decode the images of --data_dir, which --loader thread does not start",
+        "give --data_dir <folder> and another --loader",
+    ),
+    "uneven": Companion(
+        lambda given: given["shard_by"] == "folder",
+        "applies to machines that read their own folders",
+        "add --shard_by folder",
+    ),
+    "last_batch": Companion(
+        lambda given: given["shard_by"] == "sample",
+        "applies to samples that all ranks share; with --shard_by folder, --uneven decides",
+        "give --uneven instead",
+    ),
+    "lr_decay": Companion(
+        lambda given: given["lr_schedule"] == "step", "belongs to the step schedule", "add --lr_schedule step"
+    ),
+    "lr_power": Companion(
+        lambda given: given["lr_schedule"] == "polynomial",
+        "belongs to the polynomial schedule",
+        "add --lr_schedule polynomial",
+    ),
+    "no_decay_norm_bias": Companion(
+        lambda given: given["weight_decay"] > 0, "leaves parameters out of --weight_decay", "add --weight_decay 1e-4"
+    ),
+}
+"""What options of the reference trainer require."""
+
+
+def refuse_without_companion(context: click.Context, table: Mapping[str, Companion], options: Options) -> None:
+    """Raise FleetTrainError for an option of ``table`` that was given explicitly and has no effect."""
+    for name, companion in table.items():
+        if context.get_parameter_source(name) is ParameterSource.DEFAULT or companion.has_effect(options):
+            continue
+        said = f"--{name} {options[name]} would have no effect: it {companion.rule}"
+        raise FleetTrainError(f"{said}; {companion.fix}, or leave --{name} out")

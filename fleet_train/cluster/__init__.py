@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fleet_train.cluster.cluster import Cluster, Rank, assign
     from fleet_train.cluster.environment import cluster_from_environ
     from fleet_train.cluster.store.client import StoreClient
-    from fleet_train.cluster.store.servers.server import StoreServer
+    from fleet_train.cluster.store.server import StoreServer
 
 __all__ = ["Cluster", "Rank", "StoreClient", "StoreServer", "assign", "cluster_from_environ"]
 
@@ -25,6 +25,6 @@ __getattr__ = load_on_use(
         "assign": "cluster",
         "cluster_from_environ": "environment",
         "StoreClient": "store.client",
-        "StoreServer": "store.servers.server",
+        "StoreServer": "store.server",
     },
 )

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Container, Mapping, MutableMapping
 from pathlib import Path
 
-from fleet_train.cluster.engines.detect import detect
-from fleet_train.cluster.engines.started import Started
-from fleet_train.cluster.hosts import is_number
+from fleet_train.cluster.cluster import is_number
+from fleet_train.cluster.engines import detect
+from fleet_train.cluster.started import Started
 from fleet_train.errors import ClusterError
 
 

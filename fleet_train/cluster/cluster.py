@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fleet_train.cluster.hosts import is_number
 from fleet_train.errors import ClusterError
 
 
@@ -118,3 +118,40 @@ def _split(endpoint: str) -> tuple[str, int]:
     if not host or not is_number(port):
         raise ClusterError(f"endpoint {endpoint!r} is not of the form host:port")
     return host, int(port)
+
+
+# A list of nodes in a flag.
+
+
+def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
+    """``"10.0.0.1, 10.0.0.2"`` -> ``("10.0.0.1", "10.0.0.2")``. Raises ClusterError for a gap or a repetition."""
+    hosts = tuple(part.strip() for part in text.split(","))
+    if not all(hosts):
+        raise ClusterError(f"{flag}={text}: there is a comma with no address on one side; write A,B,C")
+    for host in hosts:
+        if ":" in host and host.count(":") == 1:
+            raise ClusterError(
+                f"{flag}={text}: {host} carries a port; give addresses only, ports come from --started_port"
+            )
+    refuse_repeated(hosts, f"{flag}={text}", "each node is listed once; processes per node are --nproc_per_node")
+    return hosts
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number with digits 0 to 9, short enough for a port, a rank or a device."""
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
+
+def refuse_repeated(items: tuple[str, ...], given: str, rule: str) -> None:
+    repeated = [item for item, count in Counter(items).items() if count > 1]
+    if repeated:
+        raise ClusterError(f"{given}: {', '.join(repeated)} is listed more than once; {rule}")
+
+
+# Numbers that flags, variables and help texts share. Imports nothing: every `--help` reads them.
+
+
+DEFAULT_STARTED_PORT = 6170
+DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
+MOST_SECONDS = 1_000_000.0
+"""The longest time that any option accepts: 11 days; sockets accept no timeout of more than 24."""

@@ -15,13 +15,12 @@ from typing import Any
 
 from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, Rank
-from fleet_train.cluster.engines.peers import MASTER, MeetingPoint, locate
-from fleet_train.cluster.engines.started import Started
-from fleet_train.cluster.failure_report import reports_of
-from fleet_train.cluster.secret import SECRET, SECRET_FILE
+from fleet_train.cluster.engines import MASTER, MeetingPoint, locate
+from fleet_train.cluster.started import Started
+from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.protocol.access import JOB_ID, Access
-from fleet_train.cluster.store.servers.host import Place, StoreHost
+from fleet_train.cluster.store.host import Place, StoreHost
+from fleet_train.cluster.store.reports import reports_of
 from fleet_train.errors import ClusterError, FleetTrainError
 
 _ROUND = "arrival"

@@ -6,24 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from fleet_train.collectives import averaging as overlap
 from fleet_train.collectives import replica_check
-from fleet_train.collectives.boundaries import Boundaries
-from fleet_train.collectives.engines.engine import Place, Running
-from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.job.job import Job, Passed
-from fleet_train.collectives.job.step_barriers import StepBarriers
-from fleet_train.collectives.job.step_notes import Communication
-from fleet_train.collectives.local_sgd import overlap
-from fleet_train.collectives.local_sgd.averager import Held, ParameterAverager
-from fleet_train.collectives.local_sgd.fragments import Fragment
-from fleet_train.collectives.methods.allreduce import make_allreduces
-from fleet_train.collectives.methods.base import BucketMethod, Remembers
+from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.engine import Engine, HostCopy, Place, Running, Stages
+from fleet_train.collectives.fragments import Fragment
+from fleet_train.collectives.job import Job, Passed
+from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import dtype_between_groups, make_method
-from fleet_train.errors import DataError
+from fleet_train.collectives.step_notes import Communication
+from fleet_train.errors import ConversionError, DataError
 from fleet_train.plan import Bucket, CommPlan
-from fleet_train.plan.compression_settings import DgcSettings
-from fleet_train.plan.price.traffic import averaging_bytes, traffic
+from fleet_train.plan.compressions import DgcSettings
+from fleet_train.plan.pricing import averaging_bytes, traffic
 from fleet_train.profile import Profile
 
 T = TypeVar("T")
@@ -366,3 +362,93 @@ def _done(values: list[Any]) -> Future[list[Any]]:
     future: Future[list[Any]] = Future()
     future.set_result(values)
     return future
+
+
+# Tells the host, before a run's first bucket, whether a run with gradient merge ends with an update.
+
+
+class Boundaries:
+    """Reads the program's own count where the host may read it; otherwise counts itself and compares one run later.
+
+    The program counts in a variable that is saved with its state. At the start and after state was loaded, the count is
+    unknown: the host then reads the variable until the next update.
+    """
+
+    def __init__(self, accumulate_steps: int, engine: Engine) -> None:
+        self._size = accumulate_steps
+        self._engine = engine
+        self._runs: int | None = None
+        """Micro-batches since the last update; None if unknown."""
+        self._said: tuple[bool, HostCopy] | None = None
+        """The answer given for the last run, and what the program counted in it."""
+
+    def forget(self) -> None:
+        """Called when other state is loaded."""
+        self._runs, self._said = None, None
+
+    def ends_update(self, boundary: Any) -> bool:
+        """Whether this run ends with an update; ``boundary``: bool [1], as counted by the program."""
+        if self._engine.reads_values:
+            return bool(boundary.item())
+        self._compare()
+        copy = self._engine.device.to_host(boundary)
+        if self._runs is None:
+            ends = bool(copy.read().item())
+        else:
+            ends = self._runs + 1 >= self._size
+            self._said = ends, copy
+        self._runs = 0 if ends else None if self._runs is None else self._runs + 1
+        return ends
+
+    def _compare(self) -> None:
+        said, self._said = self._said, None
+        if said is not None and bool(said[1].read().item()) != said[0]:
+            raise ConversionError(
+                "gradient merge: the program's count of micro-batches changed between two steps, so the last step was "
+                "classified wrongly; load state with fleet.load_persistables or another call of fleet"
+            )
+
+
+# Decides which synchronous steps begin with a barrier: every rank gets the same answer without a message.
+
+
+# Between two barriers Gloo's own timeout of 30 s applies, so steps must be much shorter.
+_QUICK_MS = 1000.0
+# The first step compiles and connects; its time is reported at the second step's barrier.
+_FIRST_STEPS = 2
+
+
+class StepBarriers:
+    """The rule of one exchange (``barrier_every_steps``).
+
+    It uses the step number, the answer of the last barrier, and the number of other synchronization points, which are
+    the same on every rank at the same point of the program. After a synchronization point (a save, an evaluation that
+    gathers), it is unknown how long each rank will be busy; after another program's steps, it is unknown where each
+    rank is.
+    """
+
+    def __init__(self, every_steps: int, job: Job, number: int) -> None:
+        self._every = every_steps
+        self._job = job
+        self._number = number
+        self._begun = 0
+        self._sync_points = 0
+        """``Job.sync_points`` at the last barrier of this exchange."""
+
+    def take_turn(self) -> None:
+        """Called when a run of this exchange's program begins."""
+        self._job.take_turn(self._number)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
+        return (
+            self._begun < _FIRST_STEPS
+            or step % self._every == 0
+            or self._job.sync_points != self._sync_points
+            or self._job.notes.slowest_step_ms > _QUICK_MS
+        )
+
+    def begun(self) -> None:
+        """Called when a barrier of this exchange begins."""
+        self._begun += 1
+        self._sync_points = self._job.sync_points

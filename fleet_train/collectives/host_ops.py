@@ -20,12 +20,11 @@ from typing import Any
 import paddle
 from paddle.static import MetaTensor, register_op
 
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective, Stage, Stages
+from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engine import Collective, Place, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.local_sgd.averager import Held
-from fleet_train.collectives.paddle_compat.modes import operators_in_dynamic_mode
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.paddle_compat import operators_in_dynamic_mode
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket
 
@@ -260,3 +259,21 @@ def _broadcast(job: Job, flat: Any) -> Stages[Any]:
     wire = flat.cast("uint8") if flat.dtype == paddle.bool else paddle.view(flat, "uint8")
     yield Stage((Collective("broadcast", job.communicators(1)[0], wire, 0),))
     return wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
+
+
+# Delays values until another value exists. Sends nothing; here because it is a host operator.
+
+
+def emit_hold(values: Sequence[Any], trigger: Any) -> list[Any]:
+    """Insert an operator that passes ``values`` on once ``trigger`` has been computed.
+
+    It copies them: an operator that Paddle runs in place on the output would overwrite the input.
+    """
+
+    def run(*tensors: Any) -> Any:
+        copies = tuple(tensor.clone() for tensor in tensors[:-1])
+        return copies if len(copies) > 1 else copies[0]
+
+    outputs = [(value.shape, value.dtype) for value in values]
+    results = _host_operator("hold", len(values) + 1, outputs, run)(*values, trigger)
+    return list(results) if len(values) > 1 else [results]

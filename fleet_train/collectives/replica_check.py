@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engines.device import Device, HostCopy
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.engine import Device, HostCopy
+from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
 # In an error without a majority: at most this many values, and ranks of each.

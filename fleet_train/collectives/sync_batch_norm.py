@@ -13,11 +13,10 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective, Stage, Stages
+from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_barrier, passed_on, token
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.process_groups import new_group
+from fleet_train.collectives.job import Job
 from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.plan import ITEM_BYTES
 

@@ -15,7 +15,10 @@ from fleet_train.compat.datasets import (
     infer_from_dataset,
     train_from_dataset,
 )
-from fleet_train.compat.elementwise import (
+from fleet_train.compat.layers import (
+    batch_norm,
+    conv2d,
+    conv2d_transpose,
     cos_sim,
     elementwise_add,
     elementwise_div,
@@ -25,22 +28,17 @@ from fleet_train.compat.elementwise import (
     elementwise_pow,
     elementwise_sub,
     flatten,
-    mul,
-)
-from fleet_train.compat.feeding import DataFeeder, data
-from fleet_train.compat.images import (
-    conv2d,
-    conv2d_transpose,
+    group_norm,
     img_conv_group,
+    layer_norm,
     lrn,
+    mul,
     pool2d,
     simple_img_conv_pool,
 )
-from fleet_train.compat.loading import create_py_reader_by_data, from_generator, py_reader, read_file
-from fleet_train.compat.norms import batch_norm, group_norm, layer_norm
-from fleet_train.compat.parameters import create_parameter, fc
+from fleet_train.compat.loading import DataFeeder, create_py_reader_by_data, data, from_generator, py_reader, read_file
+from fleet_train.compat.parameters import create_parameter, dropout, embedding, embedding_v2, fc, one_hot
 from fleet_train.compat.testing import clone_for_test
-from fleet_train.compat.tokens import dropout, embedding, embedding_v2, one_hot
 
 __all__ = [
     "DataFeeder",

@@ -15,12 +15,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from fleet_train.compat.feeding import DataFeeder
-from fleet_train.compat.loading import Feed
+from fleet_train.compat.loading import DataFeeder, Feed
 from fleet_train.convert import session
-from fleet_train.convert.calls.util import values_of_all
-from fleet_train.convert.settings.apply_profile import say
-from fleet_train.convert.settings.keywords import ArgumentError
+from fleet_train.convert.calls import values_of_all
+from fleet_train.convert.profile_settings import say
+from fleet_train.convert.strategy import ArgumentError
 from fleet_train.errors import ConversionError
 
 Sample = tuple[np.ndarray[Any, Any], ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,16 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster import Cluster
+from fleet_train.cluster.environment import join_timeout_seconds
 from fleet_train.cluster.store.client import Variants
-from fleet_train.collectives.job.job import Array, Job, refuse_unreducible
-from fleet_train.convert import fleet, session
-from fleet_train.errors import ConversionError
+from fleet_train.collectives.job import Array, Job, refuse_unreducible
+from fleet_train.collectives.join import join, probe
+from fleet_train.convert import exits, fleet, session
+from fleet_train.convert.role_maker import cluster_of
+from fleet_train.errors import ClusterError, ConversionError
 from fleet_train.plan import CommPlan
-from fleet_train.plan.price.choose import PAPER
-from fleet_train.plan.price.predict import Network
+from fleet_train.plan.choose import PAPER, MeasuredLink
+from fleet_train.plan.price import Network
 from fleet_train.profile import Profile
 
 
@@ -107,3 +111,41 @@ def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, net
         return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
     finally:
         sys.argv, sys.path[:] = before
+
+
+# Measuring a cluster: join the job that the launcher describes, time the links, leave.
+
+
+@dataclass(frozen=True)
+class MeasuredCluster:
+    """The results, the same on every rank; None for a kind of link that the cluster does not have."""
+
+    cluster: Cluster
+    between: MeasuredLink | None
+    inside: MeasuredLink | None
+
+
+def measure_cluster(seconds: float) -> MeasuredCluster:
+    """Time allreduces for about ``seconds`` on all ranks of the launcher's job; rank 0 prints the progress to stderr.
+
+    Raises ClusterError when there is no second rank to measure with.
+    """
+    cluster = cluster_of(None)
+    if cluster.world_size == 1:
+        raise ClusterError(
+            "--measure found one rank; it needs at least two. Start it on every node through "
+            "`python -m fleet_train launch --cluster_node_ips=A,B ... -m fleet_train plan --measure`"
+        )
+    job = join(cluster, join_timeout_seconds(os.environ))
+    cluster = job.cluster
+    exits.watch(job)
+
+    def say(text: str) -> None:
+        if cluster.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    say(f"measuring {cluster.world_size} ranks on {cluster.node_num} nodes for about {seconds:g} s")
+    found = probe(job, seconds, say)
+    exits.watch(None)
+    job.leave()
+    return MeasuredCluster(cluster, found.get("between nodes"), found.get("inside a node"))

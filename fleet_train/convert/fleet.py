@@ -17,8 +17,8 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
 from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.cluster.environment import asked_strategy
-from fleet_train.collectives.paddle_compat.paddle_check import require_paddle
-from fleet_train.convert.process import exits
+from fleet_train.collectives.paddle_compat import require_paddle
+from fleet_train.convert import exits
 from fleet_train.errors import ClusterError, ConversionError
 
 exits.install()
@@ -26,19 +26,19 @@ require_paddle()
 
 import paddle  # noqa: E402
 
-from fleet_train.collectives.job.job import Job  # noqa: E402
-from fleet_train.collectives.job.step_notes import Communication  # noqa: E402
-from fleet_train.convert import session  # noqa: E402
-from fleet_train.convert.calls import metrics  # noqa: E402
-from fleet_train.convert.calls.collective import (  # noqa: E402
+from fleet_train.collectives.job import Job  # noqa: E402
+from fleet_train.collectives.step_notes import Communication  # noqa: E402
+from fleet_train.convert import (  # noqa: E402
+    metrics,
+    session,
+)
+from fleet_train.convert.calls import (  # noqa: E402
+    UtilBase,
     agree,
     all_reduce,
     all_reduce_worker,
     barrier_worker,
     gather,
-)
-from fleet_train.convert.calls.names import unknown  # noqa: E402
-from fleet_train.convert.calls.ranks import (  # noqa: E402
     gone_workers,
     init_worker,
     is_coordinator,
@@ -54,12 +54,20 @@ from fleet_train.convert.calls.ranks import (  # noqa: E402
     server_endpoints,
     server_num,
     stop_worker,
+    unknown,
     worker_endpoints,
     worker_index,
     worker_num,
     world_size,
 )
-from fleet_train.convert.calls.saving import (  # noqa: E402
+from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
+from fleet_train.convert.profile_settings import (  # noqa: E402
+    apply_environment,
+    say,
+    unwrap,
+)
+from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
+from fleet_train.convert.saving import (  # noqa: E402
     capture_persistables,
     first_not_finite,
     load_persistables,
@@ -67,18 +75,15 @@ from fleet_train.convert.calls.saving import (  # noqa: E402
     save_persistables,
     synchronize_parameters,
 )
-from fleet_train.convert.calls.util import UtilBase  # noqa: E402
-from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
-from fleet_train.convert.process.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
 from fleet_train.convert.session import current as _current  # noqa: E402
 from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
-from fleet_train.convert.settings.apply_profile import apply_environment, say  # noqa: E402
-from fleet_train.convert.settings.keywords import one_of  # noqa: E402
-from fleet_train.convert.settings.strategy import DistributedStrategy  # noqa: E402
-from fleet_train.convert.settings.wrappers import unwrap  # noqa: E402
+from fleet_train.convert.strategy import (  # noqa: E402
+    DistributedStrategy,
+    one_of,
+)
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
-from fleet_train.profile.stock.objects import asked_of_stock  # noqa: E402
+from fleet_train.profile.fleet_objects import asked_of_stock  # noqa: E402
 
 if TYPE_CHECKING:
     main_program: Any

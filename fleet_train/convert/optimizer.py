@@ -7,43 +7,135 @@ from functools import partial
 from typing import Any
 
 import paddle
+from paddle import nn, optimizer
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish, switch_onednn_off
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job import Job
 from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
-from fleet_train.convert.program.consistency import agree_on_plan
-from fleet_train.convert.program.gradient_norm import UpdatedGradients, insert_gradient_norm
-from fleet_train.convert.program.gradients import (
-    ReadyGradient,
-    dtype_name,
-    in_ready_order,
-    summed_over_uses,
-    uses_a_name_twice,
-)
-from fleet_train.convert.program.rewrite import chain_in_program_order, held_values, insert_launches, insert_waits
-from fleet_train.convert.program.separable import updates_each_alone
-from fleet_train.convert.program.start_state import make_start_equal
-from fleet_train.convert.program.startup import refuse_foreign_startup
-from fleet_train.convert.settings.amp_calls import AmpCalls
-from fleet_train.convert.settings.apply_profile import say
-from fleet_train.convert.settings.choosing import settle
-from fleet_train.convert.settings.keywords import one_of
-from fleet_train.convert.settings.profile_passes import (
+from fleet_train.convert.profile_settings import (
     fitted_to,
     leaves_one_process_alone,
+    owner_of,
     pass_settings,
     refuse_beside_another_optimizer,
     refuse_clip_of_sums,
     refuse_on_this_device,
+    say,
+    settle,
     take_over_momentum,
 )
-from fleet_train.convert.settings.wrappers import owner_of
+from fleet_train.convert.rewrite import (
+    ReadyGradient,
+    UpdatedGradients,
+    agree_on_plan,
+    chain_in_program_order,
+    dtype_name,
+    held_values,
+    in_ready_order,
+    insert_gradient_norm,
+    insert_launches,
+    insert_waits,
+    summed_over_uses,
+    uses_a_name_twice,
+)
+from fleet_train.convert.state.program_state import begun_tensor, make_start_equal, names_stored_by
+from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
 from fleet_train.profile import Profile
+
+# Whether an optimizer updates each parameter separately, so that some can be updated while other gradients are sent.
+
+
+# Exactly these classes, not subclasses, which may read all gradients at once.
+_EACH_ALONE = (
+    optimizer.SGD,
+    optimizer.Momentum,
+    optimizer.Adam,
+    optimizer.AdamW,
+    optimizer.Adamax,
+    optimizer.Adagrad,
+    optimizer.Adadelta,
+    optimizer.RMSProp,
+    optimizer.Lamb,
+)
+_CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
+
+
+def updates_each_alone(inner: Any) -> bool:
+    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
+
+    Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
+    """
+    return (
+        type(inner) in _EACH_ALONE
+        and type(inner._grad_clip) in _CLIPS_EACH_ALONE
+        and not getattr(inner, "_use_multi_tensor", False)
+    )
+
+
+# Whether a startup program belongs to a main program.
+
+
+def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
+    """Raise ConversionError if ``startups``, that of minimize and the default one, initialize no parameter of ``main``,
+    and nothing else has.
+
+    This happens with ``minimize(loss)`` outside the ``program_guard`` in which the network was built: learning rate and
+    accumulators would go into a program that the script never runs, and start values would not be made equal.
+    """
+    names = {parameter.name for parameter in main.global_block().all_parameters()}
+    scope = paddle.static.global_scope()
+    if not names or any(names & names_stored_by(startup) for startup in startups):
+        return
+    if any(begun_tensor(scope, name) is not None for name in names):
+        return
+    raise ConversionError(
+        f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "
+        "call minimize inside `with paddle.static.program_guard(main, startup)`, or pass startup_program=startup"
+    )
+
+
+# Calls of Paddle's mixed-precision optimizer that scripts make after ``minimize``.
+
+
+class AmpCalls:
+    """For a ``DistributedOptimizer``, whose own pass lowers the precision."""
+
+    amp_level: str
+    _rank: int
+
+    def amp_init(
+        self,
+        place: Any = None,
+        scope: Any = None,
+        test_program: Any = None,
+        use_fp16_test: bool = False,
+        rewrite_master_weight: bool = False,
+    ) -> None:
+        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
+        del place, scope, rewrite_master_weight  # Paddle's signature
+        if self.amp_level == "O0":
+            raise ConversionError(
+                "amp_init was called, but amp_level is O0; set amp_level: O1 or O2 in the profile, or wrap an "
+                "optimizer from paddle.static.amp.decorate"
+            )
+        text = "amp_init is mapped: parameters stay float32, so nothing is cast"
+        if test_program is not None or use_fp16_test:
+            text += "; the evaluation program stays float32, too"
+        say([text], self._rank)
+
+    def get_loss_scaling(self) -> Any:
+        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
+        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
+
+    def get_scaled_loss(self) -> Any:
+        """Refused: fetch the loss itself."""
+        raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
+
 
 ParamsGrads = list[tuple[Any, Any]]
 UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]

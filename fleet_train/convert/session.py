@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import paddle
 
+import fleet_train
 from fleet_train.cluster.environment import is_strict, join_timeout_seconds
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.join import join
+from fleet_train.collectives.host_ops import is_link
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.join import join
+from fleet_train.convert import exits
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.process import apart, exits
-from fleet_train.convert.process.role_maker import cluster_of
-from fleet_train.convert.settings.apply_profile import say
-from fleet_train.convert.state import serializing
+from fleet_train.convert.passes.blocks import nested_operators
+from fleet_train.convert.passes.norm_arithmetic import make_norms_plain, makers_of, remove_unused
+from fleet_train.convert.profile_settings import say
+from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ConversionError, FleetTrainError
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile
@@ -42,7 +49,7 @@ class Session:
 
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
-        serializing.leave_out_host_operators(self._is_drifting)
+        leave_out_host_operators(self._is_drifting)
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
@@ -50,7 +57,7 @@ class Session:
     def on_first_run(self, program: Any) -> None:
         """Advise about a program that trains on each rank alone."""
         ours = {gradient.name for plan in self.plans for bucket in plan.buckets for gradient in bucket.gradients}
-        where = apart.updates_alone(program, ours)
+        where = updates_alone(program, ours)
         if not where:
             return
         ranks = self.job.world_size
@@ -92,7 +99,7 @@ def begin(role: Any, strategy: Any) -> Session:
     exits.watch(job)
     job.advise = _session.advise
     if job.world_size > 1 and not _imagined_job:
-        apart.watch(_session.on_first_run)
+        watch(_session.on_first_run)
     return _session
 
 
@@ -142,7 +149,7 @@ def end() -> None:
     if _session is not None:
         _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
         exits.watch(None)
-        apart.watch(None)
+        watch(None)
         _session.job.leave()
         _session = None
 
@@ -156,3 +163,165 @@ def exchange_of(program: Any) -> GradientExchange | None:
     """The communication of a converted program; None with one process."""
     found = [exchange for main, exchange in current().exchanges if main is program]
     return found[-1] if found else None
+
+
+# Programs that train on each rank alone: an update without communication is found when its program first runs.
+#
+# A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it
+# never wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every
+# static program; while this process is in a job of several ranks, it is replaced by a function that looks at each
+# program at its first run, and again when it has got operators since.
+
+
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
+_LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
+_NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
+
+_paddles_run: Callable[..., Any] | None = None  # while it is replaced
+_first_run: Callable[[Any], None] | None = None
+_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``."""
+
+
+def watch(first_run: Callable[[Any], None] | None) -> None:
+    """From now on ``first_run`` is called with each program before it runs as it is now for the first time; None puts
+    Paddle's method back, unless somebody else has replaced it meanwhile."""
+    global _paddles_run, _first_run
+    _first_run = first_run
+    _seen.clear()
+    if first_run is not None and _paddles_run is None:
+        _paddles_run = paddle.static.Executor.run
+        paddle.static.Executor.run = functools.update_wrapper(_run, _paddles_run)
+    elif first_run is None and paddle.static.Executor.run is _run:
+        paddle.static.Executor.run, _paddles_run = _paddles_run, None
+
+
+def _run(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
+    assert _paddles_run is not None
+    about = paddle.static.default_main_program() if program is None else program
+    if _first_run is not None and isinstance(about, paddle.static.Program):
+        operators = about.num_ops()
+        if _seen.get(about) != operators:
+            _seen[about] = operators
+            _first_run(about)
+    return _paddles_run(self, program, *arguments, **options)
+
+
+def updates_alone(program: Any, converted: set[str]) -> str:
+    """Where a program updates parameters without the other ranks, as words for a message; empty if nowhere.
+
+    ``converted``: the parameters that this process's converted programs update.
+    """
+    block = program.global_block().ops
+    together = {*converted, ""} if any(map(is_link, block)) else set()
+    for operator in chain(block, *map(nested_operators, block)):
+        if _updates(operator) and (name := _parameter(operator)) not in together:
+            return _line_of(operator) or f"the program with parameter '{name}'"
+    return ""
+
+
+def _updates(operator: Any) -> bool:
+    """Whether it changes a parameter in place by a gradient; only Paddle's own operators can name their operands."""
+    name = operator.name()
+    return name.startswith("pd_op.") and name.endswith("_") and set(operator.get_input_names()) >= {"param", "grad"}
+
+
+def _parameter(update: Any) -> str:
+    value = update.operand_source(update.get_input_names().index("param"))
+    return str(value.get_defining_op().attrs().get("parameter_name", ""))
+
+
+def _line_of(operator: Any) -> str:
+    """The script's line that made an operator, such as ``train.py, line 12 (optimizer.minimize(loss))``."""
+    stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
+    found = ""
+    for index, line in enumerate(stack):
+        frame = _FRAME.match(line)
+        if frame is not None and not frame[1].startswith(_NOT_THE_SCRIPT):
+            code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
+            found = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
+    return found
+
+
+# Makes Paddle save a converted program as the program of one card, without our operators.
+#
+# A host operator holds a pointer to its function, which Paddle cannot write (``Unknown Attr``), so
+# ``paddle.static.save`` would fail after the training. Scripts call Paddle directly, and all of Paddle's functions
+# that write a program end in one function of its core; that one is replaced, and it changes only programs that could
+# not be written before.
+
+
+_OURS = "fleet_train_"
+_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
+
+_original: Callable[..., Any] | None = None
+_is_drifting: Callable[[Any], bool] = bool
+
+
+def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
+    """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
+    global _original, _is_drifting
+    _is_drifting = is_drifting
+    if _original is None:
+        _original = paddle.base.core.serialize_pir_program
+        paddle.base.core.serialize_pir_program = _serialize
+
+
+def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
+    assert _original is not None
+    if not any(_is_ours(operator) for operator in program.global_block().ops):
+        return _original(program, *arguments, **options)
+    if _is_drifting(program):
+        notice = (
+            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
+            "call fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
+        )
+        say([notice], rank=0)
+    return _original(for_one_card(program), *arguments, **options)
+
+
+def for_one_card(program: Any) -> Any:
+    """A copy of a converted program in which each gradient goes directly to its update, with plain batch norms."""
+    reference = program.clone()
+    ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
+    local: dict[str, list[Any]] = {}
+    for operator in ours:
+        _bypass(operator, local)
+    forward, backward = ([one for one in ours if _kind(one)[0] == kind] for kind in ("gather", "total"))
+    if forward:
+        make_norms_plain(reference, forward, backward)
+    for operator in reversed(ours):
+        behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
+        reference.global_block().remove_op(operator)
+        remove_unused(reference, behind)
+    constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
+    remove_unused(reference, constants)  # among them are the first tokens of our chains
+    return reference
+
+
+def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
+    """Replace a host operator's results by its inputs. ``local``: gradients of launched buckets."""
+    kind, bucket = _kind(operator)
+    given, gives = operator.operands_source(), operator.results()
+    pairs: list[tuple[Any, Any]] = []
+    match kind:
+        case "launch":
+            local[bucket] = given[1:]
+        case "wait":
+            pairs = list(zip(gives[1:], local[bucket], strict=False))
+        case "broadcast":
+            pairs = [(gives[1], given[1])]
+        case "hold":
+            pairs = list(zip(gives, given[:-1], strict=True))
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+
+
+def _kind(operator: Any) -> tuple[str, str]:
+    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
+    found = _NAME.search(operator.name())
+    return (found[1], found[2] or "") if found else ("", "")
+
+
+def _is_ours(operator: Any) -> bool:
+    return _OURS in operator.name()

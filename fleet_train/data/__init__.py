@@ -1,31 +1,19 @@
 """Datasets, samplers and loaders: everything between the disk and a feed dictionary, without Paddle except for GPUs."""
 
-from fleet_train.data.core.datasets import (
+from fleet_train.data.datasets import (
     DATASETS,
     ArrayDataset,
     DataIdentity,
     Dataset,
+    Draws,
     Splits,
     digits,
     load_splits,
     synthetic,
 )
-from fleet_train.data.core.prefetch import Prefetcher
-from fleet_train.data.core.rng import Draws
-from fleet_train.data.core.sampler import (
-    LAST_BATCHES,
-    BatchSampler,
-    EvaluationSampler,
-    ShardedBatchSampler,
-    evaluation_batches,
-)
-from fleet_train.data.core.shards import UNEVEN_POLICIES, OwnDataSampler, agree_steps
-from fleet_train.data.images.augment import AUGMENTATIONS, augmentation
-from fleet_train.data.images.folder import ImageFolder, image_splits
-from fleet_train.data.images.geometry import ImageSettings
-from fleet_train.data.loaders.device import device_copy
-from fleet_train.data.loaders.threads import BatchLoader, Loader
-from fleet_train.data.loaders.workers import WorkerLoader
+from fleet_train.data.decode import ImageSettings
+from fleet_train.data.images import ImageFolder, image_splits
+from fleet_train.data.loader import AUGMENTATIONS, BatchLoader, Loader, Prefetcher, augmentation, device_copy
 from fleet_train.data.open import (
     LOADERS,
     SHARDINGS,
@@ -34,8 +22,19 @@ from fleet_train.data.open import (
     make_evaluation_loader,
     make_loader,
     open_splits,
+    settle,
 )
-from fleet_train.data.settle import settle
+from fleet_train.data.sampler import (
+    LAST_BATCHES,
+    UNEVEN_POLICIES,
+    BatchSampler,
+    EvaluationSampler,
+    OwnDataSampler,
+    ShardedBatchSampler,
+    agree_steps,
+    evaluation_batches,
+)
+from fleet_train.data.workers import WorkerLoader
 
 Seat = Participant
 """The former name."""

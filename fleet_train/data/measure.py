@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fleet_train.data.images.decode import UnreadableImage, opened
-from fleet_train.data.images.folder import ImageFolder
-from fleet_train.data.loaders.threads import Loader
+from fleet_train.data.decode import UnreadableImage, opened
+from fleet_train.data.images import ImageFolder
+from fleet_train.data.loader import Loader
 from fleet_train.files import open_regular
 
 _HEADERS = 200

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_train.data.core.datasets import Dataset, Splits, load_splits
-from fleet_train.data.core.sampler import LAST_BATCHES, BatchSampler, EvaluationSampler, ShardedBatchSampler
-from fleet_train.data.core.shards import UNEVEN_POLICIES, OwnDataSampler
-from fleet_train.data.images.augment import augmentation, image_augmentation_name
-from fleet_train.data.images.folder import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
-from fleet_train.data.images.geometry import ImageSettings
-from fleet_train.data.loaders.dali import DaliLoader
-from fleet_train.data.loaders.device import device_copy
-from fleet_train.data.loaders.threads import BatchLoader, Loader
-from fleet_train.data.loaders.workers import WorkerLoader
+from fleet_train.data.dali import DaliLoader
+from fleet_train.data.datasets import Dataset, Splits, identity_of, load_splits
+from fleet_train.data.decode import ImageSettings
+from fleet_train.data.images import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
+from fleet_train.data.loader import BatchLoader, Loader, augmentation, device_copy, image_augmentation_name
+from fleet_train.data.sampler import (
+    LAST_BATCHES,
+    UNEVEN_POLICIES,
+    BatchSampler,
+    EvaluationSampler,
+    OwnDataSampler,
+    ShardedBatchSampler,
+)
+from fleet_train.data.workers import WorkerLoader
 from fleet_train.errors import DataError
 
 LOADERS = ("auto", "thread", "workers", "dali")
@@ -162,3 +166,54 @@ def _loader(
     if settings.loader == "thread" or workers == 0:
         return BatchLoader(dataset, sampler, augmentation(name, dataset), depth, finish=finish)
     return WorkerLoader(dataset, sampler, name, workers, depth, finish=finish, keep_workers=training)
+
+
+# Before the first epoch: checks that the data of all ranks is consistent, and agrees on the number of steps.
+
+
+_CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the same on every machine"
+_COPY_AGAIN = "copy the data again, or use --shard_by folder if each machine has its own data"
+# What must be equal on all ranks, and the fix if it is not; the second part only if all read the same files.
+_LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
+_FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN, "contents": _COPY_AGAIN}
+
+
+def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
+    """Agree with all ranks on the steps per epoch and return them; DataError on all ranks if the data is inconsistent.
+
+    gather: returns the JSON values of all ranks, by rank: `fleet.gather`. Called once, by every rank.
+    """
+    sampler = loader.sampler
+    own_data = isinstance(sampler, OwnDataSampler)
+    everybody = gather(_about(loader))
+    for name, fix in {**_LABELS, **({} if own_data else _FILES)}.items():
+        _must_be_equal(name, [answer[name] for answer in everybody], fix)
+    counts = [answer["steps"] for answer in everybody]
+    if isinstance(sampler, OwnDataSampler):
+        return sampler.agree(counts)
+    if min(counts) < 1:
+        dataset = loader.dataset
+        raise DataError(f"{dataset.name} has {dataset.num_samples} samples, too few for one step on each rank")
+    return int(counts[0])
+
+
+def _about(loader: Loader) -> dict[str, Any]:
+    dataset, sampler = loader.dataset, loader.sampler
+    images = dataset if isinstance(dataset, ImageFolder) else None
+    identity = identity_of(dataset)  # a loader of one's own need not have data_identity()
+    digest = None if identity is None else identity.digest
+    return {
+        "number of classes": dataset.num_classes,
+        "class names": None if images is None else images.classes_digest(),
+        "number of samples": dataset.num_samples,
+        "file names and labels": None if images is None else digest,
+        "contents": digest if images is None else None,
+        "steps": sampler.proposed_steps if isinstance(sampler, OwnDataSampler) else len(sampler),
+    }
+
+
+def _must_be_equal(name: str, values: list[Any], fix: str) -> None:
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    if others:
+        shown = ", ".join(f"{values[rank]} on rank {rank}" for rank in (0, *others[:3]))
+        raise DataError(f"the training data differs between ranks in its {name}: {shown}; {fix}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -11,14 +12,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fleet_train.doctor.facts import Examination, Folder, GroupResult, NodeFacts, NodeReport, from_json, to_json
-from fleet_train.doctor.measure import folders, gpus, machine, network, software
-from fleet_train.doctor.options import GROUP_NEEDS_SECONDS, GROUP_SECONDS, Options
-from fleet_train.doctor.participants import Participants
-from fleet_train.doctor.peers.peer_group import PeerGroup
-from fleet_train.doctor.peers.replicated_state import ReplicatedState
-from fleet_train.doctor.peers.responder import Responder
+import click
+
+from fleet_train.doctor import measure_folders, measure_machine, measure_network, report
+from fleet_train.doctor import measure_machine as machine
+from fleet_train.doctor import measure_machine as software
+from fleet_train.doctor.facts import (
+    GROUP_NEEDS_SECONDS,
+    GROUP_SECONDS,
+    PASS,
+    Examination,
+    Finding,
+    Folder,
+    GroupResult,
+    NodeFacts,
+    NodeReport,
+    Options,
+    exit_code,
+    from_json,
+    to_json,
+    verdict,
+)
+from fleet_train.doctor.judge import judge
+from fleet_train.doctor.participants import Participants, find
+from fleet_train.doctor.peer_group import PeerGroup
+from fleet_train.doctor.responder import ReplicatedState, Responder
+from fleet_train.errors import printable
+from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
 from fleet_train.selftest.child import free_port
+from fleet_train.selftest.supervisor import Where
 
 Say = Callable[[str], None]
 _PAIRS_SECONDS = 14.0
@@ -34,7 +56,7 @@ class Examiner:
     def __init__(self, participants: Participants, options: Options, say: Say) -> None:
         self.participants = participants
         self.options = options
-        self.mark = f"{folders.MARK}{secrets.token_hex(8)}"
+        self.mark = f"{measure_folders.MARK}{secrets.token_hex(8)}"
         self._say = say
         self._deadline = time.monotonic() + options.whole_seconds
         self._folders: tuple[Folder, ...] = ()
@@ -44,7 +66,7 @@ class Examiner:
         try:
             return self._alone() if self.participants.is_alone else self._among_others()
         finally:
-            folders.clean(self._folders, self.mark)
+            measure_folders.clean(self._folders, self.mark)
 
     def _left(self, most: float) -> float:
         return max(0.5, min(most, self._deadline - time.monotonic()))
@@ -75,18 +97,22 @@ class Examiner:
         if "software" in asked:
             facts = replace(facts, software=software.software(self.options.strategy, self.options.script))
         if "network" in asked:
-            here = network.network(participants.addresses, participants.index, held, participants.is_named, os.environ)
+            here = measure_network.network(
+                participants.addresses, participants.index, held, participants.is_named, os.environ
+            )
             facts = replace(facts, network=here)
         if "gpus" in asked:
-            facts = replace(facts, gpus=gpus.gpus())
+            facts = replace(facts, gpus=measure_machine.gpus())
         return facts
 
     def _examine_folders(self) -> tuple[Folder, ...]:
         wanted = {"logs": self.options.log_dir, "output": self.options.output_dir}
-        if folders.nearest(self.options.log_dir) == folders.nearest(self.options.output_dir):
+        if measure_folders.nearest(self.options.log_dir) == measure_folders.nearest(self.options.output_dir):
             wanted = {"logs and output": self.options.log_dir}
         with ThreadPoolExecutor(len(wanted), "doctor folders") as beside:
-            found = [beside.submit(folders.examine, purpose, path, self.mark) for purpose, path in wanted.items()]
+            found = [
+                beside.submit(measure_folders.examine, purpose, path, self.mark) for purpose, path in wanted.items()
+            ]
             return tuple(one.result() for one in found)
 
     # among others
@@ -144,7 +170,9 @@ class Examiner:
         marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here")}
         others = {node: mark for node, mark in marks.items() if node != self.participants.index and _is_mark(mark)}
         shared = tuple(
-            replace(folder, shared_with=tuple(sorted(n for n, mark in others.items() if folders.seen(folder, mark))))
+            replace(
+                folder, shared_with=tuple(sorted(n for n, mark in others.items() if measure_folders.seen(folder, mark)))
+            )
             for folder in facts.folders
         )
         return replace(facts, folders=shared)
@@ -153,7 +181,7 @@ class Examiner:
         peer_group.state.put(f"group/{self.participants.index}", to_json(self._form(peer_group.state, sorted(present))))
 
     def _form(self, state: ReplicatedState, present: list[int]) -> GroupResult:
-        from fleet_train.doctor.peers.forming import form
+        from fleet_train.doctor.peer_group import form
 
         agreed = all(_present(state, node) == present for node in present)
         if len(present) < 2 or not agreed:
@@ -190,4 +218,45 @@ def _present(state: ReplicatedState, node: int) -> list[int]:
 
 def _is_mark(text: str) -> bool:
     """It becomes part of a path, and comes from another machine."""
-    return text.startswith(folders.MARK) and text.removeprefix(folders.MARK).isalnum()
+    return text.startswith(measure_folders.MARK) and text.removeprefix(measure_folders.MARK).isalnum()
+
+
+# From the command to the verdict.
+
+
+def start(options: Options, where: Where, as_json: bool) -> int:
+    """Examine; returns the exit code. Raises FleetTrainError for flags that describe no cluster."""
+    began = time.monotonic()
+    participants = find(where, options.join_timeout_seconds)
+    if participants is None:
+        return 0  # the first process of this node does it
+    examiner = Examiner(participants, options, lambda text: _echo(f"fleet_train: {text}", err=True))
+    try:
+        with stopping_signals():  # so that files are also deleted on SIGTERM
+            examined = examiner.run()
+    except StopRequested as stop:
+        click.echo(f"fleet_train: stopped by {request_name(stop.number)}; there is no result", err=True)
+        return 128 + stop.number
+    findings = judge(examined, options.groups)
+    seconds = time.monotonic() - began
+    if as_json:
+        click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
+    for line in _shown(participants, examined, findings, seconds):
+        _echo(line, err=as_json)
+    return exit_code(findings)
+
+
+def _echo(line: str, err: bool) -> None:
+    """Facts and names come from other machines: they cannot control this terminal."""
+    click.echo(printable(line), err=err)
+
+
+def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
+    """The lowest present node prints everything, the others their own findings."""
+    own = examined.host(participants.index)
+    if participants.index == min(examined.reports, default=participants.index):
+        table = report.matrix(examined)
+        return [*report.lines(findings), *([""] if table else []), *table, "", verdict(findings, seconds)]
+    mine = [one.line for one in findings if one.level != PASS and own in one.hosts]
+    where = f"the whole report is on {examined.host(min(examined.reports))}"
+    return [*mine, f"{verdict(findings, seconds)}; {where}"]

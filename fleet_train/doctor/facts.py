@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+from fleet_train.errors import ClusterError, JoinTimeout
 
 T = TypeVar("T")
 UNLIMITED = -1
@@ -239,3 +243,107 @@ def _reader(kind: type[Any]) -> Any:
     if kind not in _readers:
         _readers[kind] = TypeAdapter(kind)
     return _readers[kind]
+
+
+# One finding: a check of one host or of a pair, the measured value, the threshold, and the command that fixes it.
+
+
+PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
+ABSENT = "absent"
+"""The id of the finding that names a node that did not connect."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    group: str
+    id: str
+    level: str
+    hosts: tuple[str, ...]
+    measured: str
+    threshold: str = ""
+    fix: str = ""
+
+    @property
+    def line(self) -> str:
+        threshold = f" ({self.threshold})" if self.threshold else ""
+        fix = f"; mend: {self.fix}" if self.fix and self.level != PASS else ""
+        return f"{self.level}  {self.id}  {' -> '.join(self.hosts)}: {self.measured}{threshold}{fix}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0: no FAIL; 6: a node did not connect; 1: anything else has failed."""
+    failed = [one for one in findings if one.level == FAIL]
+    if any(one.id == ABSENT for one in failed):
+        return JoinTimeout.exit_code
+    return 1 if failed else 0
+
+
+def verdict(findings: Sequence[Finding], seconds: float) -> str:
+    """The last line."""
+    numbers = {level: sum(one.level == level for one in findings) for level in (FAIL, WARN, PASS)}
+    counted = ", ".join(f"{number} {level}" for level, number in numbers.items() if number)
+    word = "SICK" if numbers[FAIL] else "FIT, with warnings" if numbers[WARN] else "FIT"
+    failed = list(dict.fromkeys(f"{one.id} on {' -> '.join(one.hosts)}" for one in findings if one.level == FAIL))
+    named = f": {'; '.join(failed[:4])}{f'; and {len(failed) - 4} more' if len(failed) > 4 else ''}" if failed else ""
+    return f"{word}{named} ({counted or 'nothing was examined'}, in {seconds:.0f} s)"
+
+
+def size(number: float) -> str:
+    """``1.5 GB`` and the like, in powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def rate(bytes_per_second: float) -> str:
+    """``941 Mb/s``: the usual unit of networks."""
+    bits = bytes_per_second * 8
+    return f"{bits / 1e9:.1f} Gb/s" if bits >= 10e9 else f"{bits / 1e6:.{0 if bits >= 10e6 else 2}f} Mb/s"
+
+
+# The requested examination, and how long each part may take.
+
+
+GROUPS = {
+    "machine": "memory, processors, limits, /dev/shm, folders, a slow node",
+    "software": "versions, package, profile and script, compared between hosts",
+    "network": "names, routes, ports, MTU, proxies, clocks, latency, bandwidth, retransmits",
+    "gpus": "driver, ECC, NVLink, NCCL (where there are GPUs)",
+    "group": "one process per host forms a process group and adds exact integers",
+}
+"""The values of ``--only`` and ``--skip``, in the order in which findings are printed."""
+JOIN_SECONDS = 20.0
+MOST_JOIN_SECONDS = 600.0
+WHOLE_SECONDS = 56.0
+"""From the start to the verdict, with the default ``--join_timeout``; the remaining time bounds each part."""
+GROUP_SECONDS, GROUP_NEEDS_SECONDS = 25.0, 12.0
+"""A group is abandoned after the first; with less than the second left it is not started."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``groups``: what is examined. Times in seconds."""
+
+    groups: tuple[str, ...] = tuple(GROUPS)
+    join_timeout_seconds: float = JOIN_SECONDS
+    strategy: str | None = None
+    script: str | None = None
+    log_dir: Path = Path("log")
+    output_dir: Path = Path("runs")
+
+    @property
+    def whole_seconds(self) -> float:
+        return WHOLE_SECONDS + max(0.0, self.join_timeout_seconds - JOIN_SECONDS)
+
+
+def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    """The groups selected by the flags. Raises ClusterError if none is left."""
+    left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
+    if not left:
+        raise ClusterError(f"--only and --skip leave nothing to examine; the groups are {', '.join(GROUPS)}")
+    return left

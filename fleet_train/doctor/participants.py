@@ -10,18 +10,16 @@ from hashlib import sha256
 import click
 
 from fleet_train.cluster import network
-from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.cluster import Cluster, parse_hosts
 from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import cluster_from_environ
-from fleet_train.cluster.hosts import parse_hosts
 from fleet_train.cluster.partial import complete
-from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError
-from fleet_train.launch.rendezvous.nodes_of_engine import with_nodes_of_engine
-from fleet_train.launch.spec.machine import look_around
-from fleet_train.launch.spec.node import check_addresses, check_port_range, choose_node, choose_processes
-from fleet_train.launch.spec.request import LaunchRequest
-from fleet_train.selftest.start import Where, is_rank
+from fleet_train.launch.node import check_addresses, check_port_range, choose_node, choose_processes, look_around
+from fleet_train.launch.rendezvous.round import with_nodes_of_engine
+from fleet_train.launch.request import LaunchRequest
+from fleet_train.selftest.supervisor import Where, is_rank
 
 LOOPBACK = "127.0.0.1"
 

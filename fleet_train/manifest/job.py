@@ -18,11 +18,8 @@ from fleet_train.errors import (
     Preempted,
     ProfileError,
 )
-from fleet_train.manifest.checks import check_name
-from fleet_train.manifest.pods import END_SECONDS, Pods
-from fleet_train.manifest.training import Training
-from fleet_train.manifest.words import about, about_ends, paragraph, rows
-from fleet_train.manifest.yaml_text import to_yaml
+from fleet_train.manifest.checks import Training, about, about_ends, check_name, paragraph, rows
+from fleet_train.manifest.pods import END_SECONDS, Pods, to_yaml
 
 CONTAINER = "train"
 RESERVED = ("FLEET_TRAIN_MASTER", "FLEET_TRAIN_NNODES", "FLEET_TRAIN_NODE_RANK", "JOB_COMPLETION_INDEX")

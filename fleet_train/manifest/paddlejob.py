@@ -6,11 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleet_train.manifest.checks import check_name
-from fleet_train.manifest.pods import END_SECONDS, Pods
-from fleet_train.manifest.training import Training
-from fleet_train.manifest.words import about, about_ends, paragraph, rows
-from fleet_train.manifest.yaml_text import to_yaml
+from fleet_train.manifest.checks import Training, about, about_ends, check_name, paragraph, rows
+from fleet_train.manifest.pods import END_SECONDS, Pods, to_yaml
 
 CONTAINER, PORT = "paddle", "master"
 """The names by which the operator finds the container and the port for the pods' variables."""

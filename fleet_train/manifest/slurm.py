@@ -7,8 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from fleet_train.errors import ClusterError, Preempted
-from fleet_train.manifest.training import Training
-from fleet_train.manifest.words import about, paragraph, rows
+from fleet_train.manifest.checks import Training, about, paragraph, rows
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", re.ASCII)
 _MEMORY = re.compile(r"\d{1,9}[KMGT]?", re.ASCII)

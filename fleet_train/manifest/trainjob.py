@@ -7,11 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from fleet_train.errors import ClusterError
-from fleet_train.manifest.checks import check_name, check_subdomain
-from fleet_train.manifest.pods import END_SECONDS, Pods, command
-from fleet_train.manifest.training import Training
-from fleet_train.manifest.words import about, about_ends, paragraph, rows
-from fleet_train.manifest.yaml_text import to_yaml
+from fleet_train.manifest.checks import Training, about, about_ends, check_name, check_subdomain, paragraph, rows
+from fleet_train.manifest.pods import END_SECONDS, Pods, command, to_yaml
 
 VERSIONS = ("2.3", "2.2")
 KINDS = ("ClusterTrainingRuntime", "TrainingRuntime")

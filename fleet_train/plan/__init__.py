@@ -1,8 +1,8 @@
 """What will be communicated: gradients -> buckets -> collectives, as pure data. No Paddle."""
 
+from fleet_train.plan.choose import build_plan
 from fleet_train.plan.explain import explain
 from fleet_train.plan.plan import Bucket, CommPlan, TensorSpec, first_difference
-from fleet_train.plan.price.choose import build_plan
 
 Gradient = TensorSpec
 """The former name."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan.compressions import collectives_of
-from fleet_train.plan.fragments import fragments_of
-from fleet_train.plan.notes import notes_of
-from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.plan.explain import notes_of
+from fleet_train.plan.phases import BITS, CollectiveSpec, averaging_settings
 from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, TensorSpec
-from fleet_train.plan.quantised import BITS, averaging_settings
 from fleet_train.profile import Profile
-from fleet_train.profile.buckets import Buckets, buckets_of, chosen_in_words
 from fleet_train.profile.knobs import entry_of, refuse_unknown
+from fleet_train.profile.profile import Buckets, buckets_of, chosen_in_words
 
 _SENDS_STATE = {"keep": False, "average": True, "reset": False}
 _AVERAGING_DTYPES = ("float32", "bfloat16", *BITS)
@@ -30,7 +29,7 @@ def build_settled(
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` has no open
-    settings (see `fleet_train.plan.price.choose`).
+    settings (see `fleet_train.plan.choose`).
 
     ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
     norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
@@ -141,3 +140,145 @@ def _averaging(
         averaging_settings(profile),
         fragments_of(values, profile.local_sgd_fragments, profile.local_sgd_fragment_pattern),
     )
+
+
+# Which parameters are averaged together when fragments are averaged in turn: pure arithmetic.
+#
+# Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.2.
+
+
+def fragments_of(values: Sequence[TensorSpec], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
+    """Positions of ``values`` in ``number`` fragments of whole layers; empty for one fragment.
+
+    ``pattern``: ``strided`` assigns layers round-robin, ``sequential`` splits their list into parts of similar size.
+    Raises ProfileError if there are fewer layers than fragments.
+    """
+    if number == 1:
+        return ()
+    layers = layers_of(values)
+    if number > len(layers):
+        raise ProfileError(
+            f"local_sgd_fragments: {number} is more than the {len(layers)} layers that the program trains; use "
+            f"{len(layers)} or fewer"
+        )
+    dealt = entry_of("local_sgd_fragment_pattern", pattern, _PATTERNS, "order")(layers, values, number)
+    return tuple(tuple(sorted(position for layer in part for position in layer)) for part in dealt)
+
+
+def layers_of(values: Sequence[TensorSpec]) -> list[list[int]]:
+    """Positions of values whose names agree up to their last dot, in the order of their first ones."""
+    layers: dict[str, list[int]] = {}
+    for position, value in enumerate(values):
+        layers.setdefault(value.name.rpartition(".")[0] or value.name, []).append(position)
+    return list(layers.values())
+
+
+def _deal(layers: Sequence[list[int]], _: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
+    """``number`` lists, filled round-robin."""
+    return [list(layers[first::number]) for first in range(number)]
+
+
+def _cut(layers: Sequence[list[int]], values: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
+    """``number`` non-empty runs of neighbouring layers: each ends where it has its share of all elements."""
+    sizes = [sum(values[position].elements for position in layer) for layer in layers]
+    parts: list[list[list[int]]] = [[]]
+    done, share = 0, sum(sizes) / number
+    for index, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        missing = number - len(parts)
+        is_full = done + size / 2 > share * len(parts) or len(layers) - index == missing
+        if parts[-1] and missing and is_full:
+            parts.append([])
+        parts[-1].append(layer)
+        done += size
+    return parts
+
+
+_PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], list[list[list[int]]]]] = {
+    "strided": _deal,
+    "sequential": _cut,
+}
+
+
+# When LocalSGD averages: pure arithmetic, the same on every rank.
+
+
+@dataclass
+class LocalSgdSchedule:
+    """Counts local steps and says when a period ends. Steps count from 1.
+
+    Schedules: constant; doubling 1, 2, 4 .. ``steps``; adaptive (AdaComm, Wang and Joshi 2018).
+    """
+
+    warm_steps: int
+    steps: int
+    kind: str = "constant"
+    max_steps: int = 64
+    period: int = field(default=0, init=False)
+    local_steps: int = 0
+    first_rate: float = 0.0
+    first_loss: float = 0.0
+    fragments: int = 1
+    """Parts of the parameters that are averaged in turn, each once in a period; only with a constant period."""
+
+    def __post_init__(self) -> None:
+        first = {"constant": self.steps, "doubling": 1, "adaptive": self.steps}
+        self.period = entry_of("local_sgd_schedule", self.kind, first, "schedule of averagings")
+
+    @classmethod
+    def of(cls, profile: Profile) -> LocalSgdSchedule:
+        return cls(
+            profile.local_sgd_is_warm_steps,
+            profile.local_sgd_steps,
+            profile.local_sgd_schedule,
+            profile.local_sgd_max_steps,
+            fragments=profile.local_sgd_fragments,
+        )
+
+    def is_synchronous(self, step: int) -> bool:
+        """Whether gradients are averaged in this step."""
+        return step <= self.warm_steps
+
+    def count(self) -> int | None:
+        """Count one local step; returns the fragment that is averaged after it, if any: at a period's end, the last
+        one.
+
+        Fragments are spread evenly over a period.
+        """
+        self.local_steps += 1
+        if self.local_steps >= self.period:
+            return self.fragments - 1
+        due = [fragment for fragment in range(self.fragments) if self.local_steps == self._ends_at(fragment)]
+        return due[0] if due else None
+
+    def _ends_at(self, fragment: int) -> int:
+        return (fragment + 1) * self.period // self.fragments
+
+    def begin_period(self) -> None:
+        """Called when an averaging has started: after a period's last one, start the next period. For an adaptive
+        schedule, call ``adapt`` before the next count."""
+        if self.local_steps < self.period:
+            return
+        self.local_steps = 0
+        if self.kind == "doubling":
+            self.period = min(2 * self.period, self.steps)
+
+    def adapt(self, rate: float, loss: float) -> None:
+        """Choose the length of the current period from the learning rate and the ranks' mean loss."""
+        self.period = self._adapted(rate, loss)
+
+    def _adapted(self, rate: float, loss: float) -> int:
+        if self.first_rate <= 0.0:
+            self.first_rate, self.first_loss = rate, max(loss, 1e-12)
+        if not (rate > 0.0 and math.isfinite(loss)):
+            return self.period
+        growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
+        return max(1, min(self.max_steps, math.ceil(growth * self.steps)))
+
+    def numbers(self) -> list[float]:
+        """The state that a resumed run needs."""
+        return [float(self.period), float(self.local_steps), self.first_rate, self.first_loss]
+
+    def take(self, numbers: list[float]) -> None:
+        """Continue from the result of ``numbers``."""
+        self.period, self.local_steps = int(numbers[0]), int(numbers[1])
+        self.first_rate, self.first_loss = numbers[2], numbers[3]

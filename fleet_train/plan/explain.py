@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from fleet_train.plan.plan import Bucket, CommPlan
+from collections.abc import Sequence
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.plan.plan import MEGABYTE, Bucket, CommPlan, Note, TensorSpec
+from fleet_train.profile import Profile
+from fleet_train.profile.profile import CHOSEN, DECLINED, buckets_of
 
 
 def explain(plan: CommPlan) -> str:
@@ -66,3 +72,201 @@ def _count(number: int, noun: str) -> str:
 
 def _how(bucket: Bucket) -> str:
     return bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
+
+
+# What each knob did to a plan, in words.
+
+
+def notes_of(
+    gradients: Sequence[TensorSpec],
+    buckets: Sequence[Bucket],
+    cluster: Cluster,
+    profile: Profile,
+    team_size: int,
+    statistics: Sequence[CollectiveSpec],
+) -> list[Note]:
+    """One note for each knob that affects what is sent, or the program around it."""
+    return [
+        *_fusing(gradients, buckets, profile),
+        *_strategies(cluster, profile, team_size),
+        *_local_sgd(profile),
+        *_program(profile, statistics),
+        *_running(profile),
+    ]
+
+
+def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile: Profile) -> list[Note]:
+    asked = buckets_of(profile)
+    notes = [
+        Note(
+            "fuse_all_reduce_ops",
+            f"{len(gradients)} gradients in {len(buckets)} collectives"
+            if profile.fuse_all_reduce_ops
+            else f"off: one collective for each of {len(gradients)} gradients",
+        ),
+        Note(
+            "nccl_comm_num",
+            f"{asked.communicators} communicator{'s' if asked.communicators > 1 else ''}, buckets in turn"
+            + _chosen(profile, "nccl_comm_num"),
+        ),
+    ]
+    if profile.fuse_all_reduce_ops:
+        largest = max((bucket.nbytes for bucket in buckets), default=0) / MEGABYTE
+        notes += [
+            Note(
+                "fuse_grad_size_in_MB",
+                f"at most {asked.megabytes:g} MB per bucket; largest {largest:.2f} MB"
+                + _chosen(profile, "fuse_grad_size_in_MB"),
+            ),
+            Note(
+                "fuse_parameter_groups_size",
+                f"at most {profile.fuse_parameter_groups_size} gradients per bucket; "
+                f"most {max((len(bucket.gradients) for bucket in buckets), default=0)}",
+            ),
+            Note(
+                "last_comm_group_size_MB",
+                f"first and last bucket at most {asked.edge_megabytes:g} MB: communication starts early "
+                "and ends soon after the backward pass" + _chosen(profile, "last_comm_group_size_MB"),
+            ),
+        ]
+    return notes
+
+
+def _chosen(profile: Profile, knob: str) -> str:
+    """How the number of an open knob was chosen, or nothing."""
+    origin = profile.origin(knob)
+    return f" ({origin})" if origin.startswith(CHOSEN) else ""
+
+
+def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:
+    notes = []
+    if profile.use_hierarchical_allreduce:
+        effect = (
+            f"local groups of {team_size} ranks; {cluster.world_size // team_size} leaders send between local groups"
+            if team_size
+            else "every local group would have one rank, or all: the same as the flat allreduce"
+        )
+        notes.append(Note("use_hierarchical_allreduce", effect))
+    if profile.sync_nccl_allreduce:
+        notes.append(Note("sync_nccl_allreduce", "each bucket is waited for immediately: nothing overlaps"))
+    if (origin := profile.origin("compression")).startswith(DECLINED):
+        instead = "float32" if profile.compression == "none" else profile.compression
+        notes.append(Note("compression", f"{origin}: the requested compression does not pay there; {instead} is sent"))
+    elif profile.compression != "none":
+        if not profile.compression_declines:
+            notes.append(Note("compression_declines", f"off: {profile.compression} is sent whatever encoding costs"))
+        notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
+    if profile.accumulate_steps > 1:
+        notes.append(Note("accumulate_steps", f"all of this once per {profile.accumulate_steps} micro-batches"))
+    return notes
+
+
+def _tuning(profile: Profile) -> str:
+    """The settings of the chosen compression: each of its knobs with its value."""
+    prefix = f"{profile.compression}_"
+    values = {name: value for name, value in profile if name.startswith(prefix)}
+    words = [f"{name.removeprefix(prefix)} {value}" for name, value in values.items()]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _local_sgd(profile: Profile) -> list[Note]:
+    if not profile.use_local_sgd:
+        return []
+    longest = f", at most {profile.local_sgd_max_steps}" if profile.local_sgd_schedule == "adaptive" else ""
+    notes = [
+        Note(
+            "use_local_sgd",
+            f"gradients are sent in the first {profile.local_sgd_is_warm_steps} steps only; then parameters are "
+            f"averaged every {profile.local_sgd_steps} steps ({profile.local_sgd_schedule}{longest})",
+        ),
+        Note("local_sgd_momentum", f"{profile.local_sgd_momentum}: the optimizer's state at an averaging"),
+        Note("local_sgd_dtype", f"an averaging sends {profile.local_sgd_dtype}"),
+    ]
+    if profile.local_sgd_overlap_steps:
+        effect = f"an averaging's change is added {profile.local_sgd_overlap_steps} steps later, which overlap it"
+        notes.append(Note("local_sgd_overlap_steps", effect))
+    if profile.outer_optimizer != "none":
+        effect = (
+            f"{profile.outer_optimizer}: lr {profile.outer_lr:g}, momentum {profile.outer_momentum:g} on the averaged "
+            "difference"
+        )
+        notes.append(Note("outer_optimizer", effect))
+    return notes
+
+
+def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Note]:
+    """Notes on a rank's own pass, which does not change what is sent, except for batch norm."""
+    notes = []
+    if profile.sync_batch_norm:
+        nbytes = sum(sent.nbytes for sent in statistics)
+        effect = f"{len(statistics)} exchanges per pass, {nbytes} bytes of a rank in all"
+        notes.append(
+            Note("sync_batch_norm", effect if statistics else "no batch norm in training mode, so nothing to send")
+        )
+    if profile.amp_level != "O0":
+        scale = ", with a loss scale" if profile.amp_dtype == "float16" else ""
+        notes.append(
+            Note("amp_level", f"{profile.amp_level} in {profile.amp_dtype}{scale}; gradients are sent as float32")
+        )
+    if cuts := _recompute_cuts(profile):
+        notes.append(Note("recompute", f"the forward pass is cut {cuts} and recomputed; communication is unchanged"))
+    return notes
+
+
+def _recompute_cuts(profile: Profile) -> str:
+    if profile.recompute_segments > 1:
+        return f"in {profile.recompute_segments} pieces"
+    if profile.recompute_every_blocks:
+        return f"every {profile.recompute_every_blocks} blocks"
+    return f"at {', '.join(profile.recompute_checkpoints)}" if profile.recompute_checkpoints else ""
+
+
+def _running(profile: Profile) -> list[Note]:
+    """Notes on other communication of a running job, whose bytes are negligible."""
+    return [
+        Note(
+            "divergence_check_steps",
+            f"a digest of the parameters is compared {_when_compared(profile)}{_at_saves(profile)}",
+        ),
+        Note(
+            "collective_timeout_seconds",
+            f"a rank that does not arrive is named after {profile.collective_timeout_seconds} s",
+        ),
+        *_barriers(profile.barrier_every_steps),
+        Note("fetch_frequency", _fetching(profile.fetch_frequency)),
+    ]
+
+
+def _barriers(every: int) -> list[Note]:
+    if every == 1:
+        return []
+    effect = (
+        f"a barrier every {every} synchronous steps, and where one is needed; in between Gloo waits for "
+        "a rank for 30 s, which cannot be set, and a stop request is not seen"
+    )
+    return [Note("barrier_every_steps", effect)]
+
+
+def _fetching(every: int) -> str:
+    """For the trainer; a script's own training loop decides for itself and is not known here."""
+    if every == 1:
+        return "the reference trainer fetches the loss in every step, and fleet.should_fetch is true in every step"
+    return (
+        f"the reference trainer fetches the loss every {every} steps, and so does a loop that asks "
+        "fleet.should_fetch(step); one that fetches in every step waits in every step"
+    )
+
+
+def _at_saves(profile: Profile) -> str:
+    return "; and before every save" if profile.divergence_check_steps else ""
+
+
+def _when_compared(profile: Profile) -> str:
+    every = profile.divergence_check_steps
+    if not every:
+        return "never"
+    if not profile.use_local_sgd:
+        return f"at the first step and every {every} steps"
+    if not profile.local_sgd_is_warm_steps:
+        return f"before the first step, then at the first averaging after {every} steps, and so on"
+    return f"at the first step and every {every} steps of the warm-up, then at the first averaging after so many"

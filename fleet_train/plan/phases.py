@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fleet_train.plan.backend_bytes import Edge, Flow, flows
-from fleet_train.plan.hierarchy import leaders_of, local_groups
-from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
+import numpy as np
+
+from fleet_train.profile import Profile
+from fleet_train.profile.knobs import entry_of
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,298 @@ def sent_by_rank(phases: Iterable[CollectivePhase], world_size: int) -> tuple[fl
         for (sender, _), flow in phase.flows().items():
             sent[sender] += flow.nbytes
     return tuple(sent)
+
+
+# Local groups of ranks for hierarchical collectives: pure arithmetic.
+
+
+def local_groups(world_size: int, ranks_per_group: int) -> list[list[int]]:
+    """Neighbouring ranks in local groups of ``ranks_per_group``; the last local group gets the rest."""
+    return [
+        list(range(first, min(first + ranks_per_group, world_size))) for first in range(0, world_size, ranks_per_group)
+    ]
+
+
+def leaders_of(members: Sequence[Sequence[int]]) -> list[int]:
+    """The first rank of each local group."""
+    return [local_group[0] for local_group in members]
+
+
+# The bytes that a collective actually sends on Gloo, edge by edge: pure arithmetic.
+#
+# Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a count of
+# the bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts below
+# equal the measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an
+# allreduce; its reduce and broadcast are chains, with other numbers.
+
+
+SEGMENT_BYTES = 2**20
+"""Gloo's largest piece of a chunk."""
+SENDER_BYTES_PER_MESSAGE = 96
+"""Gloo's notification and header, 48 bytes each, from the sender."""
+RECEIVER_BYTES_PER_MESSAGE = 48
+"""Gloo's "ready" of the receiver, against the direction of the payload."""
+FRAME_OVERHEAD = 66 / 1448
+"""Ethernet, IP and TCP headers per payload byte at an MTU of 1500; an interface with segmentation offload counts less.
+The wire itself adds 24 bytes per frame (preamble, checksum, gap)."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends to another in a collective: payload bytes, and the number of messages."""
+
+    nbytes: float
+    messages: float
+
+    def plus(self, other: Flow, times: float = 1.0) -> Flow:
+        return Flow(self.nbytes + times * other.nbytes, self.messages + times * other.messages)
+
+
+Edge = tuple[int, int]
+"""Sending and receiving rank."""
+
+
+def flows(kind: str, ranks: Sequence[int], nbytes: int, item_bytes: int = 4) -> dict[Edge, Flow]:
+    """Every edge of one collective over ``ranks``; the root, if there is one, is the first.
+
+    ``kind``: allreduce, reduce, broadcast, allgather, alltoall. ``nbytes``: the buffer of one rank (allgather: its
+    contribution; alltoall: what it sends to each other rank).
+    """
+    if len(ranks) < 2 or nbytes == 0:
+        return {}
+    by_position = _FLOWS[kind](len(ranks), nbytes, item_bytes)
+    return {(ranks[sender], ranks[receiver]): flow for (sender, receiver), flow in by_position.items()}
+
+
+def rounds(kind: str, size: int) -> int:
+    """The number of sequential messages in a collective of ``size`` ranks, each of which costs the latency."""
+    if size < 2:
+        return 0
+    depth = (size - 1).bit_length()
+    pairings = size - 1 + size % 2  # each rank exchanges with every other
+    return {
+        "allreduce": 2 * (size - 1),
+        "reduce": size,
+        "broadcast": depth,
+        "allgather": size - 1,
+        "alltoall": pairings,
+    }[kind]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How the ring splits a buffer: a chunk per rank, of at least two segments, the last ones shorter or empty."""
+
+    size: int
+    nbytes: int
+    segment_bytes: int
+    segments_per_rank: int
+
+    @classmethod
+    def even(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+        """How the allreduce splits: as few segments as the maximum size allows, all of one length."""
+        number = _round_up(max(divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
+        return cls(size, nbytes, _round_up(divide_up(nbytes, number), item_bytes), number // size)
+
+    @classmethod
+    def uneven(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+        """How the reduce splits: segments of the maximum size, so that the last chunk can be much shorter."""
+        largest = SEGMENT_BYTES // item_bytes * item_bytes
+        segment = _round_up(min(divide_up(nbytes, 2 * size), largest), item_bytes)
+        number = _round_up(max(divide_up(nbytes, segment), 2 * size), size)
+        return cls(size, nbytes, segment, number // size)
+
+    def chunk(self, position: int) -> Flow:
+        """The chunk of a position, segment by segment."""
+        whole = self.segment_bytes * self.segments_per_rank
+        length = max(0, min(whole, self.nbytes - position % self.size * whole))
+        return Flow(length, divide_up(length, self.segment_bytes))
+
+    def segment(self, index: int) -> Flow:
+        length = self.nbytes - index % (self.size * self.segments_per_rank) * self.segment_bytes
+        length = max(0, min(self.segment_bytes, length))
+        return Flow(length, 1 if length else 0)
+
+
+@lru_cache(maxsize=4096)
+def _allreduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """Reduce-scatter, then allgather, to the left neighbour: all chunks twice, except two. About 2 (N - 1) / N each."""
+    chunks = _Chunks.even(size, nbytes, item_bytes)
+    parts = [chunks.chunk(position) for position in range(size)]
+    everything = Flow(0, 0)
+    for part in parts:
+        everything = everything.plus(part, 2)
+    return {
+        (position, (position - 1) % size): everything.plus(parts[position], -1).plus(parts[position - 1], -1)
+        for position in range(size)
+    }
+
+
+@lru_cache(maxsize=4096)
+def _reduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """Reduce-scatter around the ring, then every rank's chunk directly to the root: 1 each, the root (N - 1) / N.
+
+    More from 2 N MB on: the ring omits its last two segments, not its last chunk, so most of the last chunk is sent
+    needlessly (16 MB on 2 ranks: 1.375 and 0.875 instead of 1 and 0.5).
+    """
+    chunks = _Chunks.uneven(size, nbytes, item_bytes)
+    result: dict[Edge, Flow] = {}
+    for position in range(size):
+        sent = Flow(0, 0)
+        for index in range(size * chunks.segments_per_rank - 2):
+            sent = sent.plus(chunks.segment((position + 1) * chunks.segments_per_rank + index))
+        _add(result, position, (position - 1) % size, sent)
+        own = chunks.chunk(position)
+        if position and own.nbytes:
+            _add(result, position, 0, Flow(own.nbytes, 1))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """A binomial tree of whole messages: the root sends to log2(N) ranks, which forward it."""
+    del item_bytes
+    edges = (
+        (sender, sender | 1 << bit)
+        for bit in range((size - 1).bit_length())
+        for sender in range(1 << bit)
+        if sender | 1 << bit < size
+    )
+    return dict.fromkeys(edges, Flow(nbytes, 1))
+
+
+@lru_cache(maxsize=4096)
+def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """A ring to the right neighbour, each contribution in two segments."""
+    del item_bytes
+    flow = Flow((size - 1) * nbytes, 2 * (size - 1))
+    return {(position, (position + 1) % size): flow for position in range(size)}
+
+
+@lru_cache(maxsize=4096)
+def _alltoall(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
+    """An all-gather in each group of two, since Paddle's Gloo has no other way between two of several ranks."""
+    del item_bytes
+    edges = ((one, other) for one in range(size) for other in range(size) if one != other)
+    return dict.fromkeys(edges, Flow(nbytes, 2))
+
+
+_FLOWS = {
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+    "alltoall": _alltoall,
+}
+
+
+def _add(result: dict[Edge, Flow], sender: int, receiver: int, flow: Flow) -> None:
+    if flow.nbytes:
+        result[sender, receiver] = result.get((sender, receiver), Flow(0, 0)).plus(flow)
+
+
+def divide_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return divide_up(number, multiple) * multiple
+
+
+# How numbers are quantised, and the resulting bytes: pure arithmetic.
+#
+# A buffer is split into blocks; each has a scale, its largest absolute value over the number of levels on one side,
+# and every element is sent as an integer multiple of the scale. Source of scales per block: Dettmers et al., "8-bit
+# Optimizers via Block-wise Quantization", 2021.
+
+
+BITS = {"int8": 8, "int4": 4}
+"""By the value of ``compression`` and of ``local_sgd_dtype``."""
+_IS_STOCHASTIC = {"nearest": False, "stochastic": True}
+SCALE_BYTES = 4
+WHOLE = 12582912.0
+"""1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer (ties to even),
+which is then in the lowest byte."""
+SMALLEST = 2.0**-100
+"""Blocks whose largest absolute value is below this are sent as zeros: the inverse of their scale would overflow."""
+
+
+@dataclass(frozen=True)
+class QuantisedSettings:
+    """The settings of a quantised exchange."""
+
+    bits: int
+    block: int = 512
+    """Elements that share a scale; a multiple of 32."""
+    error_feedback: bool = True
+    """Whether rounding errors are added to the next exchange."""
+    stochastic: bool = False
+    """Round up with the probability of the fractional part, so that the expected value is exact."""
+    seed: int = 0
+
+    @property
+    def levels(self) -> int:
+        """Integers on each side of zero."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block on the wire."""
+        return self.block * self.bits // 8 + SCALE_BYTES
+
+    def dither(self, name: str, member: int, phase: int, step: int) -> np.random.Generator:
+        """Random numbers for one rounding; the same for the same arguments on every machine."""
+        return np.random.Generator(np.random.SFC64([self.seed, zlib.crc32(name.encode()), member, phase, step]))
+
+
+@dataclass(frozen=True)
+class QuantisedLayout:
+    """How ``members`` exchange ``elements`` float32 numbers.
+
+    Two members send each other everything and add what they read. More members split the buffer into one part each:
+    every member sends each owner its part, the owners add, round the sums, and all-gather the parts.
+    """
+
+    elements: int
+    members: int
+    settings: QuantisedSettings
+
+    @property
+    def parts(self) -> int:
+        return self.members if self.members > 2 else 1
+
+    @property
+    def part_blocks(self) -> int:
+        return -(-self.elements // (self.settings.block * self.parts))
+
+    @property
+    def part_elements(self) -> int:
+        return self.part_blocks * self.settings.block
+
+    @property
+    def part_bytes(self) -> int:
+        return self.part_blocks * self.settings.block_bytes
+
+    @property
+    def padded_elements(self) -> int:
+        """Whole blocks for every part."""
+        return self.parts * self.part_elements
+
+
+def gradient_settings(profile: Profile) -> QuantisedSettings:
+    """Of ``compression: int8`` or ``int4``."""
+    return _settings(profile, profile.compression)
+
+
+def averaging_settings(profile: Profile) -> QuantisedSettings | None:
+    """Of ``local_sgd_dtype: int8`` or ``int4``; None for others."""
+    return _settings(profile, profile.local_sgd_dtype) if profile.local_sgd_dtype in BITS else None
+
+
+def _settings(profile: Profile, kind: str) -> QuantisedSettings:
+    return QuantisedSettings(
+        bits=BITS[kind],
+        block=profile.quantised_block_size,
+        error_feedback=profile.quantised_error_feedback,
+        stochastic=entry_of("quantised_rounding", profile.quantised_rounding, _IS_STOCHASTIC, "rounding"),
+    )

@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, phases_of, sent_by_rank
-from fleet_train.plan.quantised import QuantisedSettings
+from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, QuantisedSettings, phases_of, sent_by_rank
 
 MEGABYTE = 2**20
 ITEM_BYTES = {

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from fleet_train.profile.knobs import AUTO, shown
-from fleet_train.profile.schema.settings import KNOBS
+from fleet_train.profile.schema import KNOBS
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import PrivateAttr
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile.flags import fold_flags, read_flag
+from fleet_train.profile.fleet_objects import fold_flags, read_flag
 from fleet_train.profile.knobs import AUTO, hidden, shown
-from fleet_train.profile.rules import Problem, problems_in
-from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
+from fleet_train.profile.rules import Problem, problems_in, suggestion
+from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
 BY_CALLER = "set by the caller"
 
@@ -148,3 +149,129 @@ class Profile(Settings):
 
     def __hash__(self) -> int:
         return hash((self.name, self.digest()))
+
+
+# The messages that rank 0 prints once, and checks that need the installed Paddle.
+
+
+def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]:
+    """What rank 0 prints once: a sentence for each mapped knob that was set, each old rule of Fleet that is no longer
+    followed, and each valid setting without benefit.
+    """
+    sentences = list(profile.notes)
+    sentences += [
+        f"{name}: {shown(getattr(profile, name))} ({profile.origin(name)}) is mapped: {KNOBS[name].reason}"
+        for name in Profile.model_fields
+        if name in profile.explicit and KNOBS[name].fate == "mapped"
+    ]
+    if node_num == 1 and profile.nccl_comm_num not in (1, AUTO):
+        sentences.append(
+            f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is carried out on this one "
+            "node; Fleet 1.8 silently used 1 there."
+        )
+    if profile.use_local_sgd and profile.local_sgd_steps == 1 and _averages_every_step(profile):
+        sentences.append(
+            f"local_sgd_steps: 1 ({profile.origin('local_sgd_steps')}) averages the parameters after every step, which "
+            "sends as much as averaging gradients in every step; 2 or more sends less."
+        )
+    if profile.barrier_every_steps > 1:
+        sentences.append(_of_barriers(profile))
+    return sentences
+
+
+def _of_barriers(profile: Profile) -> str:
+    every = profile.barrier_every_steps
+    return (
+        f"barrier_every_steps: {every} ({profile.origin('barrier_every_steps')}): between two barriers Gloo waits for "
+        "a rank for 30 s, which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for "
+        f"{profile.collective_timeout_seconds} s (collective_timeout_seconds). A stop request is known up to "
+        f"{every - 1} step{'s' if every > 2 else ''} later."
+    )
+
+
+def _averages_every_step(profile: Profile) -> bool:
+    return profile.local_sgd_schedule != "adaptive" and profile.outer_optimizer == "none"
+
+
+def check_flags(profile: Profile, known_flags: Collection[str]) -> None:
+    """Raise ProfileError if the environment section has a ``FLAGS_*`` name that is not among ``known_flags``.
+
+    Paddle itself silently accepts any such name from the environment.
+    """
+    unknown = sorted(name for name in profile.environment if name.startswith("FLAGS_") and name not in known_flags)
+    lines = [
+        f"{profile.origin(f'environment.{name}')}: environment.{name}: the installed Paddle has no such flag"
+        f"{suggestion(name, known_flags) or '; remove it'}"
+        for name in unknown
+    ]
+    if lines:
+        raise ProfileError("\n".join(lines))
+
+
+# The knobs that divide gradients into buckets, as numbers.
+
+
+CHOSEN = "chosen"
+"""The beginning of the origin of a number that was chosen, not given."""
+DECLINED = "declined"
+"""The beginning of the origin of a compression that replaces one that does not pay off."""
+COMMUNICATORS, SIZE, EDGE = BUCKET_KNOBS = ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How many communicators take the buckets in turn; the largest size of a bucket, and of the first and last one, in
+    MB (2**20 bytes)."""
+
+    communicators: int
+    megabytes: float
+    edge_megabytes: float
+
+
+def open_knobs(profile: Profile) -> tuple[str, ...]:
+    """The open knobs that have an effect."""
+    return tuple(knob for knob in BUCKET_KNOBS if getattr(profile, knob) == AUTO and profile.heeds(knob))
+
+
+def chosen_in_words(profile: Profile) -> str:
+    """The numbers chosen for a profile, as in a profile file: ``nccl_comm_num: 2, fuse_grad_size_in_MB: 4``."""
+    chosen = [knob for knob in BUCKET_KNOBS if profile.origin(knob).startswith(CHOSEN)]
+    return ", ".join(f"{knob}: {shown(getattr(profile, knob))}" for knob in chosen)
+
+
+def buckets_of(profile: Profile) -> Buckets:
+    """The numbers of a profile; 0 for knobs without effect. Raises ProfileError if one is still open."""
+    if left := open_knobs(profile):
+        raise ProfileError(f"{left[0]}: is auto, and no number was chosen for it; fleet_train.plan.choose chooses one")
+    numbers = [getattr(profile, knob) if profile.heeds(knob) else 0 for knob in BUCKET_KNOBS]
+    return Buckets(int(numbers[0]), float(numbers[1]), float(numbers[2]))
+
+
+# The first difference between two ranks' profiles, in words; values of variables are never shown, they may be
+# secrets.
+
+
+def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
+    """What ranks send one another: knobs with their values, variables with digests of their values. JSON."""
+    knobs = {name: value for name, value in profile if name not in DESCRIPTIVE and name != "environment"}
+    digests = {name: _digest(name, value) for name, value in profile.environment.items()}
+    return {"knobs": knobs, "environment": digests}
+
+
+def _digest(name: str, value: str) -> str:
+    """Different for each variable, so that two variables with the same value do not reveal it."""
+    return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
+
+
+def first_differing_knob(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> str | None:
+    """The first difference of two results of `comparable`; None if they are equal."""
+    for name, value in ours["knobs"].items():
+        other = theirs["knobs"].get(name)
+        if value != other:
+            return f"{name} is {shown(value)} here, {shown(other)} there"
+    for name in sorted(ours["environment"].keys() | theirs["environment"].keys()):
+        here, there = ours["environment"].get(name), theirs["environment"].get(name)
+        if here != there:
+            where = "another value there" if here and there else f"no value {'there' if here else 'here'}"
+            return f"environment.{name} has {where} (values are not shown)"
+    return None

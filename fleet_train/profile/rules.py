@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fleet_train.profile.compatibility import clashes
 from fleet_train.profile.knobs import AUTO, Knob, shown
-from fleet_train.profile.schema.settings import FLAG_KNOBS, KNOBS, Settings
+from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
 CHOOSES_DEVICES = re.compile(r"(CUDA|HIP|XPU|ASCEND_RT|CUSTOM)_VISIBLE_DEVICES|FLAGS_selected_\w+")

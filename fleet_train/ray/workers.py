@@ -10,11 +10,8 @@ from typing import Any
 from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, from_endpoints
 from fleet_train.cluster.environment import rank_variables
-from fleet_train.cluster.secret import SECRET, SECRET_FILE
-from fleet_train.cluster.store.protocol.access import JOB_ID
-from fleet_train.launch.spec.machine import Machine, look_around
-from fleet_train.launch.spec.node import Node, choose_interface
-from fleet_train.launch.spec.worker_environment import Wanted, build_environment
+from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
+from fleet_train.launch.node import Machine, Node, Wanted, build_environment, choose_interface, look_around
 
 _LAST_PORT = 65535
 
@@ -120,10 +117,9 @@ class InWorker:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         import sys
 
-        if "fleet_train.convert.process.exits" not in sys.modules:
+        if "fleet_train.convert.exits" not in sys.modules:
             return
-        from fleet_train.convert import session
-        from fleet_train.convert.process import exits
+        from fleet_train.convert import exits, session
 
         if error is None:
             session.end()

@@ -11,18 +11,16 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import make_allreduces
+from fleet_train.collectives.engine import Place, Stages
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import METHODS, make_method
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.compression_settings import dgc_settings
-from fleet_train.plan.price.costs import TYPICAL, Costs
-from fleet_train.plan.price.predict import Network, Paths
+from fleet_train.plan.compressions import dgc_settings
+from fleet_train.plan.price import TYPICAL, Costs, Network, Paths
 from fleet_train.profile import Profile
 
 # Likely sizes; the cost of coding per byte hardly depends on them.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
+from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
 from fleet_train.plan.phases import CollectiveSpec
-from fleet_train.plan.price.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
-from fleet_train.plan.price.costs import Costs
-from fleet_train.plan.price.predict import Compute, Link, Network, Prediction, predict
-from fleet_train.plan.price.traffic import traffic
+from fleet_train.plan.price import Compute, Costs, Link, Network, Prediction, predict
+from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
-from fleet_train.recommend.variants import in_words, variants
 
 RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))
 """The bandwidths for which the choice is evaluated: 10 Mb/s to 100 Gb/s, four per decade."""
@@ -189,3 +188,32 @@ def _distinct(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Ru
         else:
             found[plan.digest] = one
     return list(found.values()), same
+
+
+# Variants of a profile: the few knobs that trade accuracy for bytes, with other values than in the shipped profile.
+
+
+_LONGER = (1, 2, 4)
+_COARSER = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}
+"""Other dtypes for averaging parameters or outer differences. int4 is streaming_diloco's, with its requirements."""
+
+
+def variants(profile: Profile) -> Iterator[dict[str, Any]]:
+    """Settings that change how often and how exactly replicas are averaged, the mildest first; none if gradients are
+    exchanged in every step: each of their compressions has its own profile.
+    """
+    if not profile.use_local_sgd:
+        return
+    dtypes = (profile.local_sgd_dtype, *_COARSER.get(profile.local_sgd_dtype, ()))
+    longer = _LONGER if profile.local_sgd_schedule == "constant" else (1,)
+    turned = [(factor, dtype) for factor, dtype in product(longer, dtypes)][1:]
+    for factor, dtype in sorted(turned, key=lambda one: one[0] * (1 + dtypes.index(one[1]))):
+        changes: dict[str, Any] = {"local_sgd_steps": factor * profile.local_sgd_steps} if factor > 1 else {}
+        if dtype != profile.local_sgd_dtype:
+            changes["local_sgd_dtype"] = dtype
+        yield changes
+
+
+def in_words(changes: Mapping[str, Any]) -> str:
+    """The suffix of a candidate's name after that of the profile."""
+    return " ".join(f"{knob}={value}" for knob, value in changes.items())

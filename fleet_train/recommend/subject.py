@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import runpy
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,13 +16,13 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet
-from fleet_train.collectives.job.link_probe import probe
+from fleet_train.collectives.join import probe
+from fleet_train.convert import session
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
 from fleet_train.recommend.candidates import network_of
-from fleet_train.recommend.trial import Again, Steps, memory_bytes, run_script
-from fleet_train.selftest.subjects.subject import Reports
+from fleet_train.selftest.subject import Reports
 
 COMPUTING = "computing"
 
@@ -56,3 +61,86 @@ def main(job: str, reports_path: str, task_text: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+# Runs a user's script for some steps with a given profile: each step's time, then the end of the process.
+
+
+Again = Callable[[], object]
+"""Runs the converted program once more, with its last feed and fetch list."""
+
+
+class Steps:
+    """Counts the runs of the converted program; after the last one ``then`` reports, and the process ends.
+
+    A step is the time from the start of one run to the start of the next: the script's work between them counts, as
+    in training.
+    """
+
+    def __init__(
+        self, number: int, longest_seconds: float, together: bool, then: Callable[[list[float], Again], None]
+    ) -> None:
+        self._number = number
+        self._longest_seconds = longest_seconds
+        self._together = together
+        self._then = then
+        self._starts: list[float] = []
+        self._again: Again = lambda: None
+
+    def watch(self) -> None:
+        """Observe every executor of this process from now on."""
+        original = paddle.static.Executor.run
+
+        def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
+            is_step = session.current().main_program is not None and self._is_converted(program)
+            if is_step:
+                self._begins()
+                self._again = lambda: original(executor, program, *arguments, **named)
+            return original(executor, program, *arguments, **named)
+
+        paddle.static.Executor.run = run
+
+    def _is_converted(self, program: Any) -> bool:
+        # Scripts may wrap it (CompiledProgram); None is the default main program.
+        inner = getattr(program, "_program", program) or paddle.static.default_main_program()
+        return inner is session.current().main_program
+
+    def _begins(self) -> None:
+        self._starts.append(time.perf_counter())
+        taken = self._starts[-1] - self._starts[0]
+        # Ranks that communicate in their steps must all end after the same one.
+        is_over = (
+            not self._together and not sends_statistics() and taken > self._longest_seconds and len(self._starts) > 3
+        )
+        if len(self._starts) > self._number or is_over:
+            self.end()
+
+    def end(self) -> None:
+        """Report the counts and exit at once: the script must not save, evaluate or continue."""
+        steps = [after - before for before, after in zip(self._starts, self._starts[1:], strict=False)]
+        self._then(steps, self._again)
+        fleet.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def sends_statistics() -> bool:
+    """Whether a step communicates with any profile: the statistics of a script's own SyncBatchNorm."""
+    plan = fleet.plan()
+    return plan is not None and bool(plan.statistics)
+
+
+def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps: Steps) -> None:
+    """Run the script as its user would; it ends after ``steps``, or by itself."""
+    session.prescribe(profile)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    steps.watch()
+    runpy.run_path(str(script), run_name="__main__")
+    steps.end()
+
+
+def memory_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

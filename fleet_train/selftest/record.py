@@ -17,11 +17,9 @@ import fleet_train
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.files import write_new
-from fleet_train.launch.spec.hardware import processor
-from fleet_train.launch.spec.installed import commit
-from fleet_train.launch.spec.machine import installed_paddle
-from fleet_train.selftest.options import GROUPS, Options
-from fleet_train.selftest.results import Result, exit_code, failed, verdict
+from fleet_train.launch.installed import commit, processor
+from fleet_train.launch.node import installed_paddle
+from fleet_train.selftest.options import GROUPS, Options, Result, exit_code, failed, verdict
 
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 

@@ -1,23 +1,154 @@
-"""One rank of a selftest: starts a subject per job, monitors it, and synchronizes with the other supervisors."""
+"""From the command to ranks: started through our launcher, or this process is one, started by any launcher."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.cluster import Cluster
-from fleet_train.errors import WorkerFailed
-from fleet_train.selftest import faults, record
-from fleet_train.selftest.child import Child, environ_of, free_port
-from fleet_train.selftest.faults import describe_code, last_words
-from fleet_train.selftest.options import TOGETHER, TOGETHER_GROUPS, Options
-from fleet_train.selftest.peers import Peers
-from fleet_train.selftest.results import FAIL, SKIP, Result
+import click
+
+from fleet_train.cluster.cluster import Cluster, parse_hosts
+from fleet_train.errors import ClusterError, WorkerFailed, printable
+from fleet_train.launch.agent import run
+from fleet_train.launch.node import look_around
+from fleet_train.launch.prepare import prepare
+from fleet_train.launch.request import LaunchRequest
+from fleet_train.launch.terminal import beside_stdout
+from fleet_train.selftest import record
+from fleet_train.selftest.child import Child, Peers, environ_of, free_port
+from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, TOGETHER, TOGETHER_GROUPS, Options, Result, verdict
+
+_PROCESSES_WITHOUT_GPUS = 2
+
+
+@dataclass(frozen=True)
+class Where:
+    """The ranks to start; None: not given."""
+
+    nproc: int | None = None
+    ips: str | None = None
+    node_ip: str | None = None
+    started_port: int | None = None
+
+    @property
+    def is_said(self) -> bool:
+        return any(value is not None for value in (self.nproc, self.ips, self.node_ip, self.started_port))
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process as one of its ranks. PaddleCloud also tells a pod about others."""
+    if "PADDLE_LOCAL_RANK" in environ or "PADDLE_RANK_IN_NODE" in environ:
+        return True
+    return "PADDLE_TRAINER_ENDPOINTS" in environ and "PADDLE_TRAINERS" not in environ
+
+
+def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None) -> int:
+    """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here."""
+    if not is_rank(os.environ):
+        return launch_ranks(options, where, folder, as_json)
+    if where.is_said:
+        raise ClusterError(
+            "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
+            "give them to the launcher"
+        )
+    return supervise(options, folder, as_json, outcome)
+
+
+def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
+    """This machine's ranks, through our launcher; they write their outcome into a file."""
+    outcome = outcome_in(folder)
+    return run_ranks(request_of(options, where, folder, outcome), outcome, as_json)
+
+
+def outcome_in(folder: Path) -> Path:
+    """A file of this command only, into which ranks write their outcome."""
+    return (folder / "log" / f".outcome-{secrets.token_hex(8)}.json").absolute()
+
+
+def run_ranks(request: LaunchRequest, outcome: Path, as_json: bool) -> int:
+    """Run ``request`` to its end; returns the exit code that its ranks wrote into ``outcome``, or their own.
+
+    ``as_json``: print what they wrote.
+    """
+    launch = prepare(request, os.environ)
+    try:
+        with beside_stdout() if as_json else contextlib.nullcontext():
+            code = run(launch, os.environ)
+        if code or not outcome.exists():
+            return code or 1
+        made: dict[str, Any] = json.loads(outcome.read_text())
+    finally:
+        outcome.unlink(missing_ok=True)
+    if as_json:
+        click.echo(json.dumps(made, indent=1))
+    return int(made["exit_code"])
+
+
+def request_of(options: Options, where: Where, folder: Path, outcome: Path) -> LaunchRequest:
+    command = ["fleet_train", "selftest", "--outcome", str(outcome), "--record", str(folder.absolute())]
+    command += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
+    command += ["--quick"] if options.is_quick else []
+    return request_for(command, where, folder, options.join_timeout_seconds)
+
+
+def request_for(command: Sequence[str], where: Where, folder: Path, join_timeout_seconds: float) -> LaunchRequest:
+    """This machine's ranks of ``python -m command``: every GPU, or two by default."""
+    nproc = where.nproc
+    if nproc is None and look_around(os.environ).gpus is None:
+        nproc = _PROCESSES_WITHOUT_GPUS
+    return LaunchRequest(
+        command=tuple(command),
+        is_module=True,
+        hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
+        node_host=where.node_ip,
+        started_port=where.started_port,
+        processes_per_node=nproc,
+        log_dir=folder / "log",
+        join_timeout_seconds=join_timeout_seconds,
+    )
+
+
+def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | None) -> int:
+    """As one rank: every check; rank 0 prints, and writes the record."""
+    began = time.monotonic()
+    peers = Peers.join(options.join_timeout_seconds)
+    cluster = peers.cluster
+    is_first = cluster.rank == 0
+
+    def say(text: str) -> None:
+        if is_first:
+            click.echo(printable(text), err=as_json)  # of other machines, too
+
+    def found(result: Result) -> None:
+        say(result.line)
+
+    supervisor = Supervisor(peers, options, folder, found)
+    with supervisor.peers.leaving_together():
+        results, machines = supervisor.run()
+        seconds = time.monotonic() - began
+        made = supervisor.shared(record.make(cluster, options, machines, results, seconds) if is_first else None)
+        if is_first:
+            path = record.write(folder, made)
+            say(verdict(results, seconds))
+            say(f"record: {path} (and .md); logs: {folder / 'log'}")
+    if outcome is not None:
+        if cluster.local_rank == 0:
+            outcome.write_text(json.dumps(made))
+        return 0  # the selftest has run: the process that started us evaluates the result
+    if as_json and is_first:
+        click.echo(json.dumps(made, indent=1))
+    return int(made["exit_code"])
+
+
+# One rank of a selftest: starts a subject per job, monitors it, and synchronizes with the other supervisors.
+
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
@@ -92,7 +223,7 @@ class Supervisor:
         if self.cluster.world_size == 1:
             self.found([Result("faults", "faults", SKIP, "one rank has no peer that could fail")])
             return
-        for kind in faults.KINDS:
+        for kind in FAULT_KINDS:
             began = time.monotonic()
             ends, subjects = self.run_job(kind, FAULT_COMES_WITHIN_SECONDS)
             fault_at = self.peers.noted(f"fault of {kind}")
@@ -101,10 +232,10 @@ class Supervisor:
                 self.found([_no_fault(subjects, kind, others)])
                 continue
             ended = {
-                rank: faults.Ended(end.ended_at - fault_at, end.exit_code, end.was_killed, end.last_lines)
+                rank: Ended(end.ended_at - fault_at, end.exit_code, end.was_killed, end.last_lines)
                 for rank, end in others.items()
             }
-            self.found([faults.judge(subjects, kind, self.options, ended, time.monotonic() - began)])
+            self.found([judge_faults(subjects, kind, self.options, ended, time.monotonic() - began)])
 
     @property
     def _at_fault(self) -> int:
@@ -153,7 +284,7 @@ class Supervisor:
         fault_at = self.peers.noted(f"fault of {job}")
         if fault_at is None:
             return False
-        bound = self.options.fault_timeout_seconds + faults.GRACE_SECONDS + _KILLED_LATER_SECONDS
+        bound = self.options.fault_timeout_seconds + FAULT_GRACE_SECONDS + _KILLED_LATER_SECONDS
         if self.peers.clock() > fault_at + bound:
             return True
         others = (rank for rank in range(self.cluster.world_size) if rank != self._at_fault)
@@ -186,3 +317,64 @@ def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
     found = judge_ends(cluster, others)
     why = found[0].words if found else "no rank reported why"
     return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not reach the fault: {why}")
+
+
+# Check 4 in the supervisors: how soon the others end when one rank fails, and whether they name it.
+
+
+FAULT_KINDS = ("skips a collective", "is stopped", "is killed")
+FAULT_GRACE_SECONDS = 10.0
+"""In addition to the profile's collective_timeout_seconds: the time for detection, diagnosis and exit."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank's subject after the fault: ``seconds`` from the fault to its end, the end of its output."""
+
+    seconds: float
+    exit_code: int
+    was_killed: bool
+    last_lines: tuple[str, ...]
+
+
+def judge_faults(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ended], seconds: float) -> Result:
+    """``cluster``: the subjects', whose last rank failed; ``ends``: those of all others."""
+    bound = options.fault_timeout_seconds + FAULT_GRACE_SECONDS
+    root_cause = cluster.describe(cluster.world_size - 1)
+    label = f"a rank {kind}"
+    slowest = max(end.seconds for end in ends.values())
+    figures = {
+        "seconds": {str(rank): round(end.seconds, 2) for rank, end in ends.items()},
+        "exit_codes": {str(rank): end.exit_code for rank, end in ends.items()},
+        "bound_seconds": bound,
+    }
+    for rank, end in ends.items():
+        wrong = _wrong(end, root_cause, bound)
+        if wrong:
+            words = f"{cluster.describe(rank)} {wrong}; {root_cause} {kind.replace('is ', 'was ')}"
+            return Result("faults", label, FAIL, words, seconds, figures)
+    words = f"{len(ends)} other rank(s) ended within {slowest:.1f} s ({bound:g} s allowed) and named {root_cause}"
+    return Result("faults", label, OK, words, seconds, figures)
+
+
+def _wrong(end: Ended, root_cause: str, bound: float) -> str:
+    said = last_words(end.last_lines)
+    if end.was_killed:
+        return f"had not ended {end.seconds:.1f} s after the fault and was killed"
+    if end.exit_code != WorkerFailed.exit_code:
+        return f"ended with {describe_code(end.exit_code)}, expected {WorkerFailed.exit_code}: {said}"
+    if root_cause not in said:
+        return f"does not name {root_cause}: {said}"
+    if end.seconds > bound:
+        return f"ended after {end.seconds:.1f} s, {bound:g} s are allowed"
+    return ""
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """A rank's message about its end: its last line of ours, or its last one."""
+    ours = [line for line in lines if line.startswith("fleet_train:")]
+    return (ours or list(lines) or ["it printed nothing"])[-1]
+
+
+def describe_code(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

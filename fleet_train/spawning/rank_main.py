@@ -14,7 +14,7 @@ import sys
 import traceback
 from typing import Any
 
-from fleet_train.launch.workers.worker_main import die_with_parent
+from fleet_train.launch.worker_main import die_with_parent
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -23,7 +23,7 @@ def main(descriptor: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     os.set_inheritable(descriptor, False)  # processes that the function starts must not keep the parent waiting
-    from fleet_train.spawning.channel import RankChannel
+    from fleet_train.spawning.shipping import RankChannel
 
     channel = RankChannel(socket.socket(fileno=descriptor))
     try:
@@ -59,26 +59,26 @@ class _Rank:
         return 0
 
     def _unpacked(self, body: bytes) -> Any:
-        from fleet_train.spawning import inside, shipping
+        from fleet_train.spawning import environment, shipping
 
         sys.path[:] = self._header["path"]
         sys.argv[:] = self._header["argv"]
         shipping.take_sources(self._header["sources"])
-        inside.finding(self._train)
+        environment.finding(self._train)
         try:
             return shipping.unship(body)
         finally:
-            inside.finding("")
+            environment.finding("")
 
     def _exited(self, end: SystemExit) -> int:
-        from fleet_train.cluster.failure_report import exit_status
+        from fleet_train.cluster.store.reports import exit_status
         from fleet_train.spawning import shipping
 
         if exit_status(end.code) == 0:
             self._channel.send({"kind": "result"}, shipping.ship_result(None, self._train))
             return 0
         from fleet_train.cluster.cluster import Rank
-        from fleet_train.cluster.failure_report import report_of_exit
+        from fleet_train.cluster.store.reports import report_of_exit
 
         report = report_of_exit(end.code, Rank(self._index, "", 0, 0, self._index), f"rank {self._index}")
         assert report is not None
@@ -96,9 +96,9 @@ class _Rank:
 
     def _failed(self, error: BaseException) -> int:
         from fleet_train.cluster.cluster import Rank
-        from fleet_train.cluster.failure_report import reports_of
+        from fleet_train.cluster.store.reports import reports_of
         from fleet_train.errors import FleetTrainError, Preempted
-        from fleet_train.spawning.inside import CalledWhileImported
+        from fleet_train.spawning.environment import CalledWhileImported
 
         cause = _cause_told_to_the_others(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
@@ -121,9 +121,9 @@ class _Rank:
 
 def _cause_told_to_the_others(error: BaseException) -> BaseException:
     """The actual cause of this rank's end; reported to the others now, not when the process ends."""
-    if "fleet_train.convert.process.exits" not in sys.modules:  # it has never joined a job
+    if "fleet_train.convert.exits" not in sys.modules:  # it has never joined a job
         return error
-    from fleet_train.convert.process import exits
+    from fleet_train.convert import exits
 
     return exits.tell(error)
 

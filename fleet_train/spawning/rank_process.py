@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.failure_report import FailureReport
+from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.files import open_new, write_all
-from fleet_train.spawning.channel import ParentEnd
+from fleet_train.spawning.shipping import ParentEnd
 
 _MODULE = "fleet_train.spawning.rank_main"
 _PIECE_BYTES = 1 << 16

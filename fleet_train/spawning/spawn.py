@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,22 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.defaults import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.launch.agent.prepare import check_log_dir, check_paddle, import_path_for_ranks
-from fleet_train.launch.spec.machine import Machine, look_around
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.worker_environment import LaunchEnvironment, Wanted, build_environment
-from fleet_train.launch.workers.worker_main import log_name
-from fleet_train.spawning import inside, shipping
-from fleet_train.spawning.channel import packed
-from fleet_train.spawning.checks import check_call, check_ranks, check_seconds
-from fleet_train.spawning.environment import environs
-from fleet_train.spawning.outcome import results
+from fleet_train.launch.node import LaunchEnvironment, Machine, Node, Wanted, build_environment, look_around
+from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
+from fleet_train.launch.worker_main import log_name
+from fleet_train.spawning import environment, shipping
+from fleet_train.spawning.environment import HOST, SpawnStore, environs
 from fleet_train.spawning.rank_process import RankProcess
-from fleet_train.spawning.ranks import Ranks, interrupts_held, show
-from fleet_train.spawning.store import HOST, SpawnStore
-from fleet_train.spawning.strategies import profile_of
+from fleet_train.spawning.ranks import Ranks, interrupts_held, results, show
+from fleet_train.spawning.shipping import name_of, packed, shown
 
 
 def spawn(
@@ -47,7 +42,7 @@ def spawn(
     and none is to blame; Preempted if the ranks have stopped gracefully because they were asked to; ClusterError and
     ProfileError for invalid calls. Ctrl-C stops all ranks.
     """
-    inside.refuse_within_a_rank(os.environ)
+    environment.refuse_within_a_rank(os.environ)
     arguments = check_call(train, args)
     machine = look_around(os.environ)
     devices = check_ranks(nprocs, machine)
@@ -123,3 +118,98 @@ def _say_kept(base: LaunchEnvironment) -> None:
     if base.kept:
         names = ", ".join(base.kept)
         show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
+
+
+# Mistakes in a call of ``spawn`` that can be found before a process starts.
+
+
+_MOST_RANKS = 1024
+
+
+def check_call(train: Any, args: Any) -> tuple[Any, ...]:
+    """The arguments as a tuple. Raises ClusterError if ``train(*args)`` cannot be called."""
+    if not callable(train):
+        raise ClusterError(
+            f"fleet_train.spawn was given {train!r}, which is not a function; give the function itself, as in "
+            "spawn(train), not what it returns, as in spawn(train())"
+        )
+    name = name_of(train)
+    if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise ClusterError(
+            f"{name} is an async function or a generator; spawn takes a function that trains and returns"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise ClusterError(f"args={args!r} is not a tuple; one argument is written as args=(value,)")
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):  # written in C: the call itself will raise
+        return tuple(args)
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise ClusterError(
+            f"{name}{signature} cannot be called with args={_counted(args)}: {error}{_wants_its_rank(signature, args)}"
+        ) from None
+    return tuple(args)
+
+
+def _counted(args: Any) -> str:
+    return "()" if not args else f"({', '.join(type(value).__name__ for value in args)}{',' if len(args) == 1 else ''})"
+
+
+def _wants_its_rank(signature: inspect.Signature, args: Any) -> str:
+    """A hint for functions written for ``torch.multiprocessing.spawn``, which passes the rank first."""
+    try:
+        signature.bind(0, *args)
+    except TypeError:
+        return ""
+    return "; spawn passes a function its args and no rank: get it from fleet.worker_index() or PADDLE_TRAINER_ID"
+
+
+def check_ranks(nprocs: Any, machine: Machine) -> tuple[str, ...] | None:
+    """The devices of the ranks; None on a build without GPU code. Raises ClusterError for an invalid number."""
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int):
+        raise ClusterError(f"nprocs={nprocs!r} is not a whole number; it is how many ranks to start on this machine")
+    if nprocs < 1:
+        raise ClusterError(f"nprocs={nprocs} is too few; give 1 or more, the number of ranks to start on this machine")
+    if nprocs > _MOST_RANKS:
+        raise ClusterError(f"nprocs={nprocs} is more than the limit of {_MOST_RANKS} ranks on one machine")
+    if not machine.gpus:
+        return None
+    if nprocs > len(machine.gpus):
+        raise ClusterError(
+            f"nprocs={nprocs}, but the visible GPUs are {','.join(machine.gpus)} ({len(machine.gpus)}): there is one "
+            "rank per GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return machine.gpus[:nprocs]
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """A bound in seconds. Raises ClusterError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1_000_000:
+        raise ClusterError(f"{name}={value!r} is not a number of seconds above 0, up to 1000000")
+    return float(value)
+
+
+# Converts a user's strategy, in any of its forms, to its profile.
+
+
+def profile_of(strategy: Any) -> Any:
+    """The profile; None for None. Raises ProfileError, and ClusterError for anything but a strategy."""
+    if strategy is None:
+        return None
+    from fleet_train.convert.strategy import DistributedStrategy
+    from fleet_train.profile import Profile, load_profile
+
+    if isinstance(strategy, (str, os.PathLike)):
+        return load_profile(os.fspath(strategy))
+    if isinstance(strategy, Profile):
+        return strategy
+    if isinstance(strategy, DistributedStrategy):
+        return strategy.to_profile()
+    if type(strategy).__name__ == "DistributedStrategy":  # Paddle's own
+        return DistributedStrategy.from_stock(strategy).to_profile()
+    raise ClusterError(
+        f"strategy={shown(strategy)}: it takes a profile's name (python -m fleet_train profiles lists them), the path "
+        "of a YAML file, or a fleet_train.DistributedStrategy"
+    )

@@ -11,11 +11,9 @@ from fleet_train.lazy import load_on_use
 
 if TYPE_CHECKING:
     from fleet_train.train.checkpoint.manager import Checkpoints
-    from fleet_train.train.components.ema import WeightAverage
-    from fleet_train.train.components.evaluation import Evaluation, ProgramEvaluator
-    from fleet_train.train.components.numerics import SkipNotFinite
-    from fleet_train.train.components.settings import TrainerSettings
-    from fleet_train.train.outcome import Outcome
+    from fleet_train.train.evaluation import Evaluation, Outcome, ProgramEvaluator
+    from fleet_train.train.numerics import SkipNotFinite, WeightAverage
+    from fleet_train.train.settings import TrainerSettings
     from fleet_train.train.trainer import Trainer
 
 __all__ = [
@@ -33,12 +31,12 @@ __getattr__ = load_on_use(
     __name__,
     {
         "Checkpoints": "checkpoint.manager",
-        "Evaluation": "components.evaluation",
-        "Outcome": "outcome",
-        "ProgramEvaluator": "components.evaluation",
-        "SkipNotFinite": "components.numerics",
+        "Evaluation": "evaluation",
+        "Outcome": "evaluation",
+        "ProgramEvaluator": "evaluation",
+        "SkipNotFinite": "numerics",
         "Trainer": "trainer",
-        "TrainerSettings": "components.settings",
-        "WeightAverage": "components.ema",
+        "TrainerSettings": "settings",
+        "WeightAverage": "numerics",
     },
 )

@@ -1,5 +1,347 @@
-"""Another name of `fleet_train.train.metrics.prometheus.sink`, for scripts."""
+"""The newest record for Prometheus to scrape: `/metrics` on a port of rank 0's machine."""
 
-from fleet_train.train.metrics.prometheus.sink import DEFAULT_HOST, PrometheusSink, open_prometheus
+from __future__ import annotations
 
-__all__ = ["DEFAULT_HOST", "PrometheusSink", "open_prometheus"]
+import errno
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from socketserver import TCPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+
+from fleet_train import __version__, fleet
+from fleet_train.cluster.network import is_loopback, port_owner
+from fleet_train.errors import ClusterError, FleetTrainError, printable
+from fleet_train.train.dashboard_server import FewConnections, OnlyForNames
+from fleet_train.train.evaluation import ask_first_worker
+from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalars, Settings
+
+DEFAULT_HOST = "127.0.0.1"
+_ASK_AGAIN_SECONDS = 1.0
+
+Gone = Callable[[], Mapping[int, str]]
+"""Ranks that have left or are lost, from `fleet.gone_workers`."""
+
+
+class PrometheusSink:
+    """Serves the last written record. For your own loop: `open_prometheus`, or on rank 0 this and `write`."""
+
+    def __init__(self, port: int, host: str = DEFAULT_HOST, gone: Gone | None = None) -> None:
+        """`port` 0: any free one; see `address`. Raises ClusterError if it cannot listen, naming the process that
+        does."""
+        self._lock = threading.Lock()
+        self._shown = Snapshot(info={"version": __version__})
+        self._reported_at: dict[int, float] = {}
+        self._gone = gone
+        self._last_gone: tuple[float, Mapping[int, str] | None] = (float("-inf"), {})
+        self._server = MetricsServer(host, port, self._collect)
+        self.port, self.address = self._server.port, self._server.address
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        with self._lock:
+            curves = {**self._shown.curves, **scalars}
+            self._shown = replace(self._shown, step=step, recorded_at=time.time(), curves=curves)
+
+    def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
+        """0 for a rank without a report since the last record; its earlier value stays."""
+        now = time.monotonic()
+        with self._lock:
+            told = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
+            self._reported_at |= dict.fromkeys(told, now)
+            self._reported_at = dict.fromkeys(range(len(step_ms)), now) | self._reported_at  # from the first record on
+            if len(step_ms) > 1:
+                self._shown = replace(
+                    self._shown,
+                    rank_step_ms=self._shown.rank_step_ms | {rank: step_ms[rank] for rank in told},
+                    rank_wait_ms=self._shown.rank_wait_ms | {rank: wait_ms[rank] for rank in told},
+                )
+
+    def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
+        """The profile's and the model's name become labels."""
+        del metrics
+        told = {name: str(settings[name]) for name in ("profile", "model") if name in settings}
+        with self._lock:
+            self._shown = replace(self._shown, info=self._shown.info | told)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Prometheus does not store texts."""
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        """Nor images."""
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _collect(self) -> Iterator[Family]:
+        now = time.monotonic()
+        with self._lock:
+            shown, reported_at = self._shown, dict(self._reported_at)
+        ages = {rank: now - at for rank, at in reported_at.items()}
+        return families(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
+
+    def _up(self, ranks: Iterable[int]) -> dict[int, bool]:
+        """Empty if unknown: the job's store does not answer."""
+        gone = self._ask_who_is_gone()
+        return {} if gone is None else {rank: rank not in gone for rank in ranks}
+
+    def _ask_who_is_gone(self) -> Mapping[int, str] | None:
+        asked_at, gone = self._last_gone
+        if time.monotonic() - asked_at < _ASK_AGAIN_SECONDS:
+            return gone
+        try:
+            gone = self._gone() if self._gone is not None else {}
+        except FleetTrainError:
+            gone = None
+        self._last_gone = time.monotonic(), gone
+        return gone
+
+
+def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
+    """On rank 0 a `PrometheusSink` with the other ranks' state, elsewhere a `NullSink`. All ranks call it; if it cannot
+    listen, it raises ClusterError on all."""
+    made: list[MetricSink] = []
+    ask_first_worker(lambda: made.append(PrometheusSink(port, host, fleet.gone_workers)))
+    return made[0] if made else NullSink()
+
+
+# A run's numbers as metrics of Prometheus: names, units, meanings. docs/watching.md lists them.
+#
+# Names follow Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for
+# counters.
+
+
+PREFIX = "fleet_train_"
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One family. A curve's value over `divisor` is in the base unit."""
+
+    name: str
+    meaning: str
+    kind: str = "gauge"
+    divisor: float = 1.0
+
+
+_MS = 1000.0
+# Curve -> metric; None: another metric says it.
+OF_CURVES: dict[str, Metric | None] = {
+    "train/loss": Metric("loss", "Loss of rank 0 at the newest record."),
+    "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
+    "train/epoch": Metric("epochs_total", "Finished epochs.", "counter"),
+    "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),
+    "train/gradient_norm": Metric("gradient_norm", "Global norm of the averaged gradients, before clipping."),
+    "train/loss_scale": Metric("loss_scale", "Loss scale of float16 mixed precision."),
+    "test/loss": Metric("test_loss", "Loss of the last evaluation."),
+    "test/accuracy": Metric("test_accuracy_ratio", "Accuracy of the last evaluation, 0 to 1."),
+    "test/top5_accuracy": Metric("test_top5_accuracy_ratio", "Top-5 accuracy of the last evaluation, 0 to 1."),
+    "speed/samples_per_second": Metric("samples_per_second", "Samples per second over all ranks."),
+    "speed/step_ms": Metric("step_seconds", "Mean time of a step on rank 0.", divisor=_MS),
+    "speed/data_ms": Metric("step_data_seconds", "Of it, waiting for the batch.", divisor=_MS),
+    "speed/compute_ms": Metric("step_compute_seconds", "Of it, computing.", divisor=_MS),
+    "speed/exposed_communication_ms": Metric(
+        "step_exposed_communication_seconds", "Of it, waiting for other ranks' gradients.", divisor=_MS
+    ),
+    "speed/data_wait_share": Metric("step_data_ratio", "Share of a step that waits for the batch, 0 to 1."),
+    "speed/compute_share": Metric("step_compute_ratio", "Share of a step that computes, 0 to 1."),
+    "speed/exposed_communication_share": Metric(
+        "step_exposed_communication_ratio", "Share of a step that waits for other ranks' gradients, 0 to 1."
+    ),
+    "communication/sent_bytes": Metric("sent_bytes_total", "Payload that rank 0 has sent in steps.", "counter"),
+    "communication/bytes_per_second": None,
+    "communication/gate_wait_ms": Metric(
+        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to reach a step, per step.", divisor=_MS
+    ),
+    "communication/local_sgd_period": Metric("local_sgd_period_steps", "Steps between two averagings of LocalSGD."),
+    "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", divisor=_MS),
+    "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", divisor=_MS),
+    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have received.", "counter"),
+    "checkpoint/copies_failed": Metric(
+        "checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed.", "counter"
+    ),
+}
+INFO = Metric("info", "Always 1; its labels describe the run.")
+STEPS = Metric("steps_total", "Finished steps, including those before a resume.", "counter")
+RANKS = Metric("ranks", "Ranks of the job.")
+RECORDED = Metric("last_record_timestamp_seconds", "Unix time of the newest record.")
+RANK_UP = Metric("rank_up", "1: connected to the job's store; 0: has left or is lost.")
+RANK_AGE = Metric("rank_last_report_age_seconds", "Time since rank 0 read a report of this rank's step times.")
+RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step, for which others may wait.", divisor=_MS)
+RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", divisor=_MS)
+OTHERS = (INFO, STEPS, RANKS, RECORDED, RANK_UP, RANK_AGE, RANK_STEP, RANK_WAIT)
+# A counter is `steps_total` in one of Prometheus' formats, and `steps` in the other.
+_TAKEN = {
+    name
+    for metric in (*OTHERS, *filter(None, OF_CURVES.values()))
+    for name in (metric.name, metric.name.removesuffix("_total"))
+}
+# Each rank's curves; `RANK_STEP` and `RANK_WAIT` say it for any number of ranks.
+_OF_ONE_RANK = re.compile(r"ranks/(step|wait)_ms/\d+")
+
+
+@dataclass
+class Snapshot:
+    """The values of a scrape. Sequences are by rank; times of ranks in milliseconds."""
+
+    step: int | None = None
+    recorded_at: float = 0.0
+    """Unix time."""
+    curves: dict[str, float] = field(default_factory=dict)
+    """The newest value of each."""
+    info: dict[str, str] = field(default_factory=dict)
+    rank_step_ms: dict[int, float] = field(default_factory=dict)
+    rank_wait_ms: dict[int, float] = field(default_factory=dict)
+    rank_age_seconds: dict[int, float] = field(default_factory=dict)
+    rank_up: dict[int, bool] = field(default_factory=dict)
+
+
+def families(shown: Snapshot) -> Iterator[Family]:
+    """The collected metrics, except those without a value."""
+    yield from _family(INFO, [(shown.info, 1.0)])
+    if shown.step is not None:
+        yield from _family(STEPS, [({}, shown.step)])
+        yield from _family(RECORDED, [({}, shown.recorded_at)])
+    of_metric: dict[str, list[tuple[Metric, str, float]]] = {}
+    for tag, value in shown.curves.items():
+        if (metric := metric_of(tag)) is not None:
+            of_metric.setdefault(metric.name, []).append((metric, tag, value))
+    for (metric, _, value), *others in of_metric.values():
+        if others:
+            same = Metric(metric.name, "Newest values of curves whose names differ in punctuation.")
+            yield from _family(same, [({"curve": tag}, each) for _, tag, each in of_metric[metric.name]])
+        else:
+            yield from _family(metric, [({}, value)])
+    if shown.rank_age_seconds:
+        yield from _family(RANKS, [({}, len(shown.rank_age_seconds))])
+    yield from _by_rank(RANK_UP, shown.rank_up)
+    yield from _by_rank(RANK_AGE, shown.rank_age_seconds)
+    yield from _by_rank(RANK_STEP, shown.rank_step_ms)
+    yield from _by_rank(RANK_WAIT, shown.rank_wait_ms)
+
+
+def metric_of(tag: str) -> Metric | None:
+    """A curve of a user's own loop gets a name made from its tag: `my/curve` is `fleet_train_my_curve`, or with `own_`
+    before `my` if that is the name of a metric of this table."""
+    if tag in OF_CURVES:
+        return OF_CURVES[tag]
+    if _OF_ONE_RANK.fullmatch(tag):
+        return None
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", tag)
+    return Metric(f"own_{name}" if name in _TAKEN else name, f"Newest value of {printable(tag)}.")
+
+
+def _by_rank(metric: Metric, values: Mapping[int, float]) -> Iterator[Family]:
+    return _family(metric, [({"rank": str(rank)}, value) for rank, value in sorted(values.items())])
+
+
+def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator[Family]:
+    samples = list(samples)
+    if not samples:
+        return
+    labels = list(samples[0][0])
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(f"{PREFIX}{metric.name}", metric.meaning, labels=labels)
+    for told, value in samples:
+        family.add_metric([printable(told[name]) for name in labels], value / metric.divisor)
+    yield family
+
+
+# The HTTP server of one registry of Prometheus metrics; closing it removes everything.
+
+
+_SILENT_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+PATH = "/metrics"
+
+
+class MetricsServer:
+    """Serves the result of `collect()` at /metrics, from its own thread, until `close`. Raises ClusterError if it
+    cannot listen.
+    """
+
+    def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Family]]) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(collect))
+        try:
+            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
+        except (OSError, OverflowError) as error:
+            raise ClusterError(_why_not(host, port, error)) from None
+        self.port = int(self._server.server_address[1])
+        self.address = f"http://{host}:{self.port}{PATH}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="fleet_train metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Bounded; a second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Collector:
+    """The collector of a registry: an object with a method `collect`."""
+
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self.collect = collect
+
+
+def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
+    """A server for this machine only does not answer a web page whose name resolves to this machine's address (DNS
+    rebinding) and which so reads through a local browser."""
+    only_metrics = _OnlyMetrics(make_wsgi_app(registry))
+    if not is_loopback(host):
+        return only_metrics
+    return OnlyForNames(only_metrics, {"", host, "localhost", "127.0.0.1"}, "name it: --prometheus_host NAME")
+
+
+class _OnlyMetrics:
+    """404 for other paths: the client's application answers at all of them."""
+
+    def __init__(self, behind: Callable[..., Iterable[bytes]]) -> None:
+        self._behind = behind
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == PATH:
+            return self._behind(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
+
+def _why_not(host: str, port: int, error: Exception) -> str:
+    where = f"--prometheus_port {port} on {host}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"{where}: the port is in use by {port_owner(port, host)}; choose another --prometheus_port"
+    return (
+        f"{where}: cannot listen there ({getattr(error, 'strerror', None) or error}); --prometheus_host takes an "
+        "address of rank 0's machine, or 0.0.0.0 for all"
+    )
+
+
+class _Server(FewConnections, WSGIServer):
+    """Four connections at a time: any client that reaches the port may connect."""
+
+    most_connections = 4
+
+    def server_bind(self) -> None:
+        """Without the standard library's name look-up, which takes long if DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_SECONDS
+
+    def log_message(self, *_: Any) -> None:
+        """Prints nothing on the terminal of a training."""

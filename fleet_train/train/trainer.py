@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import paddle
 
 from fleet_train import fleet
 from fleet_train.data import Loader, agree_steps
-from fleet_train.data.core.datasets import Arrays
+from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
 from fleet_train.plan import CommPlan
-from fleet_train.train.checkpoint.copies.kept import STOP_SECONDS
+from fleet_train.train import numerics
+from fleet_train.train.checkpoint.copies import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
-from fleet_train.train.checkpoint.position import EpochLoss, Position, resumed, steps_of
-from fleet_train.train.checkpoint.same_data import RunData
-from fleet_train.train.checkpoint.saver import Saver
-from fleet_train.train.components import numerics
-from fleet_train.train.components.ema import WeightAverage
-from fleet_train.train.components.evaluation import Evaluator
-from fleet_train.train.components.rng import stream_seed
-from fleet_train.train.components.settings import TrainerSettings
-from fleet_train.train.components.signals import listening
-from fleet_train.train.components.statistics import describe_statistics
-from fleet_train.train.components.throughput import StepMeter
-from fleet_train.train.components.versions import other_versions
-from fleet_train.train.metrics.console import Progress, SilentProgress
-from fleet_train.train.metrics.own_sinks import OwnSink, closed_at_the_end, sinks_of
-from fleet_train.train.metrics.reporter import Reporter
-from fleet_train.train.metrics.sinks import MetricSink
-from fleet_train.train.outcome import Outcome
+from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, Saver, other_versions, resumed, steps_of
+from fleet_train.train.evaluation import Evaluator, Outcome
+from fleet_train.train.metrics.reporter import Reporter, StepMeter
+from fleet_train.train.metrics.sinks import MetricSink, OwnSink, closed_at_the_end, sinks_of
+from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
+from fleet_train.train.progress import Progress, SilentProgress
+from fleet_train.train.settings import TrainerSettings
 
 
 @dataclass
@@ -375,3 +370,44 @@ def agreed_steps(steps: int) -> int:
     """The number of steps that every rank can make; no rank ever waits for one that has finished."""
     counts = fleet.gather(steps)
     return agree_steps(counts, "truncate") if any(counts) else 0
+
+
+# Turns a signal to this rank into a stop request that all ranks follow at the same step.
+#
+# Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
+# --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
+# Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
+# within 2 seconds of the first count as the same request.
+
+
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST_SECONDS = 2.0
+
+
+@contextmanager
+def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
+
+    Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
+    handlers, the block does nothing: the caller handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    asked_at: list[float] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            request_stop(signal.Signals(number).name)
+        elif time.monotonic() - asked_at[0] > SAME_REQUEST_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = {each: signal.signal(each, on_signal) for each in STOPPING_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

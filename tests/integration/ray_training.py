@@ -18,9 +18,7 @@ def train(config: dict[str, Any]) -> None:
 
     from fleet_train import fleet
     from fleet_train.cluster.environment import attempt
-    from fleet_train.selftest.subjects.comparing import digest
-    from fleet_train.selftest.subjects.networks import SEVERAL_BUCKETS, batches
-    from fleet_train.selftest.subjects.training import Trained
+    from fleet_train.selftest.training import SEVERAL_BUCKETS, Trained, batches, digest
 
     paddle.enable_static()
     fleet.init()

@@ -19,7 +19,7 @@ import struct
 
 import paddle
 
-from fleet_train.collectives.job.process_groups import held_port
+from fleet_train.collectives.groups import held_port
 
 
 def all_that_are_given(ask):

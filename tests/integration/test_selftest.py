@@ -15,7 +15,7 @@ import pytest
 
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import profile_names
-from fleet_train.selftest.subjects.overlap import TURNS
+from fleet_train.selftest.check_overlap import TURNS
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Ended, Job, clean_environ, python
 from tests.support.ranks import stock_environs
@@ -165,7 +165,7 @@ def test_a_stopped_subject_does_not_outlive_a_killed_launcher(tmp_path: Path) ->
         started = job.start("selftest", selftest("--only", "profiles"), clean_environ())
         log = tmp_path / "runs/selftest/log/together.1.log"
         job.wait_until(lambda: log.exists() and log.stat().st_size > 0, 60, "a subject runs")
-        subjects = [one for one in job.leftovers() if "fleet_train.selftest.subjects.subject" in one.cmdline()]
+        subjects = [one for one in job.leftovers() if "fleet_train.selftest.subject" in one.cmdline()]
         assert len(subjects) == 2
         for subject in subjects:
             subject.suspend()

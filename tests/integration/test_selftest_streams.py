@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import WorkerFailed
+from fleet_train.selftest.check_collectives import KINDS
 from fleet_train.selftest.options import Options
-from fleet_train.selftest.subjects.collectives import KINDS
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
 pytestmark = pytest.mark.long
 
 UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
-SUBJECT = ROOT / "fleet_train/selftest/subjects/subject.py"
+SUBJECT = ROOT / "fleet_train/selftest/subject.py"
 
 
 def run(folder: Path, job: str, options: Options, world_size: int, **more: Any) -> RanksResult:

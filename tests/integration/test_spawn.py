@@ -48,8 +48,7 @@ def trained(joint_batch: int, start: dict[str, Any] | None = None, fails: Callab
     """(start values, parameters, losses, profile's name) after some steps on this rank's share of each batch."""
     import paddle
 
-    from fleet_train.selftest.subjects.networks import SEVERAL_BUCKETS, batches
-    from fleet_train.selftest.subjects.training import Trained
+    from fleet_train.selftest.training import SEVERAL_BUCKETS, Trained, batches
 
     fleet = join()
     paddle.seed(3 + rank())
@@ -78,7 +77,7 @@ def test_results_come_in_the_order_of_ranks_and_a_second_spawn_works() -> None:
 
 
 def test_two_ranks_train_as_one_process_with_the_joint_batch() -> None:
-    from fleet_train.selftest.subjects.comparing import digest, relative_difference
+    from fleet_train.selftest.training import digest, relative_difference
 
     joint = 2 * SAMPLES_PER_RANK
     two = spawn(trained, (joint,), strategy="unfused")

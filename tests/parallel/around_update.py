@@ -10,8 +10,7 @@ from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from fleet_train.train.components.ema import WeightAverage
-from fleet_train.train.components.numerics import SkipNotFinite, keep_statistics_finite
+from fleet_train.train.numerics import SkipNotFinite, WeightAverage, keep_statistics_finite
 from tests.support.worker import digest, report
 from tests.unit.passes.training import FEATURES, Trained, batches
 

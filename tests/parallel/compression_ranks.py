@@ -15,23 +15,20 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import CastAllreduce, make_allreduces
+from fleet_train.collectives.engine import Place
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods.dense import CastAllreduce, cast_on_host, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
-from fleet_train.collectives.methods.host_casts import cast_on_host
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
-from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
-from fleet_train.plan.phases import CollectiveSpec
-from fleet_train.plan.quantised import QuantisedSettings
-from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation, gloo_sum_bfloat16, mean
-from fleet_train.plan.simulate.methods import cut
-from fleet_train.plan.simulate.quantised import QuantisedSum
+from fleet_train.plan.compressions import DgcSettings, PowerSgdSettings
+from fleet_train.plan.phases import CollectiveSpec, QuantisedSettings
+from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, gloo_sum_bfloat16, mean
+from fleet_train.plan.simulate_quantised import QuantisedSum
 from tests.support.worker import digest, report
 
 STEPS = 8

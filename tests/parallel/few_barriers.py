@@ -8,11 +8,10 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.job import step_barriers
+from fleet_train.collectives import exchange
 from fleet_train.convert.fleet import _current
 from fleet_train.profile import Profile, load_profile
-from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, batches, share
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, batches, share
 from tests.parallel.local_sgd import MLP, adam
 from tests.support.worker import digest, report
 
@@ -57,7 +56,7 @@ def train(profile: Profile, start: dict[str, np.ndarray] | None) -> tuple[Traine
 
 def main() -> None:
     # A step that a busy machine makes longer than this would have a barrier more (tests/unit/collectives has the rule).
-    step_barriers._QUICK_MS = float("inf")
+    exchange._QUICK_MS = float("inf")
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     found = {}

@@ -14,14 +14,14 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.methods.allreduce import make_allreduces
+from fleet_train.collectives.engine import Place
+from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import make_method
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.price.traffic import traffic
+from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
 

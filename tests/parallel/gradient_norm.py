@@ -16,14 +16,13 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.passes import pipeline
-from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train import SkipNotFinite, WeightAverage
-from fleet_train.train.reference.config import TrainConfig
-from fleet_train.train.reference.inputs import open_data
-from fleet_train.train.reference.programs import build_programs
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.programs import build_programs
+from fleet_train.train.reference import open_data
 from tests.support.worker import digest, report
 from tests.unit.passes.training import Trained, batches
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_train.profile import KNOBS, Profile
-from fleet_train.profile.schema.settings import FLAG_KNOBS
+from fleet_train.profile.schema import FLAG_KNOBS
 from tests.parallel.knob_effects_seen import Ran
 
 Look = Callable[[Ran], Any]

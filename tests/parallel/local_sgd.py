@@ -14,19 +14,19 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.session import current, exchange_of
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.selftest.subjects import profiles
-from fleet_train.selftest.subjects.comparing import relative_difference
-from fleet_train.selftest.subjects.networks import (
+from fleet_train.selftest import check_profiles
+from fleet_train.selftest.check_profiles import Reference
+from fleet_train.selftest.training import (
     BATCH_NORM,
     FEATURES,
     SAMPLES_PER_RANK,
     SPARSE,
     Network,
+    Trained,
     batches,
+    relative_difference,
     share,
 )
-from fleet_train.selftest.subjects.simulated import Reference
-from fleet_train.selftest.subjects.training import Trained
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 
@@ -204,9 +204,9 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
 
 def run_profile(name: str) -> dict[str, Any]:
     """The profile as the selftest trains it with each of SELFTEST_STEPS, made equal at the end of each."""
-    groups = groupby(SELFTEST_STEPS, lambda steps: profiles.fit(load_profile(name), steps).profile)
+    groups = groupby(SELFTEST_STEPS, lambda steps: check_profiles.fit(load_profile(name), steps).profile)
     ends = [end for profile, steps in groups for end in every_end(profile, list(steps))]
-    checked = profiles._check_profile(current().job, name, 50, seed=0)
+    checked = check_profiles._check_profile(current().job, name, 50, seed=0)
     return {"ends": ends, "check": checked.line}
 
 
@@ -214,9 +214,9 @@ def every_end(profile: Profile, ends: list[int]) -> list[dict[str, Any]]:
     """One run of the ranks and one of the simulator; after each of ``ends`` both are made equal, and put back."""
     rank, world = fleet.worker_index(), fleet.worker_num()
     # Of many elements: one that is rounded to the other side is a small share of the movement.
-    real = Trained(SPARSE, lambda inner: fleet.distributed_optimizer(inner, profile), profiles._optimizer)
+    real = Trained(SPARSE, lambda inner: fleet.distributed_optimizer(inner, profile), check_profiles._optimizer)
     exchange, start, found = exchange_of(real.main), real.state(), []
-    reference = Reference(SPARSE, profiles._optimizer, start)
+    reference = Reference(SPARSE, check_profiles._optimizer, start)
     for step, (features, labels) in enumerate(batches(ends[-1], SAMPLES_PER_RANK * world, seed=0), 1):
         real.step(features[share(rank)], labels[share(rank)])
         reference.step(features, labels)
@@ -226,7 +226,7 @@ def every_end(profile: Profile, ends: list[int]) -> list[dict[str, Any]]:
         with paddle.static.scope_guard(real.scope):
             fleet.synchronize_parameters(real.main)
         job.synchronise()
-        ended = profiles.Run(start, {}, real.parameters(), 0.0)
+        ended = check_profiles.Run(start, {}, real.parameters(), 0.0)
         found.append(
             {
                 "steps": step,

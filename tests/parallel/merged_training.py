@@ -16,7 +16,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Trainer, TrainerSettings
-from fleet_train.train.reference.schedules import Schedule
+from fleet_train.train.settings import Schedule
 from tests.support.worker import digest, report
 
 

@@ -16,10 +16,10 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.data import BatchLoader, OwnDataSampler, ShardedBatchSampler
-from fleet_train.data.core.datasets import ArrayDataset
+from fleet_train.data.datasets import ArrayDataset
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint.manager import Checkpoints
-from fleet_train.train.components.settings import TrainerSettings
+from fleet_train.train.settings import TrainerSettings
 from fleet_train.train.trainer import Trainer
 from tests.support.worker import report
 

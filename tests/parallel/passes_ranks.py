@@ -15,12 +15,10 @@ from paddle.nn import functional as F
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaler, LossScaling, merge_gradients
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
 from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
-from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.convert.passes.recompute import Recompute
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.profile import Profile

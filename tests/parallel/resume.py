@@ -14,12 +14,11 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.methods import state
+from fleet_train.collectives.methods import registry
 from fleet_train.convert.state import persistables
-from fleet_train.convert.state.rank_state import mean_of_ranks
+from fleet_train.convert.state.local_state import mean_of_ranks
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, Network, batches
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches
 from tests.parallel import local_sgd
 from tests.parallel.local_sgd import BATCH_NORM, LOCAL, MLP, adam
 from tests.parallel.strategies import LARGE, SPARSE, sgd, without_decay
@@ -108,7 +107,7 @@ def memories(trained: Trained) -> dict[str, np.ndarray]:
     exchange = fleet._exchange_of(trained.main)
     if exchange is None:
         return {}
-    alike, own = state.read(exchange.memories)
+    alike, own = registry.read_state(exchange.memories)
     return alike | own
 
 

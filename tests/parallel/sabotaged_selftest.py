@@ -15,9 +15,9 @@ RANK = os.environ.get("PADDLE_TRAINER_ID")
 
 
 def spoil_collectives() -> None:
-    from fleet_train.collectives.engines import stages
+    from fleet_train.collectives import engine
 
-    real = stages.Collective._begin
+    real = engine.Collective._begin
 
     def begin(collective: Any, sync_op: bool) -> Any:
         task = real(collective, sync_op)
@@ -25,15 +25,15 @@ def spoil_collectives() -> None:
             collective.tensor[5:6].scale_(1.0, 1.0)
         return task
 
-    stages.Collective._begin = begin  # type: ignore[method-assign]
+    engine.Collective._begin = begin  # type: ignore[method-assign]
 
 
 def spoil_averages() -> None:
     import paddle
 
-    from fleet_train.collectives.methods.allreduce import FlatAllreduce
+    from fleet_train.collectives.methods.dense import FlatAllreduce
     from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce
-    from fleet_train.selftest.subjects import profiles
+    from fleet_train.selftest import check_profiles
 
     real = FlatAllreduce.sum
 
@@ -54,7 +54,7 @@ def spoil_averages() -> None:
         real_added = QuantisedAllreduce.sum_added
         QuantisedAllreduce.sum_added = lambda one, factor, more=False: real_added(one, 1.01 * factor, more)  # type: ignore[method-assign]
         names += ["amp_bf16", "bf16_compression", "diloco", "ethernet_1g", "int4_compression", "powersgd"]
-    profiles.profile_names = lambda: names  # type: ignore[attr-defined]
+    check_profiles.profile_names = lambda: names  # type: ignore[attr-defined]
 
 
 if IS_SUBJECT and KIND == "one value":

@@ -12,8 +12,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.networks import FEATURES, SAMPLES_PER_RANK, Network, batches, share
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
 from tests.parallel.local_sgd import MLP, STREAMING, adam
 from tests.support.worker import report
 

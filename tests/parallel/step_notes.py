@@ -9,10 +9,9 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.job import step_barriers
+from fleet_train.collectives import exchange
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, batches
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, batches
 from tests.parallel.local_sgd import MLP, momentum
 from tests.support.worker import report
 
@@ -70,7 +69,7 @@ def times(settings: dict[str, Any], first: int) -> dict[str, Any]:
 
 def main() -> None:
     # A step that a busy machine makes longer than this would have a barrier more (tests/unit/collectives has the rule).
-    step_barriers._QUICK_MS = float("inf")
+    exchange._QUICK_MS = float("inf")
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     report(

@@ -12,12 +12,19 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision import MixedPrecision
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.comparing import relative_difference
-from fleet_train.selftest.subjects.networks import BATCH_NORM, SAMPLES_PER_RANK, SPARSE, Network, batches, share
-from fleet_train.selftest.subjects.simulated import Reference
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.check_profiles import Reference
+from fleet_train.selftest.training import (
+    BATCH_NORM,
+    SAMPLES_PER_RANK,
+    SPARSE,
+    Network,
+    Trained,
+    batches,
+    relative_difference,
+    share,
+)
 from tests.parallel.local_sgd import CountedAllReduce, adam, momentum
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report

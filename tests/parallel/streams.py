@@ -18,20 +18,20 @@ from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import LossScaler, LossScaling
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.networks import (
+from fleet_train.selftest.training import (
     BATCH_NORM,
     CLASSES,
     FEATURES,
     SAMPLES_PER_RANK,
     SPARSE,
     Network,
+    Trained,
     batches,
     share,
 )
-from fleet_train.selftest.subjects.training import Trained
-from fleet_train.train.components.numerics import SkipNotFinite
+from fleet_train.train.numerics import SkipNotFinite
 from tests.parallel import local_sgd, strategies
 from tests.parallel.local_sgd import LOCAL, MLP, adam, momentum
 from tests.parallel.strategies import LARGE, sgd, without_decay

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet_train.profile import load_profile
-from fleet_train.selftest.subjects.profiles import tolerance_of
+from fleet_train.selftest.check_profiles import tolerance_of
 from tests.parallel.local_sgd import CASES, PROFILES, SELFTEST_STEPS
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks

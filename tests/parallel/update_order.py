@@ -8,8 +8,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, batches
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, batches
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 

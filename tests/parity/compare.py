@@ -15,9 +15,7 @@ from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.profile import Profile
-from fleet_train.selftest.subjects.comparing import relative_difference
-from fleet_train.selftest.subjects.networks import SAMPLES_PER_RANK, Network, batches
-from fleet_train.selftest.subjects.training import Trained
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches, relative_difference
 from tests.parity.networks import NETWORKS
 from tests.support.worker import digest, report
 

@@ -7,7 +7,7 @@ from typing import Any
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.selftest.subjects.networks import CLASSES, FEATURES, Network, large_and_tiny
+from fleet_train.selftest.training import CLASSES, FEATURES, Network, large_and_tiny
 
 
 def mlp(features: Any) -> Any:

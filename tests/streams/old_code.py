@@ -6,11 +6,9 @@ import random
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective, Progress, Stages
-from fleet_train.collectives.engines.stream import Enqueued, InFlight, StreamEngine
-from fleet_train.collectives.engines.thread import Result, ThreadEngine
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.engine import Collective, Place, Progress, Stages
+from fleet_train.collectives.engines import Enqueued, InFlight, Result, StreamEngine, ThreadEngine
+from fleet_train.collectives.job import Job
 from tests.streams.played import PlayedDevice, PlayedWatchdog
 from tests.streams.recorder import Recorder
 

@@ -15,13 +15,12 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import hold, host_ops, sync_batch_norm
-from fleet_train.collectives.engines import stages, stream, thread
-from fleet_train.collectives.engines.device import HostMoment
-from fleet_train.collectives.engines.engine import Engine, Place
-from fleet_train.collectives.job import process_groups
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods import parts
+from fleet_train.collectives import engine, engines, groups, host_ops, sync_batch_norm
+from fleet_train.collectives import engines as thread
+from fleet_train.collectives import host_ops as hold
+from fleet_train.collectives.engine import Engine, HostMoment, Place
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods import quantised_sum
 from tests.streams.recorder import RecordedFuture, Recorder
 from tests.streams.trace import Op
 from tests.support.agreeing import AgreeingJob
@@ -121,7 +120,7 @@ class PlayedWatchdog:
 def stream_engine(recorder: Recorder, job: Job) -> Engine:
     """The real one, as on NCCL."""
     watchdog: Any = PlayedWatchdog(recorder)
-    return stream.StreamEngine(PlayedDevice(recorder), job.attribute_failure, watchdog)
+    return engines.StreamEngine(PlayedDevice(recorder), job.attribute_failure, watchdog)
 
 
 def play_rank(
@@ -143,7 +142,7 @@ def _played(recorder: Recorder) -> Iterator[None]:
     """While this lasts, what would talk, start threads or look into a device takes notes instead."""
     rank, numbers = recorder.trace.rank, count(1)
 
-    def begin(collective: stages.Collective, sync_op: bool) -> Any:
+    def begin(collective: engine.Collective, sync_op: bool) -> Any:
         return recorder.begin(collective, sync_op)
 
     def make_group(ranks: Sequence[int]) -> PlayedGroup:
@@ -155,13 +154,13 @@ def _played(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         patches: list[Any] = [
-            mock.patch.object(stages.Collective, "begin", begin),
+            mock.patch.object(engine.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
-            mock.patch.object(parts, "backend_name", return_value="nccl"),
-            mock.patch.object(process_groups, "backend_name", return_value="nccl"),
-            mock.patch.object(process_groups, "_own_store", return_value=nullcontext()),
-            mock.patch.object(process_groups, "_kept", lambda group: group),
-            mock.patch.object(stream, "WorkerThread", make_thread),
+            mock.patch.object(quantised_sum, "backend_name", return_value="nccl"),
+            mock.patch.object(groups, "backend_name", return_value="nccl"),
+            mock.patch.object(groups, "_own_store", return_value=nullcontext()),
+            mock.patch.object(groups, "_kept", lambda group: group),
+            mock.patch.object(engines, "WorkerThread", make_thread),
             mock.patch.object(thread, "WorkerThread", make_thread),
             *(
                 mock.patch.object(module, "_host_operator", _noted(recorder))

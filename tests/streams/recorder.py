@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import paddle
 
-from fleet_train.collectives.engines.stages import Collective
+from fleet_train.collectives.engine import Collective
 from fleet_train.collectives.host_ops import is_barrier, passes_a_token
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
-from fleet_train.collectives.job.job import Job, Passed
+from fleet_train.collectives.job import Job, Passed
 
 
 class AgreeingJob(Job):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fleet_train.cluster.store.protocol.wire import PREAMBLE, Decoder, parse
+from fleet_train.cluster.store.wire import PREAMBLE, Decoder, parse
 
 
 class Heard:

@@ -22,14 +22,11 @@ import numpy as np
 import paddle
 from paddle import _C_ops
 
-from fleet_train.collectives.engines.device import HostMoment
-from fleet_train.collectives.engines.stages import Collective
-from fleet_train.collectives.engines.stream import StreamEngine
-from fleet_train.collectives.engines.watchdog import Watchdog
-from fleet_train.collectives.engines.worker_thread import WorkerThread
+from fleet_train.collectives import job as job_module
+from fleet_train.collectives.engine import Collective, HostMoment, WorkerThread
+from fleet_train.collectives.engines import StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import job as job_module
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job import Job
 
 
 class LateTask:

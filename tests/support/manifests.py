@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli import launch
 from fleet_train.cli.manifest import command
-from fleet_train.launch.spec.request import LaunchRequest
+from fleet_train.launch.request import LaunchRequest
 
 IMAGE = "--image=registry.local/train:1"
 EVERYTHING = (

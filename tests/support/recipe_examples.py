@@ -46,7 +46,7 @@ _OPTIONS = "python -m tests.unit.cli.command_options"
 KNOB = Example(
     "last_gradient_alone",
     {
-        "fleet_train/profile/schema/communication.py": (
+        "fleet_train/profile/communication_knobs.py": (
             Insertion(
                 """    last_gradient_alone: bool = knob(
         False,
@@ -73,7 +73,7 @@ KNOB = Example(
                 behind="\nBUCKETS = [",
             ),
         ),
-        "fleet_train/plan/notes.py": (
+        "fleet_train/plan/explain.py": (
             Insertion(
                 """    if profile.last_gradient_alone:
         notes.append(Note("last_gradient_alone", "the last gradient is a bucket by itself"))
@@ -129,7 +129,7 @@ measured:
 COMPRESSION = Example(
     "bf16_gather",
     {
-        "fleet_train/profile/schema/compression.py": (Insertion('"bf16_gather", ', before='"fp16", "int8"'),),
+        "fleet_train/profile/communication_knobs.py": (Insertion('"bf16_gather", ', before='"fp16", "int8"'),),
         "fleet_train/profile/compatibility.py": (Insertion('"bf16_gather", ', before='"fp16"'),),
         "fleet_train/plan/compressions.py": (
             Insertion(
@@ -146,7 +146,7 @@ COMPRESSION = Example(
                 '    "bf16_gather": Compression(_gathered, wire_dtype="bfloat16"),\n', before='    "fp16": Compression('
             ),
         ),
-        "fleet_train/plan/simulate/methods.py": (
+        "fleet_train/plan/simulate_methods.py": (
             Insertion(
                 """class Gathered:
     \"\"\"Every rank's gradients rounded to bfloat16, and summed in float32.\"\"\"
@@ -206,9 +206,9 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.methods.base import Cut, flatten
-from fleet_train.collectives.methods.host_casts import Cast
+from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.methods.dense import Cut, flatten
+from fleet_train.collectives.methods.dense import Cast
 from fleet_train.plan import Bucket
 
 
@@ -266,7 +266,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleet_train.cluster.engines.started import Started, Variables, checked
+from fleet_train.cluster.started import Started, Variables, checked
 
 
 def read(environ: Mapping[str, str]) -> Started | None:
@@ -284,7 +284,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
 '''
             ),
         ),
-        "fleet_train/cluster/engines/detect.py": (
+        "fleet_train/cluster/engines.py": (
             Insertion("flux, ", before="kubernetes, mpi"),
             Insertion('    ("flux", flux.read),\n', before='    ("torchrun", torchrun.read),'),
         ),
@@ -309,10 +309,10 @@ def read(environ: Mapping[str, str]) -> Started | None:
 MODEL = Example(
     "linear",
     {
-        "fleet_train/train/reference/model_names.py": (Insertion('"linear", ', before="*VISION_MODELS)"),),
+        "fleet_train/train/settings.py": (Insertion('"linear", ', before="*VISION_MODELS)"),),
         "tests/unit/train/test_models.py": (Insertion('"linear", ', before='"ResNet18", "MobileNetV1"'),),
         "docs/training.md": (Insertion("`linear`, ", behind="\n## Networks\n\n"),),
-        "fleet_train/train/reference/models.py": (
+        "fleet_train/train/programs.py": (
             Insertion(
                 '''def linear(sample_shape: Shape, num_classes: int) -> Any:
     """Logistic regression: [batch, *sample_shape] -> logits [batch, num_classes]."""

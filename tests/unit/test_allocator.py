@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
+from fleet_train.collectives.paddle_compat import keep_freed_memory
 from tests.support.processes import ROOT
 
 CODE = """
-from fleet_train.collectives.paddle_compat.allocator import keep_freed_memory
+from fleet_train.collectives.paddle_compat import keep_freed_memory
 print(keep_freed_memory({}), keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.check=3"}))
 """
 TRIM, MMAP = (-1, 1024**3), (-3, 32 * 1024**2)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>

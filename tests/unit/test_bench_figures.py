@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.plan.price.predict import Link, Network
+from fleet_train.plan.price import Link, Network
 from tools.benchmarks.figures import (
     Summary,
     Window,

@@ -12,11 +12,11 @@ from pathlib import Path
 from tests.support.processes import ROOT
 
 _USES = {
-    "doctor/measure/folders.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
-    "doctor/peers/responder.py": {"time.time"},  # the clocks of two machines are what is compared
+    "doctor/measure_folders.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
+    "doctor/responder.py": {"time.time"},  # the clocks of two machines are what is compared
     "selftest/record.py": {"datetime.now"},  # the date of a record
     "train/metrics/jsonl.py": {"time.time"},  # of each line; lines are ordered by their steps
-    "train/metrics/prometheus/sink.py": {"time.time"},  # of the newest record, for people's eyes
+    "train/prometheus_sink.py": {"time.time"},  # of the newest record, for people's eyes
     "train/checkpoint/storage.py": {"time.time"},  # a run's begin, made later than that of every run that is seen then
     "train/metrics/visualdl.py": {"time.time"},
 }

@@ -21,20 +21,20 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.local_sgd.outer import OuterOptimizer
-from fleet_train.convert.settings.profile_passes import pass_settings
-from fleet_train.convert.settings.strategy import DistributedStrategy
+from fleet_train.collectives.fragments import OuterOptimizer
+from fleet_train.convert.profile_settings import pass_settings
+from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
+from fleet_train.plan.choose import PAPER
 from fleet_train.plan.plan import Note
-from fleet_train.plan.price.choose import PAPER
-from fleet_train.plan.price.predict import Compute, predict
+from fleet_train.plan.price import Compute, predict
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
+from fleet_train.profile.fleet_fields import STOCK_FIELDS
+from fleet_train.profile.fleet_objects import differing
 from fleet_train.profile.knobs import shown
-from fleet_train.profile.schema.settings import DESCRIPTIVE, FLAG_KNOBS
-from fleet_train.profile.stock.fields import STOCK_FIELDS
-from fleet_train.profile.stock.objects import differing
+from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 from tests.support.processes import ROOT
 
 OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KNOBS]

@@ -13,15 +13,14 @@ import pytest
 from fleet_train.convert.state import persistables
 from fleet_train.convert.state.persistables import State
 from fleet_train.files import NotThatFile, read_regular, write_new
-from fleet_train.launch.workers import worker_main
-from fleet_train.port.files import write
-from fleet_train.port.script import Ported
+from fleet_train.launch import worker_main
+from fleet_train.port.script import Ported, write
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.copies.newest import write_record
+from fleet_train.train.checkpoint.copies import write_record
 from fleet_train.train.checkpoint.storage import Run
 from fleet_train.train.metrics.jsonl import JsonLinesSink
 from fleet_train.train.metrics.visualdl import VisualDLSink
-from fleet_train.train.reference.summary import publish_summary
+from fleet_train.train.reference import publish_summary
 
 
 def _metrics(folder: Path) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fleet_train.collectives.engines.stream import StreamEngine
-from fleet_train.collectives.engines.thread import ThreadEngine
-from fleet_train.convert.settings.profile_passes import fitted_to
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
+from fleet_train.convert.profile_settings import fitted_to
 from fleet_train.profile import Profile, load_profile
 
 

@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 from fleet_train.convert import fleet
-from fleet_train.convert.calls.names import ABSENT
-from fleet_train.convert.calls.util import UtilBase
+from fleet_train.convert.calls import ABSENT, UtilBase
 from fleet_train.errors import ConversionError
 
 # `paddle.fluid.incubate.fleet.collective` of Paddle 1.6 to 1.8, which is not installed any more: its module, its fleet.

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import LossScaler, LossScaling
 from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from paddle.distributed import fleet as theirs
 
-from fleet_train.convert.process.role_maker import (
+from fleet_train.convert.role_maker import (
     PaddleCloudRoleMaker,
     Role,
     UserDefinedCollectiveRoleMaker,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.convert.settings.strategy import DistributedStrategy
+from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, applied_mappings
 from tests.support.processes import ROOT

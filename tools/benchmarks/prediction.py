@@ -10,7 +10,7 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.price.predict import Compute, Link, Network, predict
+from fleet_train.plan.price import Compute, Link, Network, predict
 from fleet_train.profile import load_profile
 from tools.benchmarks.jobs import Command, JobFailed, Place, run_commands
 

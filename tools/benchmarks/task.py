@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_train.data.core.datasets import ArrayDataset, digits
+from fleet_train.data.datasets import ArrayDataset, digits
 
 Weights = list[NDArray[np.float32]]
 MLP, RESNET18 = "mlp", "resnet18"

@@ -17,10 +17,8 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.train.checkpoint.manager import Checkpoints
-from fleet_train.train.checkpoint.position import EpochLoss, Position
-from fleet_train.train.checkpoint.same_data import RunData
-from fleet_train.train.checkpoint.saver import Saver
-from fleet_train.train.components.settings import TrainerSettings
+from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, Saver
+from fleet_train.train.settings import TrainerSettings
 from tools.benchmarks.paddle_network import Network, start_feed
 from tools.benchmarks.task import TASKS, Batches
 

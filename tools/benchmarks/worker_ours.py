@@ -15,7 +15,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
-from fleet_train.plan.price.traffic import traffic
+from fleet_train.plan.pricing import traffic
 from tools.benchmarks.loop import Assignment, run
 from tools.benchmarks.paddle_network import network, start_feed
 from tools.benchmarks.task import Weights

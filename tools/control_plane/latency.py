@@ -15,7 +15,7 @@ from typing import Any
 
 try:
     from fleet_train.cluster.store.client import StepNote, StoreClient
-    from fleet_train.cluster.store.servers.server import StoreServer
+    from fleet_train.cluster.store.server import StoreServer
 
     def meet(client: Any, name: str) -> None:
         client.barrier(name, StepNote(1, 23.45, 0.21), 2, 60)

@@ -16,13 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.pace import Pace, PacedSelector
-from fleet_train.cluster.store.servers.relay import Parent
-from fleet_train.cluster.store.servers.server import listen, raise_descriptor_limit
-from fleet_train.cluster.store.servers.session import Session
-from fleet_train.cluster.store.servers.state import ServerState
+from fleet_train.cluster.store.access import Access, Callers
+from fleet_train.cluster.store.members import Pace, PacedSelector
+from fleet_train.cluster.store.relay import Parent
+from fleet_train.cluster.store.server import listen, raise_descriptor_limit
+from fleet_train.cluster.store.session import Session
+from fleet_train.cluster.store.state import ServerState
 from tools.control_plane.tree import Job
 
 HOST = "127.0.0.1"

@@ -15,10 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.greeting import Caller
-from fleet_train.cluster.store.protocol.wire import PREAMBLE, Decoder, Header, encode, parse
-from fleet_train.cluster.store.servers.server import raise_descriptor_limit
+from fleet_train.cluster.store.access import Access, Caller
+from fleet_train.cluster.store.server import raise_descriptor_limit
+from fleet_train.cluster.store.wire import PREAMBLE, Decoder, Header, encode, parse
 
 _AT_ONCE = 200
 _TIMEOUT = 120.0

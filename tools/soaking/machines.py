@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from fleet_train.data.core.sampler import epoch_order
+from fleet_train.data.sampler import epoch_order
 from tools.benchmarks.record import told_circumstances
 from tools.lab import Lab
 from tools.soaking.faults import MEANINGS, Faults, PlannedFault, Timeouts, recovery_of

@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.answers import Describe, Words, with_absent
-from fleet_train.cluster.store.protocol.greeting import Caller, Refused
-from fleet_train.cluster.store.protocol.members import MOST_MEMBERS, each, from_ranges
-from fleet_train.cluster.store.protocol.payloads import unpack
-from fleet_train.cluster.store.protocol.wire import (
+from fleet_train.cluster.store.access import Access, Caller, Refused
+from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges
+from fleet_train.cluster.store.payloads import unpack
+from fleet_train.cluster.store.reports import Describe, Words, with_absent
+from fleet_train.cluster.store.wire import (
     MOST_BODY_BYTES,
     PREAMBLE,
     Body,

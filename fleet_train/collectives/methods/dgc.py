@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.methods.allreduce import Allreduce
-from fleet_train.collectives.methods.base import flatten, unflatten
-from fleet_train.collectives.paddle_compat.casting import as_dtype
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.methods.dense import Allreduce, flatten, unflatten
+from fleet_train.collectives.paddle_compat import as_dtype, dynamic_mode
 from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.compression_settings import DgcSettings, is_sparse, kept_elements, sparsity_at
+from fleet_train.plan.compressions import DgcSettings, is_sparse, kept_elements, sparsity_at
 
 # Size of the sample that estimates a threshold for the selection; smaller tensors gain nothing from it.
 _SAMPLE = 16384

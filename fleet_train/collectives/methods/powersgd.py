@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Stages
-from fleet_train.collectives.methods.allreduce import Allreduce
-from fleet_train.collectives.methods.base import DenseMethod, flatten, unflatten
-from fleet_train.collectives.paddle_compat.casting import as_dtype
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode
+from fleet_train.collectives.engine import HAND_OVER, Stages
+from fleet_train.collectives.methods.dense import Allreduce, DenseMethod, flatten, unflatten
+from fleet_train.collectives.paddle_compat import as_dtype, dynamic_mode
 from fleet_train.plan import Bucket
-from fleet_train.plan.compression_settings import Matrix, PowerSgdSettings, low_rank_families, random_factor
+from fleet_train.plan.compressions import Matrix, PowerSgdSettings, low_rank_families, random_factor
 
 
 class PowerSgdMethod:

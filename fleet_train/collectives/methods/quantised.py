@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Stages
-from fleet_train.collectives.methods.base import Cut, flatten, unflatten
-from fleet_train.collectives.methods.error_feedback import KeptErrors
-from fleet_train.collectives.methods.quantised_sum import Carried
+from fleet_train.collectives.engine import HAND_OVER, Stages
+from fleet_train.collectives.methods.dense import Cut, flatten, unflatten
+from fleet_train.collectives.methods.quantised_sum import Carried, KeptErrors
 from fleet_train.plan import Bucket
 
 

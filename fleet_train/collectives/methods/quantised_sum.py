@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import combinations
+from typing import Any, Protocol
 
 import paddle
 
-from fleet_train.collectives.codec.codecs import Codec, make_codec, notices_of
-from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import Allreduce, FlatAllreduce, HierarchicalAllreduce, without_cast
-from fleet_train.collectives.methods.parts import Links, make_links
-from fleet_train.plan import CommPlan
-from fleet_train.plan.hierarchy import leaders_of, local_groups
-from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
+from fleet_train.collectives.engine import Collective, Stage, Stages
+from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods.codec import Codec, make_codec, notices_of
+from fleet_train.collectives.methods.dense import (
+    Allreduce,
+    FlatAllreduce,
+    HierarchicalAllreduce,
+    unflatten,
+    without_cast,
+)
+from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
+from fleet_train.plan import CommPlan, TensorSpec
+from fleet_train.plan.phases import QuantisedLayout, QuantisedSettings, leaders_of, local_groups
 
 
 class QuantisedAllreduce:
@@ -155,3 +162,130 @@ def _group_of(allreduce: Allreduce) -> Any:
         return allreduce.leaders_group
     assert isinstance(allreduce, FlatAllreduce)
     return allreduce.group
+
+
+# How the members of a quantised sum exchange bytes: an all-to-all over one group, or over pairs where the backend has
+# none (Gloo).
+
+
+class Links(Protocol):
+    """The members of a sum, this rank among them. Tensors are flat uint8, of one size on all members."""
+
+    members: int
+    position: int
+
+    def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
+        """Every member's ``wire``, in the order of members, on every member."""
+
+    def exchange(self, wires: Sequence[Any]) -> Stages[list[Any]]:
+        """Send ``wires[i]`` to member i; returns what the members sent to this one, in their order."""
+
+
+class GroupLinks:
+    """One group whose backend offers an all-to-all (NCCL)."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+        self.members = len(ranks)
+        self.position = list(ranks).index(rank) if rank in ranks else -1
+        self._group = group
+
+    def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
+        gathered = paddle.empty([self.members * wire.shape[0]], "uint8")
+        yield Stage((Collective("all_gather", self._group, wire, output=gathered),), more)
+        return list(paddle.split(gathered, self.members))
+
+    def exchange(self, wires: Sequence[Any]) -> Stages[list[Any]]:
+        sent = paddle.concat(list(wires))
+        received = paddle.empty(sent.shape, "uint8")
+        yield Stage((Collective("all_to_all", self._group, sent, output=received),), more=True)
+        parts = paddle.split(received, self.members)
+        return [part for index, part in enumerate(parts) if index != self.position]
+
+
+class PairLinks(GroupLinks):
+    """One extra group per pair: two members exchange by an all-gather in it.
+
+    Paddle's Gloo has no all-to-all, and it numbers messages between two of several ranks wrongly.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, pairs: dict[int, Any]) -> None:
+        """``pairs``: by the other member's position."""
+        super().__init__(group, ranks, rank)
+        self._pairs = pairs
+
+    def exchange(self, wires: Sequence[Any]) -> Stages[list[Any]]:
+        received: dict[int, Any] = {}
+        for partners in rounds(self.members):
+            other = partners.get(self.position)
+            if other is None:
+                yield Stage(more=True)
+                continue
+            wire = wires[other]
+            both = paddle.empty([2 * wire.shape[0]], "uint8")
+            yield Stage((Collective("all_gather", self._pairs[other], wire, output=both),), more=True)
+            received[other] = paddle.split(both, 2)[int(other > self.position)]
+        return [received[other] for other in sorted(received)]
+
+
+def rounds(members: int) -> list[dict[int, int]]:
+    """Rounds of a round-robin tournament: each member has at most one partner per round, and all pairs occur."""
+    size = members + members % 2
+    table = []
+    for turn in range(size - 1):
+        seats = [size - 1, *((turn + i) % (size - 1) for i in range(size - 1))]
+        pairs = [(seats[i], seats[size - 1 - i]) for i in range(size // 2)]
+        there = [pair for pair in pairs if max(pair) < members]
+        table.append(dict(there) | {second: first for first, second in there})
+    return table
+
+
+def make_links(job: Job, group: Any, ranks: Sequence[int]) -> Links:
+    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over pair groups created here.
+
+    All ranks of the job call it in the same order, including those outside ``ranks``, which must not use the result.
+    """
+    rank, has_all_to_all = job.cluster.rank, backend_name() != "gloo"
+    pairs = {}
+    if len(ranks) > 2 and not has_all_to_all:
+        pairs = {pair: new_group(job, pair) for pair in combinations(ranks, 2)}
+    if has_all_to_all:
+        return GroupLinks(group, ranks, rank)
+    own = {pair[1 - pair.index(rank)]: made for pair, made in pairs.items() if rank in pair}
+    return PairLinks(group, ranks, rank, {ranks.index(other): made for other, made in own.items()})
+
+
+# Rounding errors by parameter: saved and restored with a job's state.
+
+
+class KeptErrors:
+    """The state of a `QuantisedAllreduce` whose buffer is the concatenation of ``values``."""
+
+    own_state: tuple[str, ...] = (".error",)
+
+    def __init__(self, kind: str, values: Sequence[TensorSpec], rounded: QuantisedAllreduce) -> None:
+        self.kind = kind
+        self._values = values
+        self._rounded = rounded
+
+    def state(self) -> dict[str, Any]:
+        """``<first value's name>.sums``, the number of sums so far, and, with error feedback, ``<name>.error`` per
+        value, [elements] float32, which differs between ranks."""
+        with dynamic_mode(), paddle.no_grad():
+            state = {f"{self._values[0].name}.sums": paddle.to_tensor([self._rounded.step], dtype="int64")}
+            if self._rounded.keeps_back:
+                parts = unflatten(self._rounded.owed, [[value.elements] for value in self._values])
+                state |= {f"{v.name}.error": part.clone() for v, part in zip(self._values, parts, strict=True)}
+            return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what ``state`` returned; errors that are missing or of another size start as zero."""
+        with dynamic_mode(), paddle.no_grad():
+            sums = state.get(f"{self._values[0].name}.sums")
+            parts = [_of_size(state.get(f"{value.name}.error"), value.elements) for value in self._values]
+            self._rounded.take(paddle.concat(parts), int(sums.item()) if sums is not None and sums.numel() == 1 else 0)
+
+
+def _of_size(error: Any, elements: int) -> Any:
+    if error is None or error.numel() != elements:
+        return paddle.zeros([elements], "float32")
+    return error.reshape([-1])

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.methods.allreduce import Allreduce, CastAllreduce
-from fleet_train.collectives.methods.base import BucketMethod, DenseMethod, cut_for
+import numpy as np
+import paddle
+
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods.dense import (
+    Allreduce,
+    BucketMethod,
+    CastAllreduce,
+    DenseMethod,
+    Remembers,
+    cast_for,
+    cut_for,
+)
 from fleet_train.collectives.methods.dgc import DgcMethod
-from fleet_train.collectives.methods.host_casts import cast_for
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
-from fleet_train.plan.compression_settings import DgcSettings, powersgd_settings
-from fleet_train.plan.compressions import compression_of
-from fleet_train.plan.quantised import gradient_settings
+from fleet_train.plan.compressions import DgcSettings, compression_of, powersgd_settings
+from fleet_train.plan.phases import gradient_settings
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of
 
@@ -102,3 +111,44 @@ def make_method(
 def dtype_between_groups(compression: str) -> str:
     """The dtype in which the leaders of a hierarchical allreduce send float32 gradients to one another."""
     return compression_of(compression).wire_dtype or "float32"
+
+
+# The state that the methods of all buckets keep between steps, by parameter: saved on one cluster, loaded on another.
+#
+# Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other
+# buckets.
+
+
+Array = np.ndarray[Any, Any]
+Methods = Sequence[tuple[Bucket, Remembers]]
+
+
+def read_state(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(state that is equal on all ranks, this rank's own state)."""
+    alike: dict[str, Array] = {}
+    own: dict[str, Array] = {}
+    for _, method in methods:
+        for name, tensor in method.state().items():
+            target = own if name.endswith(method.own_state) else alike
+            target[f"{method.kind}/{name}"] = np.array(tensor.numpy())
+    return alike, own
+
+
+def write_state(methods: Methods, arrays: Mapping[str, Array], place: Any) -> list[str]:
+    """Restore what ``read`` returned; returns the names that belong to no method here.
+
+    A method that finds nothing of its kind starts as new.
+    """
+    used: set[str] = set()
+    with dynamic_mode():
+        for bucket, method in methods:
+            wanted = _of_bucket(bucket, method.kind, arrays)
+            used.update(f"{method.kind}/{name}" for name in wanted)
+            method.load_state({name: paddle.to_tensor(array, place=place) for name, array in wanted.items()})
+    return sorted(arrays.keys() - used)
+
+
+def _of_bucket(bucket: Bucket, kind: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    members = {gradient.name for gradient in bucket.gradients}
+    mine = {name.removeprefix(f"{kind}/"): array for name, array in arrays.items() if name.startswith(f"{kind}/")}
+    return {name: array for name, array in mine.items() if name == "step" or name.rpartition(".")[0] in members}

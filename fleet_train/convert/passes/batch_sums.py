@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fleet_train.convert.passes.walk import inputs_of, operators_behind
+from fleet_train.convert.passes.blocks import inputs_of, operators_behind
 
 Degrees = dict[float | None, Any]
 """Degree -> the operator that made a sum of it, or None. Empty: the value does not depend on the batch."""

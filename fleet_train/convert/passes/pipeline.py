@@ -8,14 +8,18 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.hold import emit_hold
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.host_ops import emit_hold
+from fleet_train.collectives.job import Job
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.gradient_merge import GradientMerge, MergedGradients, merge_gradients
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import (
+    GradientMerge,
+    LossScaler,
+    LossScaling,
+    MergedGradients,
+    merge_gradients,
+)
 from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels
-from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision, said_of
+from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, said_of
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError

@@ -18,7 +18,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.convert.passes.walk import inputs_of, nested_operators, operators_behind
+from fleet_train.convert.passes.blocks import inputs_of, nested_operators, operators_behind
 from fleet_train.errors import ConversionError
 
 # Random operators without an attribute "seed". Random values must not be drawn again.

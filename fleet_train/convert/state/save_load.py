@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.transfer import broadcast_arrays
-from fleet_train.collectives.methods import state as method_state
-from fleet_train.convert.settings.apply_profile import say
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods import registry as method_state
+from fleet_train.collectives.transfer import broadcast_arrays
+from fleet_train.convert.profile_settings import say
 from fleet_train.convert.state import persistables
-from fleet_train.convert.state.finite import first_not_finite
-from fleet_train.convert.state.fitting import Described, fit
 from fleet_train.convert.state.local_state import (
+    MAY_BE_NAN,
     PREFIX,
     compare_replicas,
+    gather_own,
     make_equal,
+    mean_of_ranks,
     position_of,
+    read_methods,
     refuse_damaged_position,
+    spread_own,
     take_position,
 )
-from fleet_train.convert.state.persistables import State
-from fleet_train.convert.state.program_state import PASS, ProgramState
-from fleet_train.convert.state.rank_state import gather_own, read_methods, spread_own
-from fleet_train.convert.state.velocities import to_dgc, to_momentum
+from fleet_train.convert.state.persistables import Described, State, fit
+from fleet_train.convert.state.program_state import (
+    OPTIMIZER,
+    PARAMETER,
+    PASS,
+    ProgramState,
+    float_values,
+    is_finite,
+    is_sum,
+)
+from fleet_train.convert.state.safetensors_file import Array
 from fleet_train.errors import CheckpointError, FleetTrainError, NotFinite
 
 
@@ -108,7 +121,7 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
     if exchange is not None:
         take_position(exchange, arrays, job.place)
         memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
-        method_state.write(exchange.memories, memories, job.place)
+        method_state.write_state(exchange.memories, memories, job.place)
 
 
 def _refuse_not_finite(saved: State, names: set[str], constant: frozenset[str], folder: Path) -> None:
@@ -148,3 +161,94 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
     if "problem" in answer:
         raise (NotFinite if answer["not_finite"] else CheckpointError)(answer["problem"])
     return answer["value"]
+
+
+# NaN and infinity in state that is saved or loaded: what is refused, and what may contain them.
+
+
+_FROZEN = (
+    "; this is state of the optimizer: where it is infinite, the weights never change again, or become infinite "
+    "themselves (a gradient was too large)"
+)
+
+
+def first_not_finite(state: State, constant: Collection[str], when: str = "") -> str | None:
+    """What is wrong with the first tensor that holds NaN or infinity, by name; None if there is none.
+
+    May contain them: sums of a gradient merge in the middle of an update, which the update may skip; the first loss of
+    an adaptive period; variables that a script has made itself and that belong to no parameter. ``constant``:
+    parameters that are not trained, and may be infinite, such as a mask. ``when``: for the text, ``after step 4``.
+    """
+    parameters = [name for name, kind in state.kinds.items() if kind == PARAMETER]
+    named = [("", state.arrays), *((f"rank {rank}'s ", arrays) for rank, arrays in enumerate(state.ranks))]
+    for whose, arrays in named:
+        for name, array in arrays.items():
+            if is_finite(array) or name == MAY_BE_NAN or is_sum(name):
+                continue
+            values = float_values(array)
+            nans = int(np.isnan(values).sum())
+            if not nans and name in constant:
+                continue
+            kind = state.kinds.get(name)
+            if kind == OPTIMIZER and not any(f"{parameter}_" in name for parameter in parameters):
+                continue
+            told = f"{whose}'{name}' is {_counted(values, nans)} {when}".rstrip()
+            return f"{told}{_FROZEN}" if kind == OPTIMIZER and not nans else told
+    return None
+
+
+def _counted(values: Array, nans: int) -> str:
+    """``NaN in 2 and infinite in 1 of 12 elements``."""
+    infinite = int(np.isinf(values).sum())
+    parts = [f"{what} in {count}" for what, count in (("NaN", nans), ("infinite", infinite)) if count]
+    return f"{' and '.join(parts)} of {values.size} elements"
+
+
+# Momentum's velocities, which DGC keeps itself: converted between a run with DGC and one without.
+#
+# DGC takes over the optimizer's momentum only on several ranks. Velocities are converted so that one card can
+# continue a checkpoint of many ranks, and vice versa; updates that DGC has not sent yet are dropped.
+
+
+_OF_MOMENTUM, _OF_DGC = "_velocity_0", ".velocity"
+_DGC = f"{PREFIX}dgc/"
+
+
+def to_momentum(saved: State, ours: Described) -> State:
+    """State saved with DGC, plus the velocities that a program with Momentum needs: the means over the ranks."""
+    missing = [name for name in ours if name.endswith(_OF_MOMENTUM) and name not in saved.arrays]
+    if not missing or f"{_DGC}step" not in saved.arrays:
+        return saved
+    means = mean_of_ranks(saved.ranks) if saved.ranks else {}
+    velocities = {}
+    for name in missing:
+        _, shape, dtype = ours[name]
+        flat = means.get(_dgc_name(name, ours))
+        if flat is not None and flat.size != math.prod(shape):
+            raise CheckpointError(
+                f"the velocity of '{name}' was saved with {flat.size} elements, this program has {shape}"
+            )
+        velocities[name] = np.zeros(shape, dtype) if flat is None else flat.reshape(shape).astype(dtype)
+    kinds = saved.kinds | dict.fromkeys(velocities, OPTIMIZER)
+    return replace(saved, arrays={**saved.arrays, **velocities}, kinds=kinds)
+
+
+def to_dgc(saved: State, ours: Described) -> State:
+    """State saved with Momentum, with its velocities under the names that a program with DGC reads."""
+    left_over = [
+        name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours and name in saved.arrays
+    ]
+    arrays = {name: array for name, array in saved.arrays.items() if name not in left_over}
+    for name in left_over:
+        velocity = saved.arrays[name].reshape(-1).astype(np.float32)
+        arrays[_dgc_name(name, ours)] = velocity
+    return replace(saved, arrays=arrays)
+
+
+def _dgc_name(velocity: str, ours: Described) -> str:
+    """DGC's name of what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard that Paddle
+    has added a second time.
+    """
+    stem = velocity.removesuffix(_OF_MOMENTUM)
+    owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]
+    return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train.cluster.store.access import Access, Refused
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.greeting import Refused
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
-from fleet_train.launch.spec.node import Node
+from fleet_train.launch.node import Node
 
 STATUS_ROUND = "status"
 STATUS_KEY = "status"

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.tree import FAN_IN, below, parent_of
-from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.relay import Parent
-from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.cluster.store.members import FAN_IN, below, parent_of
+from fleet_train.cluster.store.relay import Parent
+from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
+from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous.election import (
     STATUS_KEY,
     STATUS_ROUND,
@@ -35,8 +35,7 @@ from fleet_train.launch.rendezvous.election import (
     silent,
     someone_is_deaf,
 )
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.request import FaultPolicy
+from fleet_train.launch.request import FaultPolicy
 
 _GROUP = "member"
 _DECISION = "decision"

@@ -20,7 +20,7 @@ from fleet_train.cluster.environment import attempt
 from fleet_train.errors import CheckpointError, printable
 from fleet_train.files import hold, holder
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.components.rank0 import together
+from fleet_train.train.evaluation import together
 
 # A process that is being killed, such as an earlier attempt's, still holds it for a moment; a file server releases the
 # lock of a machine that has lost its power after a minute and a half.

@@ -19,10 +19,9 @@ from fleet_train import fleet
 from fleet_train.errors import CheckpointError, NotSaved, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
-from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS, Copies
-from fleet_train.train.checkpoint.copies.newest import latest_run, tell
-from fleet_train.train.components.rank0 import ask_first_worker
-from fleet_train.train.components.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
+from fleet_train.train.checkpoint.copies import FINISH_SECONDS, Copies, latest_run, tell
+from fleet_train.train.evaluation import ask_first_worker
+from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
 
 # How often rank 0 reports that it still waits for its disk; after a longer silence other ranks would consider it lost.
 _ROUND_SECONDS = 1.0

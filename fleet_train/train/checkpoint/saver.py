@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fleet_train import fleet
-from fleet_train.errors import CheckpointError
-from fleet_train.train.checkpoint.copies.kept import FINISH_SECONDS
+import numpy as np
+
+from fleet_train import __version__, fleet
+from fleet_train.data import DataIdentity, OwnDataSampler
+from fleet_train.errors import CheckpointError, DataError, printable
+from fleet_train.train.checkpoint.copies import FINISH_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
-from fleet_train.train.checkpoint.position import EpochLoss, Position
-from fleet_train.train.checkpoint.same_data import RunData
-from fleet_train.train.components.evaluation import Evaluation
-from fleet_train.train.components.settings import TrainerSettings
-from fleet_train.train.components.versions import versions
+from fleet_train.train.evaluation import Evaluation
+from fleet_train.train.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,277 @@ def _score(evaluation: Evaluation | None) -> float | None:
     if evaluation is None:
         return None
     return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
+
+
+# The position of a run, and the state of the current epoch.
+
+
+@dataclass
+class Position:
+    """Counted from the beginning of the run, the same on every rank."""
+
+    epoch: int = 0
+    """Finished epochs."""
+    step: int = 0
+    """Finished steps (optimizer updates)."""
+    consumed_samples: int = 0
+    """Samples of the current epoch that all ranks together have done."""
+    batches: int = 0
+    """Batches that each rank has done: with gradient merge micro-batches, several to a step."""
+    pending: int = 0
+    """The batches whose gradients wait for an update."""
+    updates: int = 0
+    """Updates that led here: the step of metrics. Unlike ``step`` it is never renumbered."""
+
+
+@dataclass
+class EpochLoss:
+    """This rank's fetched losses of one epoch: sum and count."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, loss: float | None) -> None:
+        if loss is not None and math.isfinite(loss):
+            self.total += loss
+            self.count += 1
+
+    def mean(self) -> float:
+        """The mean over all ranks, NaN without a loss. All ranks call it."""
+        total, count = fleet.all_reduce(np.array([self.total, self.count], dtype=np.float64), op="sum")
+        return float(total / count) if count else math.nan
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Converts a saved state to this call, which may have another number of ranks."""
+
+    position: Position
+    losses: EpochLoss = field(default_factory=EpochLoss)
+
+
+def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
+    """With a different number of batches per epoch (other ranks, another batch size), the run continues at the same
+    share of the epoch. The current epoch's losses go to their rank, or all to rank 0 if the number of ranks differs.
+    """
+    done, pending = _batches(state)
+    inside = max(0, done - state.epoch * state.steps_per_epoch)
+    batches = state.epoch * batches_per_epoch + inside * batches_per_epoch // max(1, state.steps_per_epoch)
+    losses = [EpochLoss(float(total), int(count)) for total, count in state.epoch_losses]
+    rank = fleet.worker_index()
+    if len(losses) == fleet.worker_num():
+        mine = losses[rank]
+    elif rank == 0:
+        mine = EpochLoss(sum(each.total for each in losses), sum(each.count for each in losses))
+    else:
+        mine = EpochLoss()
+    step = steps_of(batches, pending, fleet.profile().accumulate_steps)
+    return Resumed(Position(state.epoch, step, state.consumed_samples, batches, pending, state.recorded_step), mine)
+
+
+def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:
+    """The updates in this many batches, of which `pending` wait for an update."""
+    return max(0, batches - pending) // accumulate_steps
+
+
+def _batches(state: TrainState) -> tuple[int, int]:
+    """The finished batches of each rank, and those of them that wait for an update."""
+    size = fleet.profile().accumulate_steps
+    if state.batches is None:
+        if size > 1 and state.profile.get("digest") != fleet.profile().digest():
+            raise CheckpointError(
+                f"this checkpoint is of a version that counted micro-batches as steps, and of profile "
+                f"'{state.profile.get('name', '')}' with other values than now: how many of its step {state.step} make "
+                f"an update is not known; resume it with the profile that it was saved with, or start again"
+            )
+        return state.step, state.step % size
+    if state.pending_batches and state.accumulate_steps != size:
+        raise CheckpointError(
+            f"this checkpoint has {state.pending_batches} of the {state.accumulate_steps} micro-batches of an update, "
+            f"and accumulate_steps is now {size}; resume with accumulate_steps: {state.accumulate_steps}"
+        )
+    return state.batches, state.pending_batches
+
+
+# The training data of all ranks, as checkpoints remember it: a resume on other data is refused, or accepted.
+
+
+_MOST_SHOWN = 3
+
+
+class RunData:
+    """What the ranks of one `Trainer` read. All ranks make it, and call `resume`.
+
+    A *list* is the samples that a rank divides with others, or has alone. With one list for all ranks, the position in
+    it is the checkpoint's `consumed_samples`. With a list on each machine (`OwnDataSampler`) the record says for each
+    how many of its samples are done in the current epoch, also for a machine that was lost in this epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        describe = getattr(loader, "data_identity", None)
+        mine: DataIdentity | None = None if describe is None else describe()
+        self._samples = 0 if mine is None else mine.samples
+        self._classes = [] if mine is None else [printable(name) for name in mine.classes]
+        sampler = getattr(loader, "sampler", None)
+        self._own = sampler if isinstance(sampler, OwnDataSampler) else None
+        told = fleet.gather(None if mine is None else [mine.digest or f"{mine.samples} samples", mine.samples])
+        self._lists: list[tuple[str, int]] | None = None if None in told else [(each[0], each[1]) for each in told]
+        """Each rank's list: key, number of samples."""
+        self._absent: tuple[int, dict[str, Any]] = (0, {})
+        """An epoch, and the lists of machines that were lost in it."""
+
+    def done(self, at: Position) -> int | None:
+        """Samples of this machine's own list that are done in the epoch; None without one."""
+        if self._own is None:
+            return None
+        return self._own.done_after(at.consumed_samples) if at.consumed_samples else 0
+
+    def record(self, at: Position, done: list[int | None]) -> dict[str, Any] | None:
+        """For `TrainState.data`; ``done``: of all ranks. None if a loader does not describe its data."""
+        if self._lists is None:
+            return None
+        epoch, absent = self._absent
+        lists = {key: dict(entry) for key, entry in absent.items()} if at.consumed_samples and epoch == at.epoch else {}
+        for (key, samples), here in zip(self._lists, done, strict=True):
+            entry = lists.setdefault(key, {"samples": samples, "ranks": 0, "done": here})
+            entry["ranks"] += 1
+            entry["done"] = here if here is None else max(here, entry["done"] or 0)
+        return {"classes": self._classes, "lists": lists}
+
+    def resume(self, found: Found, at: Position, accepts_changes: bool) -> list[str]:
+        """Continue at that position of the data; returns what is to be said about it.
+
+        DataError on every rank for data that is not the checkpoint's, unless it is accepted, and for a place in an
+        epoch that the present lists cannot continue.
+        """
+        saved = found.state.data
+        if self._lists is None:
+            notes = ["note: the loader has no data_identity(): whether its data has changed is not known"]
+        elif saved is None:
+            notes = [
+                "note: the checkpoint is of a version that did not record its data: whether it has changed is not known"
+            ]
+        else:
+            notes = self._compare(found, saved, at, accepts_changes)
+        if at.consumed_samples:
+            self._continue(found, {} if saved is None else saved["lists"], at)
+        if accepts_changes and self._own is None and self._lists is not None:
+            at.consumed_samples = min(at.consumed_samples, self._samples)
+        return notes
+
+    def _compare(self, found: Found, saved: dict[str, Any], at: Position, accepts_changes: bool) -> list[str]:
+        told = fleet.gather(self._difference(found.state.world_size, saved))
+        different = [rank for rank, text in enumerate(told) if text]
+        if not different:
+            return self._other_machines(saved["lists"])
+        first = different[0]
+        where = "" if len(different) == len(told) else f" on rank {first} ({fleet.worker_endpoints()[first]})"
+        text = f"the training data{where} is not that of the checkpoint: {told[first]}"
+        then = "training goes on with the new data"
+        if at.consumed_samples and self._own is not None:
+            then = f"machines with other data begin it anew in epoch {at.epoch + 1}, the others continue theirs"
+        elif at.consumed_samples:
+            then = (
+                f"the rest of epoch {at.epoch + 1} then follows the new order after its first {at.consumed_samples} "
+                "samples, so that some come twice in it and others not at all"
+            )
+        if accepts_changes:
+            return [f"note: {text}; accepted: {then}"]
+        raise DataError(
+            f"{found.folder}: {text}. Resume with the former data, start again in another --output_dir, or accept it "
+            f"with --accept_changed_data (TrainerSettings: accept_changed_data=True): {then}"
+        )
+
+    def _difference(self, ranks: int, saved: dict[str, Any]) -> str:
+        """What is not as it was, on this rank; "" if nothing, or if other lists may be those of other machines."""
+        assert self._lists is not None
+        was, now = saved["classes"], self._classes
+        parts = []
+        if was and now and was != now:
+            if len(was) != len(now):
+                parts.append(f"{len(was)} classes then, {len(now)} now")
+            renamed = [
+                (label, *names) for label, names in enumerate(zip(was, now, strict=False)) if names[0] != names[1]
+            ]
+            parts += [f"class {label} was {old!r:.60}, is {new!r:.60}" for label, old, new in renamed[:_MOST_SHOWN]]
+            parts += [f"and {len(renamed) - _MOST_SHOWN} more"] if len(renamed) > _MOST_SHOWN else []
+        lists = saved["lists"]
+        key, samples = self._lists[fleet.worker_index()]
+        present = dict(self._lists)
+        # On another number of ranks, a list may be a new machine's, but not one beside the list that all shared.
+        is_shared = len(lists) == 1 and (
+            len(present) == 1 or (self._own is None and not present.keys().isdisjoint(lists))
+        )
+        if key not in lists and (is_shared or ranks == len(self._lists)):
+            former = sorted({entry["samples"] for entry in lists.values()})
+            if former == [samples]:
+                parts.append(f"{samples} samples as before, with other names, labels or contents")
+            else:
+                parts.append(f"{_some(former)} samples then, {samples} now")
+        return "; ".join(parts)
+
+    def _other_machines(self, lists: dict[str, Any]) -> list[str]:
+        assert self._lists is not None
+        present = dict(self._lists)
+        gone = [entry["samples"] for key, entry in lists.items() if key not in present and entry["ranks"]]
+        new = [samples for key, samples in present.items() if key not in lists]
+        said = [f"lists of {_some(gone)} samples, of the checkpoint's data, are not read now"] if gone else []
+        said += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
+        return [f"note: {'; '.join(said)}"] if said else []
+
+    def _continue(self, found: Found, lists: dict[str, Any], at: Position) -> None:
+        """In the middle of an epoch, each machine continues at its own place of its own list."""
+        state = found.state
+        was_own = any(entry["done"] is not None for entry in lists.values())
+        if lists and was_own != (self._own is not None):
+            former, given = ("folder", "sample") if was_own else ("sample", "folder")
+            raise DataError(
+                f"{found.folder} is in the middle of an epoch with --shard_by {former}, now --shard_by {given} is "
+                f"given, which reads other samples; resume with --shard_by {former}, or from the end of an epoch"
+            )
+        if self._own is None:
+            return
+        if not lists or self._lists is None:
+            if state.world_size != fleet.worker_num():
+                raise DataError(
+                    f"{found.folder} is in the middle of an epoch of {state.world_size} ranks with data of their own, "
+                    f"and does not say how much of each is done; resume on {state.world_size} ranks, or from the end "
+                    "of an epoch"
+                )
+            return
+        key = self._lists[fleet.worker_index()][0]
+        done = lists[key]["done"] or 0 if key in lists else 0
+        counts = fleet.gather(self._own.steps_after(done))
+        self._own.continue_at(at.epoch, at.consumed_samples, done, counts)
+        present = dict(self._lists)
+        self._absent = at.epoch, {name: {**each, "ranks": 0} for name, each in lists.items() if name not in present}
+
+
+def _some(numbers: list[int]) -> str:
+    more = ", ..." if len(numbers) > _MOST_SHOWN else ""
+    return f"{', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"
+
+
+# Which versions a checkpoint or a result was made with.
+
+
+_PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of this package, Python, and those of the packages above that are installed."""
+    found = {"fleet_train": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def other_versions(saved: Mapping[str, Any]) -> list[str]:
+    """The line about packages with another version than when a checkpoint was saved; empty if there is none."""
+    now = versions()
+    names = [name for name in ("fleet_train", *_PACKAGES) if saved and saved.get(name) != now.get(name)]
+    was = [f"{name} {saved.get(name, 'none')!s:.40}, now {now.get(name, 'none')}" for name in names]
+    return [printable(f"note: saved with other versions: {'; '.join(was)}")] if was else []

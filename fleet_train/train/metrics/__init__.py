@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from fleet_train.lazy import load_on_use
 
 if TYPE_CHECKING:
-    from fleet_train.train.metrics.console import make_progress
-    from fleet_train.train.metrics.opening import open_sinks
     from fleet_train.train.metrics.sinks import MetricSink, NullSink, TeeSink
+    from fleet_train.train.metrics.visualdl import open_sinks
+    from fleet_train.train.progress import make_progress
 
 __all__ = ["MetricSink", "NullSink", "TeeSink", "make_progress", "open_sinks"]
 
@@ -22,7 +22,7 @@ __getattr__ = load_on_use(
         "MetricSink": "sinks",
         "NullSink": "sinks",
         "TeeSink": "sinks",
-        "make_progress": "console",
-        "open_sinks": "opening",
+        "make_progress": "fleet_train.train.progress",
+        "open_sinks": "visualdl",
     },
 )

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from fleet_train import fleet
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
-from fleet_train.train.components.evaluation import Evaluation
-from fleet_train.train.components.straggler import StragglerWatch
-from fleet_train.train.components.throughput import Speed
-from fleet_train.train.metrics.console import Progress
-from fleet_train.train.metrics.images import confusion_picture, mistakes_picture
+from fleet_train.train.evaluation import Evaluation, Mistake
 from fleet_train.train.metrics.sinks import MetricSink
+from fleet_train.train.progress import Progress
 
 if TYPE_CHECKING:
-    from fleet_train.train.checkpoint.position import Position
+    from fleet_train.train.checkpoint.saver import Position
+
 
 # More curves are unreadable; the slowest and the median rank are always included.
 MOST_RANKS_WITH_CURVES = 16
@@ -175,3 +176,203 @@ def chosen_settings(lines: str) -> dict[str, Any]:
 def profile_text(profile: Profile, chosen: Mapping[str, Any]) -> str:
     """The profile as a YAML file that reproduces the run, except for the values of variables, which may be secrets."""
     return yaml.safe_dump(profile.shown_settings() | dict(chosen), sort_keys=False, allow_unicode=True).rstrip()
+
+
+# Names the rank that the others wait for, from the times that ranks report at barriers.
+
+
+class StragglerWatch:
+    """Checks each interval and reports only changes.
+
+    A rank is a straggler when it is the slowest, and slower than `factor` times the median step of the others, in
+    `intervals` consecutive intervals of at least `seconds` in total: anything shorter may be a checkpoint or temporary
+    load.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        factor: float,
+        intervals: int = 3,
+        seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`endpoints`: host:port by rank. `factor` 0 = never report."""
+        self._endpoints = endpoints
+        self._factor = factor
+        self._intervals = intervals
+        self._seconds = seconds
+        self._clock = clock
+        self._suspect: int | None = None
+        self._in_a_row, self._since = 0, clock()
+        self._named: int | None = None
+
+    def look(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
+        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns the message, if
+        any.
+
+        Ranks without a report (0 ms: no barrier in the interval, as between two averagings) are ignored.
+        """
+        if not self._factor or len(rank_step_ms) < 2 or min(rank_step_ms) <= 0:
+            return None
+        rank = max(range(len(rank_step_ms)), key=lambda each: rank_step_ms[each])
+        others = [each for each in range(len(rank_step_ms)) if each != rank]
+        times_slower = rank_step_ms[rank] / median(rank_step_ms[each] for each in others)
+        suspect = rank if times_slower > self._factor else None
+        if suspect != self._suspect:
+            self._suspect, self._in_a_row, self._since = suspect, 0, self._clock()
+        self._in_a_row += 1
+        is_lasting = self._in_a_row >= self._intervals and self._clock() - self._since >= self._seconds
+        if suspect == self._named or not is_lasting:
+            return None
+        before, self._named = self._named, suspect
+        if suspect is None:
+            return f"{self._describe(before)} keeps up with the others again"
+        waited = sum(rank_wait_ms[each] / (rank_wait_ms[each] + rank_step_ms[each]) for each in others) / len(others)
+        return (
+            f"{self._describe(suspect)} takes {times_slower:.1f}x the median step of the others; "
+            f"they waited {100 * waited:.0f} % of their time for it"
+        )
+
+    def _describe(self, rank: int | None) -> str:
+        return "no rank" if rank is None else f"rank {rank} ({self._endpoints[rank]})"
+
+
+# Measures steps: speed, duration, and the share of time spent waiting for data.
+
+
+Item = TypeVar("Item")
+
+
+class Speed(NamedTuple):
+    """Of the steps since the last reading."""
+
+    samples_per_second: float
+    """Over all ranks."""
+    step_ms: float
+    """The time of an update: with gradient merge, of all its micro-batches."""
+    data_wait_share: float
+    """0 = data was always ready, 1 = only waiting."""
+
+
+class StepMeter(Generic[Item]):
+    """Counts batches and samples of one rank between two readings; all ranks have the same number of both.
+
+    ``batches_per_step``: those that a rank takes for one update; above 1 with gradient merge.
+    """
+
+    def __init__(
+        self, world_size: int, clock: Callable[[], float] = time.perf_counter, *, batches_per_step: int = 1
+    ) -> None:
+        self._world_size = world_size
+        self._batches_per_step = batches_per_step
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now and reset the counts."""
+        self._began = self._clock()
+        self.batches = 0
+        self._samples = 0
+        self._waited = 0.0
+
+    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """The same batches; the time to get each one counts as waiting."""
+        source = iter(batches)
+        while True:
+            asked = self._clock()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._waited += self._clock() - asked
+            yield batch
+
+    def count(self, samples: int) -> None:
+        """Count one finished batch of this rank with this many samples."""
+        self.batches += 1
+        self._samples += samples
+
+    def read(self) -> Speed:
+        """The speed since the interval began; does not end it."""
+        seconds = max(self._clock() - self._began, 1e-9)
+        return Speed(
+            self._samples * self._world_size / seconds,
+            1000.0 * seconds * self._batches_per_step / max(1, self.batches),
+            min(1.0, self._waited / seconds),
+        )
+
+
+# Images of an evaluation, drawn with Pillow.
+
+
+_SIDE_PIXELS = 640
+_MARGIN = 56
+_MOST_CLASSES_WITH_NUMBERS = 20
+_TILE, _GAP = 112, 8
+_HIT, _MISS = (36, 105, 189), (201, 68, 44)
+
+
+def confusion_picture(confusion: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Counts [classes, classes] (row: true class, column: predicted) as a picture, uint8 [height, width, 3].
+
+    A stronger colour means a larger share of the row: blue on the diagonal, red elsewhere. Up to 20 classes have
+    their counts in the cells.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    classes = len(confusion)
+    cell = max(1, _SIDE_PIXELS // classes)
+    side = cell * classes
+    picture = Image.new("RGB", (side + _MARGIN + 16, side + _MARGIN + 16), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    for row, column in np.ndindex(classes, classes):
+        left, top = _MARGIN + column * cell, _MARGIN + row * cell
+        colour = _blend(_HIT if row == column else _MISS, float(shares[row, column]), row == column)
+        draw.rectangle((left, top, left + cell - 1, top + cell - 1), fill=colour)
+        if classes <= _MOST_CLASSES_WITH_NUMBERS and confusion[row, column]:
+            ink = "white" if row == column and shares[row, column] > 0.5 else "black"
+            centre = (left + cell / 2, top + cell / 2)
+            draw.text(centre, str(confusion[row, column]), fill=ink, font=font, anchor="mm")
+    _label_axes(draw, font, classes, cell)
+    return np.asarray(picture)
+
+
+def _blend(colour: tuple[int, int, int], share: float, is_hit: bool) -> tuple[int, int, int]:
+    # One miss must be visible next to ninety-nine hits.
+    weight = share if is_hit else share**0.5
+    red, green, blue = (round(244 + (channel - 244) * weight) for channel in colour)
+    return red, green, blue
+
+
+def _label_axes(draw: Any, font: Any, classes: int, cell: int) -> None:
+    side, step = cell * classes, max(1, -(-classes // _MOST_CLASSES_WITH_NUMBERS))
+    draw.text((_MARGIN + side / 2, 14), "predicted class", fill="black", font=font, anchor="mm")
+    draw.text((6, 40), "true", fill="black", font=font, anchor="lm")
+    for index in range(0, classes, step):
+        middle = _MARGIN + index * cell + cell / 2
+        draw.text((middle, 40), str(index), fill="black", font=font, anchor="mm")
+        draw.text((_MARGIN - 12, middle), str(index), fill="black", font=font, anchor="rm")
+
+
+def mistakes_picture(mistakes: Sequence[Mistake], columns: int = 6) -> NDArray[np.uint8]:
+    """Images in rows, below each its true and its predicted class: uint8 [height, width, 3].
+
+    Each image is stretched from its darkest to its lightest value: the network's normalisation is not undone.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    rows = -(-len(mistakes) // columns)
+    width, height = _TILE + 2 * _GAP, _TILE + 3 * _GAP + 14
+    picture = Image.new("RGB", (columns * width, rows * height), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    for index, mistake in enumerate(mistakes):
+        left, top = index % columns * width + _GAP, index // columns * height + _GAP
+        low, span = mistake.image.min(), max(float(np.ptp(mistake.image)), 1e-9)
+        levels = ((mistake.image - low) / span * 255).astype(np.uint8).transpose(1, 2, 0)
+        tile = Image.fromarray(np.broadcast_to(levels, (*levels.shape[:2], 3)).copy())
+        picture.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST), (left, top))
+        caption = f"{mistake.true_class}, not {mistake.predicted_class} ({mistake.confidence:.2f})"
+        draw.text((left + _TILE / 2, top + _TILE + _GAP), caption, fill="black", font=font, anchor="mt")
+    return np.asarray(picture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from fleet_train.train.metrics.record_file import AppendOnlyFile
-from fleet_train.train.metrics.sinks import Pixels, Scalars, Settings
+from fleet_train.files import where_linked, write_new
+from fleet_train.train.metrics.jsonl import AppendOnlyFile, JsonLinesSink
+from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalars, Settings, TeeSink
 
 # As wide as a digit, and non-breaking. The length is half the text column of a wide screen.
 _FIXED_SPACE, _LINE_LENGTH = "\u2007", 120
@@ -114,3 +116,68 @@ def _records_until(path: Path, step: int) -> Iterator[bytes]:
         if value.id <= step and value.WhichOneof("one_value") not in ("meta_data", "hparam"):
             yield content[place:end]
         place = end
+
+
+# Opens the sinks of a run: always JSON lines, VisualDL if it works, none on other ranks.
+
+
+def open_sinks(output: Path, reporting: bool, resume_step: int = 0) -> MetricSink:
+    """`metrics.jsonl`, `images/` and `visualdl/` below `output` on the reporting rank, nothing on the others.
+
+    One file of each kind, also after restarts. Records of an earlier run after `resume_step` (of a checkpoint:
+    `TrainState.recorded_step`) are dropped: this run repeats those steps.
+    """
+    if not reporting:
+        return NullSink()
+    return TeeSink([JsonLinesSink(output, resume_step), VisualDLSink(output / "visualdl", resume_step)])
+
+
+# The logs of a run that another one is to replace: kept beside the new ones until its first checkpoint is published.
+#
+# They get a second name, so that no moment is without them: writers replace files, and only append to their own.
+
+
+_KEPT = ".replaced-"
+
+
+def keep_logs(output: Path) -> None:
+    """Before the new run writes. Raises OSError."""
+    images = [path for path in (output / "images").glob("*.png") if not path.name.startswith(_KEPT)]
+    for log in (*_files(output), *images):
+        if log.is_file():
+            kept = _kept(log)
+            kept.unlink(missing_ok=True)
+            try:
+                os.link(log, kept)
+            except OSError:  # a file system without second names
+                write_new(kept, log.read_bytes())
+
+
+def restore_logs(output: Path) -> None:
+    """At a start: if the new run has ended without a checkpoint, the logs are again those of the earlier one. Raises
+    OSError.
+    """
+    for kept in _all_kept(output):
+        os.replace(kept, kept.with_name(kept.name.removeprefix(_KEPT)))
+
+
+def forget_logs(output: Path) -> None:
+    """The new run has a checkpoint: the earlier one is about to be removed. Raises OSError."""
+    for kept in _all_kept(output):
+        kept.unlink()
+
+
+def _all_kept(output: Path) -> list[Path]:
+    files = [kept for log in _files(output) if (kept := _kept(log)).is_file()]
+    return [*files, *(output / "images").glob(f"{_KEPT}*.png")]
+
+
+def _files(output: Path) -> list[Path]:
+    return [
+        where_linked(output / JsonLinesSink.FILE_NAME),
+        where_linked(output / "visualdl" / VisualDLSink.FILE_NAME),
+    ]
+
+
+def _kept(log: Path) -> Path:
+    return log.with_name(f"{_KEPT}{log.name}")

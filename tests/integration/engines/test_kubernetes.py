@@ -1,6 +1,6 @@
 """Emulated pods: two network namespaces, each with the variables that an operator sets and the names of its services.
 
-The variables are those of the operators' sources, which `fleet_train.cluster.engines.kubernetes` and ``torchrun`` name.
+The variables are those of the operators' sources, which `fleet_train.cluster.kubernetes` and ``torchrun`` name.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
+from fleet_train.cluster.store.wire import PREAMBLE, encode
 from fleet_train.errors import ClusterError
 from tests.integration.launch.conftest import HOSTS, Bench
 

@@ -185,7 +185,7 @@ def test_two_jobs_from_one_folder_keep_their_logs_apart(bench: Bench) -> None:
 
 # The check before the start looks away: what else the kernel refuses is met when the ranks are started.
 _UNCHECKED = """python -c '
-from fleet_train.launch.agent import prepare
+from fleet_train.launch import prepare
 from fleet_train.cli import main
 prepare.LONGEST_WORD_BYTES = 1 << 30
 main()

@@ -97,6 +97,6 @@ def _one_worker_of_each_rank(launcher: int) -> list[int]:
     of_rank = {
         process.ppid(): process.pid
         for process in psutil.Process(launcher).children(recursive=True)
-        if "fleet_train.data.loaders.decode_worker" in process.cmdline()
+        if "fleet_train.data.decode_worker" in process.cmdline()
     }
     return list(of_rank.values())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet_train.train.metrics.prometheus.table import PREFIX, metric_of
+from fleet_train.train.prometheus_sink import PREFIX, metric_of
 from tests.support.processes import Job, clean_environ, python
 from tests.support.ranks import run_ranks, stock_environs
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli.options.companions import TRAIN
-from fleet_train.cli.train import command
+from fleet_train.cli.train import TRAIN, command
 from fleet_train.errors import FleetTrainError
-from fleet_train.train.reference import job
-from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train import reference
+from fleet_train.train.config import TrainConfig
 
 # What makes each option do something, and what does not.
 CASES = {
@@ -29,7 +28,7 @@ CASES = {
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     configs: list[TrainConfig] = []
-    monkeypatch.setattr(job, "run", configs.append)
+    monkeypatch.setattr(reference, "run", configs.append)
     return configs
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet_train.cluster import advice
-from fleet_train.cluster.engines import Started
+from fleet_train.cluster.started import Started
 from tests.unit.cluster.test_engines import HYDRA, INDEXED_JOB, SLURM
 
 

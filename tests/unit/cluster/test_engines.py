@@ -7,11 +7,9 @@ import re
 import pytest
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import CHOICES, detect
-from fleet_train.cluster.engines.detect import _READERS
-from fleet_train.cluster.engines.hostlist import expand_counts, expand_hostlist
-from fleet_train.cluster.engines.slurm import allocated_nodes, port_of
+from fleet_train.cluster.engines import _READERS, CHOICES, detect
 from fleet_train.cluster.environment import cluster_from_environ
+from fleet_train.cluster.slurm import allocated_nodes, expand_counts, expand_hostlist, port_of
 from fleet_train.errors import ClusterError
 from tests.support.processes import ROOT
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.cluster import Rank
-from fleet_train.cluster.failure_report import NO_RANK, FailureReport, report_of_exit, reports_of
-from fleet_train.cluster.store.protocol.answers import with_absent
+from fleet_train.cluster.store.reports import NO_RANK, FailureReport, report_of_exit, reports_of, with_absent
 from fleet_train.errors import Absence, CheckpointError, DataError, JoinTimeout, LinkFailed, WorkerFailed
 
 THIS = Rank(2, "10.0.0.2", 6170, 1, 0)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.servers.pace import Pace, PacedSelector
-from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.cluster.store.members import Pace, PacedSelector
+from fleet_train.cluster.store.server import StoreServer
 
 GATE = ("rank", 40)
 

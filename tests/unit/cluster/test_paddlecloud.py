@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.cluster.engines.paddlecloud import CloudNode, read_paddlecloud
+from fleet_train.cluster.kubernetes import CloudNode, read_paddlecloud
 from fleet_train.errors import ClusterError
 
 POD = {

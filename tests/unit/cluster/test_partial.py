@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from fleet_train.cluster import partial
-from fleet_train.cluster.engines import Started
-from fleet_train.cluster.engines.peers import MeetingPoint, locate, resolve_hosts
+from fleet_train.cluster.engines import MeetingPoint, locate, resolve_hosts
 from fleet_train.cluster.partial import ranks_of
-from fleet_train.cluster.store.servers import callers as callers_module
-from fleet_train.cluster.store.servers.callers import Callers
+from fleet_train.cluster.started import Started
+from fleet_train.cluster.store import access as callers_module
+from fleet_train.cluster.store.access import Callers
 from fleet_train.errors import ClusterError
 from tests.support.processes import Ended, Job, clean_environ
 
@@ -147,8 +147,8 @@ def test_some_numbered_nodes_and_some_not_are_no_cluster() -> None:
 
 def test_a_name_that_gets_another_address_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"pod-0.set": frozenset({"10.0.0.5"})}
-    monkeypatch.setattr("fleet_train.cluster.store.servers.callers.addresses_of", lambda name: addresses[name])
-    monkeypatch.setattr("fleet_train.cluster.store.servers.callers._LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("fleet_train.cluster.store.access.addresses_of", lambda name: addresses[name])
+    monkeypatch.setattr("fleet_train.cluster.store.access._LOOK_AGAIN_SECONDS", 0.0)
     callers = Callers(["pod-0.set", "10.0.0.9"])
     assert (callers.hears("10.0.0.5"), callers.hears("10.0.0.9"), callers.hears("10.0.0.6")) == (True, True, False)
     addresses["pod-0.set"] = frozenset({"10.0.0.6"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.cluster.store.protocol.payloads import Reduced, Word
-from fleet_train.cluster.store.protocol.wire import Fields
+from fleet_train.cluster.store.payloads import Reduced, Word
+from fleet_train.cluster.store.wire import Fields
 
 
 def reduced(*headers: dict[str, object]) -> Reduced:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster import network
-from fleet_train.cluster.engines import Started, peers
-from fleet_train.cluster.engines.detect import alone_in_allocation
-from fleet_train.cluster.engines.peers import MeetingPoint, locate, resolve_hosts
+from fleet_train.cluster import engines, network
+from fleet_train.cluster.engines import MeetingPoint, alone_in_allocation, locate, resolve_hosts
+from fleet_train.cluster.started import Started
 from fleet_train.errors import ClusterError, JoinTimeout
 
 MASTER = "FLEET_TRAIN_MASTER"
@@ -58,8 +57,8 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
             raise TimeoutError
         return own or "10.0.0.1:7001/abc"
 
-    monkeypatch.setattr(peers.pmi, "exchange", exchange)
-    monkeypatch.setattr(peers.pmix, "exchange", lambda *_: pytest.fail("Hydra was not asked"))
+    monkeypatch.setattr(engines.mpi, "pmi_exchange", exchange)
+    monkeypatch.setattr(engines.mpi, "pmix_exchange", lambda *_: pytest.fail("Hydra was not asked"))
     environ = {variable: "9"}
     assert locate(Started("MPICH", 1, 2), environ) == MeetingPoint("10.0.0.1", 7001, secret="abc")
     first = locate(Started("MPICH", 0, 2, local_count=2), environ)
@@ -73,7 +72,7 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
 @pytest.mark.usefixtures("machine")
 def test_open_mpis_processes_use_pmix_or_the_host_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["10.0.0.1:7001/abc", "", "", ""]
-    monkeypatch.setattr(peers.pmix, "exchange", lambda *_: told.pop(0))
+    monkeypatch.setattr(engines.mpi, "pmix_exchange", lambda *_: told.pop(0))
     started = Started("Open MPI", 1, 2, port=7000)
     assert locate(started, {}) == MeetingPoint("10.0.0.1", 7001, secret="abc")
     uri = {"OMPI_MCA_orte_hnp_uri": "1234.0;tcp://10.9.9.9,10.0.0.6:45678"}
@@ -86,19 +85,19 @@ def test_open_mpis_processes_use_pmix_or_the_host_of_mpirun(monkeypatch: pytest.
 def test_the_own_address_is_that_of_the_own_name_then_of_the_way_out(
     monkeypatch: pytest.MonkeyPatch, machine: dict[str, str]
 ) -> None:
-    assert peers._own_address({}) == "10.0.0.5"  # the name is a loopback's: the first address that is none
-    assert peers._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "here"}) == "10.0.0.5"
+    assert engines._own_address({}) == "10.0.0.5"  # the name is a loopback's: the first address that is none
+    assert engines._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "here"}) == "10.0.0.5"
     monkeypatch.setattr(network, "address_towards", lambda _: "10.0.0.6")
-    assert peers._own_address({}) == "10.0.0.6"
-    assert peers._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "here"}) == "10.0.0.5"
-    assert peers._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "unknown"}) == "10.0.0.6"
+    assert engines._own_address({}) == "10.0.0.6"
+    assert engines._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "here"}) == "10.0.0.5"
+    assert engines._own_address({"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "unknown"}) == "10.0.0.6"
     machine["itself"] = "10.0.0.5"
-    assert peers._own_address({}) == "10.0.0.5"
+    assert engines._own_address({}) == "10.0.0.5"
     machine["itself"] = "10.0.0.7"  # another machine's
-    assert peers._own_address({}) == "10.0.0.6"
+    assert engines._own_address({}) == "10.0.0.6"
     monkeypatch.setattr(network, "local_addresses", lambda: ("127.0.0.1",))
     monkeypatch.setattr(network, "address_towards", lambda _: "127.0.0.1")
-    assert peers._own_address({}) == "127.0.0.1"
+    assert engines._own_address({}) == "127.0.0.1"
 
 
 def test_names_of_slurm_are_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +111,7 @@ def test_names_of_slurm_are_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> N
         lines = "NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 \nodd\nNodeName=n2 NodeAddr=10.0.0.2 Version=23\n"
         return subprocess.CompletedProcess(command, 0, stdout=lines)
 
-    monkeypatch.setattr(peers, "_look_up", unknown)
+    monkeypatch.setattr(engines, "_look_up", unknown)
     monkeypatch.setattr(subprocess, "run", run)
     assert resolve_hosts(("n1", "n2"), by_slurm=True) == ("10.0.0.1", "10.0.0.2")
     assert asked == [["scontrol", "show", "node", "n1,n2", "--oneliner"]]

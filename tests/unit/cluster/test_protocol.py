@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.cluster.secret import job_secret
-from fleet_train.cluster.store.protocol import members, times
-from fleet_train.cluster.store.protocol.access import Access, access_of
-from fleet_train.cluster.store.protocol.answers import Words
-from fleet_train.cluster.store.protocol.greeting import Callee, Caller, Refused
-from fleet_train.cluster.store.protocol.payloads import Compared, Gathered, TooLarge, Word, pack, unpack
-from fleet_train.cluster.store.protocol.reports import checked_report
-from fleet_train.cluster.store.protocol.tree import below, parent_of, subtree
-from fleet_train.cluster.store.protocol.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, printable
+from fleet_train.cluster.store import members, payloads
+from fleet_train.cluster.store.access import Access, Callee, Caller, Refused, access_of, job_secret
+from fleet_train.cluster.store.members import below, parent_of, subtree
+from fleet_train.cluster.store.payloads import Compared, Gathered, TooLarge, Word, pack, unpack
+from fleet_train.cluster.store.reports import Words, checked_report
+from fleet_train.cluster.store.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, printable
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 
 # sets of members
@@ -67,7 +64,7 @@ def test_a_tree_of_servers() -> None:
 
 
 def test_times_are_added_and_read_as_they_were_up_to_eight_barriers_before() -> None:
-    kept = times.Times()
+    kept = payloads.Times()
     for number in range(1, 13):
         assert kept.add({0: [1.0, number, 0.5]} | ({1: [1.0, 1.0, 1.0]} if number > 10 else {})) == number
     assert kept.up_to(12) == {0: [12.0, 78.0, 6.0], 1: [2.0, 2.0, 2.0]}
@@ -77,22 +74,22 @@ def test_times_are_added_and_read_as_they_were_up_to_eight_barriers_before() -> 
 
 
 def test_times_are_hundredths() -> None:
-    kept = times.Times()
+    kept = payloads.Times()
     for _ in range(3):
         kept.add({0: [1.0, 0.1, 0.004]})
     assert kept.up_to(3) == {0: [3.0, 0.3, 0.01]}
 
 
 def test_times_of_members_are_read_with_care() -> None:
-    assert times.read([0, 1.5, 2]) == [0.0, 1.5, 2.0]
-    assert times.read_many([[0, [1, 2, 3]], [3, [4, 5, 6]]], 4) == {0: [1.0, 2.0, 3.0], 3: [4.0, 5.0, 6.0]}
+    assert payloads.read_times([0, 1.5, 2]) == [0.0, 1.5, 2.0]
+    assert payloads.read_many_times([[0, [1, 2, 3]], [3, [4, 5, 6]]], 4) == {0: [1.0, 2.0, 3.0], 3: [4.0, 5.0, 6.0]}
     for value in ([1, 2], [1, 2, 3, 4], [1, 2, -1], [-0.1, 2, 1], "123", [1, 2, True], [1, 2, 1e300], [1, 2, math.inf]):
         with pytest.raises(ProtocolError):
-            times.read(value)
+            payloads.read_times(value)
     one = [1, 2, 3]
     for value in ([[4, one]], [[-1, one]], [[0]], [[0, one, 1]], [0], {"0": one}, [[True, one]], [[0, one]] * 5):
         with pytest.raises(ProtocolError):
-            times.read_many(value, 4)
+            payloads.read_many_times(value, 4)
 
 
 # fields
@@ -170,7 +167,7 @@ def test_values_of_members_travel_in_their_order() -> None:
 
 
 def test_a_repeated_part_replaces_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.cluster.store.protocol.payloads.MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
     gathered = Gathered()
     for value in (b"12345", b"1234567", b"123"):
         gathered.add(Word(0b1, 2, Fields({"part": True}), pack({0: value})))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.tree import below, parent_of
-from fleet_train.cluster.store.servers.relay import Parent
-from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.cluster.store.members import below, parent_of
+from fleet_train.cluster.store.relay import Parent
+from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 
 # Seven nodes with a fan-in of two: a root, two relays below it, four below these. Two members each.

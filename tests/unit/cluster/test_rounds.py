@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.wire import Fields, ProtocolError, encode
-from fleet_train.cluster.store.servers import relay as relay_module
-from fleet_train.cluster.store.servers import rounds
-from fleet_train.cluster.store.servers.barriers import Arrival, Key
-from fleet_train.cluster.store.servers.pace import Pace
-from fleet_train.cluster.store.servers.relay import Parent, Relay
-from fleet_train.cluster.store.servers.rounds import Root, Round
+from fleet_train.cluster.store import relay as relay_module
+from fleet_train.cluster.store import rounds
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.members import Pace
+from fleet_train.cluster.store.relay import Parent, Relay
+from fleet_train.cluster.store.rounds import Arrival, Key, Root, Round
+from fleet_train.cluster.store.wire import Fields, ProtocolError, encode
 from tests.support.connections import Heard, Transport
 from tests.support.virtual_time import in_virtual_time
 
@@ -555,7 +554,7 @@ async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -
 
 
 def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.cluster.store.protocol.payloads.MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
 
     @in_virtual_time
     async def body() -> None:

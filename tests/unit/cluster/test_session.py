@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.greeting import Refused
-from fleet_train.cluster.store.protocol.wire import PREAMBLE, encode
-from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.pace import Pace
-from fleet_train.cluster.store.servers.relay import Parent, Relay
-from fleet_train.cluster.store.servers.rounds import Round
-from fleet_train.cluster.store.servers.server import StoreServer, raise_descriptor_limit
-from fleet_train.cluster.store.servers.session import Session
-from fleet_train.cluster.store.servers.state import ServerState
+from fleet_train.cluster.store.access import Access, Callers, Refused
+from fleet_train.cluster.store.members import Pace
+from fleet_train.cluster.store.relay import Parent, Relay
+from fleet_train.cluster.store.rounds import Round
+from fleet_train.cluster.store.server import StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.session import Session
+from fleet_train.cluster.store.state import ServerState
+from fleet_train.cluster.store.wire import PREAMBLE, encode
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ
@@ -650,7 +648,7 @@ def test_as_many_files_may_be_open_as_members_need(
 
 def test_a_process_ends_although_its_server_was_never_stopped() -> None:
     code = (
-        "from fleet_train.cluster.store.servers.server import StoreServer\n"
+        "from fleet_train.cluster.store.server import StoreServer\n"
         "server = StoreServer('127.0.0.1', 0).start()\n"
         "assert server.has_members() is False\n"
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import Absence, ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.support.processes import clean_environ
 

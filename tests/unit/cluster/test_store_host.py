@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.cluster.store import host as servers_host
+from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.protocol.access import access_of
-from fleet_train.cluster.store.servers import host as servers_host
-from fleet_train.cluster.store.servers.host import Place, StoreHost, endpoint_of, is_host, needs_relays
+from fleet_train.cluster.store.host import Place, StoreHost, endpoint_of, is_host, needs_relays
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 

@@ -18,14 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet_train.cluster.secret import job_secret, proof
+from fleet_train.cluster.store import payloads, session
+from fleet_train.cluster.store.access import Access, Callers, job_secret, proof
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.protocol import payloads
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.wire import LENGTHS, PREAMBLE, Decoder, encode, parse
-from fleet_train.cluster.store.servers import session
-from fleet_train.cluster.store.servers.callers import Callers
-from fleet_train.cluster.store.servers.server import StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.server import StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.wire import LENGTHS, PREAMBLE, Decoder, encode, parse
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 
 SECRET = b"correct horse battery staple"
@@ -543,7 +540,7 @@ def test_whatever_a_connection_sends_the_others_pass_the_barrier(
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(said=st.lists(st.binary(max_size=200) | _FRAMES | st.just(PREAMBLE), max_size=5), cut=st.integers(1, 50))
 def test_a_decoder_gives_frames_or_refuses(said: list[bytes], cut: int) -> None:
-    from fleet_train.cluster.store.protocol.wire import ProtocolError
+    from fleet_train.cluster.store.wire import ProtocolError
 
     decoder = Decoder(expects_preamble=True, most_bytes=4096)
     data = b"".join(said)

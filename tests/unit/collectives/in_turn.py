@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engines.stages import Collective, Progress, Stages
+from fleet_train.collectives.engine import Collective, Progress, Stages
 from tests.unit.collectives.recorded import Group
 
 T = TypeVar("T")

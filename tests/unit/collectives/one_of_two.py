@@ -14,13 +14,11 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective
-from fleet_train.collectives.engines.stream import StreamEngine
+from fleet_train.collectives.engine import Collective, Place
+from fleet_train.collectives.engines import StreamEngine
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Job
-from fleet_train.collectives.job.step_clock import StepClock
-from fleet_train.collectives.job.step_notes import StepNotes
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import WorkerFailed
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile

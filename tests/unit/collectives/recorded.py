@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet_train.collectives.engines.device import HostDevice
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective, Stage, Stages
-from fleet_train.collectives.engines.stream import StreamEngine
-from fleet_train.collectives.engines.watchdog import Watchdog
+from fleet_train.collectives.engine import Collective, HostDevice, Place, Stage, Stages
+from fleet_train.collectives.engines import StreamEngine, Watchdog
 from fleet_train.errors import WorkerFailed
 
 PLACE = Place("step 1", "step 1, bucket 0")

@@ -8,9 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.methods import allreduce
-from fleet_train.collectives.methods.allreduce import CastAllreduce, FlatAllreduce, make_allreduces, without_cast
-from fleet_train.collectives.methods.host_casts import cast_for
+from fleet_train.collectives.methods import dense
+from fleet_train.collectives.methods.dense import CastAllreduce, FlatAllreduce, cast_for, make_allreduces, without_cast
 from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 from tests.unit.collectives.recorded import Group
 
@@ -20,7 +19,7 @@ MORE = pytest.mark.parametrize("more", [False, True])
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allreduce, "new_group", form)
+    monkeypatch.setattr(dense, "new_group", form)
 
 
 def buffers_of(rank: int) -> list[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.boundaries import Boundaries
-from fleet_train.collectives.engines.device import HostDevice
+from fleet_train.collectives.engine import HostDevice
+from fleet_train.collectives.exchange import Boundaries
 from fleet_train.errors import ConversionError
 from tests.support.late import LateDevice
 

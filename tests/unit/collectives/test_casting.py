@@ -3,7 +3,7 @@ from __future__ import annotations
 import paddle
 import pytest
 
-from fleet_train.collectives.paddle_compat.casting import as_dtype
+from fleet_train.collectives.paddle_compat import as_dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])

@@ -10,8 +10,8 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.job import join
-from fleet_train.collectives.job.join import choose_place, chosen_gpu
+from fleet_train.collectives import join
+from fleet_train.collectives.join import choose_place, chosen_gpu
 from fleet_train.errors import ClusterError
 
 

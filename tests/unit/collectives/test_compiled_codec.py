@@ -14,12 +14,17 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.codec.codecs import make_codec, notices_of
-from fleet_train.collectives.codec.compiled import CompiledCodec, find_loops
-from fleet_train.collectives.codec.host import HostCodec, drawn_bytes
-from fleet_train.collectives.paddle_compat.host_views import add_in_place, host_view
+from fleet_train.collectives.methods.codec import (
+    CompiledCodec,
+    HostCodec,
+    drawn_bytes,
+    find_loops,
+    make_codec,
+    notices_of,
+)
+from fleet_train.collectives.paddle_compat import add_in_place, host_view
 from fleet_train.errors import ConversionError
-from fleet_train.plan.quantised import QuantisedSettings
+from fleet_train.plan.phases import QuantisedSettings
 from tests.support.processes import clean_environ, python
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +34,7 @@ BLOCKS = 200  # of 512 elements: more than a piece of 65536
 LOOPS = """
 import os
 import numpy as np
-from fleet_train.collectives.codec.loops import compile_loops
+from fleet_train.collectives.methods.codec_loops import compile_loops
 
 threads = len(os.listdir("/proc/self/task"))
 loops = compile_loops()
@@ -182,7 +187,7 @@ def said(process: subprocess.Popen[str]) -> str:
 def test_loops_are_cached_in_a_folder_that_only_this_user_may_write_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    loops_module = importlib.import_module("fleet_train.collectives.codec.loops")
+    loops_module = importlib.import_module("fleet_train.collectives.methods.codec_loops")
     monkeypatch.setattr(loops_module.numba.config, "CACHE_DIR", str(tmp_path / "caches"))
     folder = loops_module._cache_folder()
     assert folder is not None

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.device import HostDevice
+from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.replica_check import FirstGradients, device_digests
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")

@@ -12,11 +12,10 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import Collective
-from fleet_train.collectives.engines.stream import StreamEngine
-from fleet_train.collectives.engines.thread import ThreadEngine
+from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engine import Collective
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.local_sgd.averager import Held
 from tests.unit.collectives import one_of_two as module
 from tests.unit.collectives.one_of_two import OneOfTwo, exchange_of, one_of_two
 

@@ -10,12 +10,12 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.methods import allreduce, parts
-from fleet_train.collectives.methods.allreduce import make_allreduces
+from fleet_train.collectives.methods import dense, quantised_sum
+from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce, QuantisedSums
 from fleet_train.plan import Bucket, TensorSpec, build_plan
-from fleet_train.plan.quantised import QuantisedSettings
+from fleet_train.plan.phases import QuantisedSettings
 from fleet_train.profile import Profile
 from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 
@@ -27,9 +27,9 @@ GRADIENTS = [TensorSpec(f"w{index}", shape, "float32") for index, shape in enume
 
 @pytest.fixture(autouse=True, params=["nccl", "gloo"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (allreduce, parts):
+    for module in (dense, quantised_sum):
         monkeypatch.setattr(module, "new_group", form)
-    monkeypatch.setattr(parts, "backend_name", lambda: request.param)
+    monkeypatch.setattr(quantised_sum, "backend_name", lambda: request.param)
     return str(request.param)
 
 

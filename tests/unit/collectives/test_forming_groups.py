@@ -16,8 +16,8 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.job import process_groups
-from fleet_train.collectives.job.process_groups import held_port, new_group, warm_up
+from fleet_train.collectives import groups
+from fleet_train.collectives.groups import held_port, new_group, warm_up
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from tests.unit.collectives.in_turn import in_turn
 
@@ -87,7 +87,7 @@ def paddles(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         """All members' proofs for the root; a stranger has another one."""
         assert options.pop("sync_op")
         seen.sent.append((options["dst"], tensor.numpy().tobytes(), output is not None))
-        proofs = [b"?" * 32 if rank in seen.strangers else process_groups._proof(NUMBER, rank) for rank in (1, 2)]
+        proofs = [b"?" * 32 if rank in seen.strangers else groups._proof(NUMBER, rank) for rank in (1, 2)]
         if output is not None:
             output += [paddle.to_tensor(np.frombuffer(proof, "uint8")) for proof in proofs]
 
@@ -102,8 +102,8 @@ def paddles(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(paddle.distributed.stream, "gather", gather)
     monkeypatch.setattr(paddle.distributed.collective, "_default_store", "shared")
     monkeypatch.setattr(paddle.base.core, "TCPStore", Store)
-    monkeypatch.setattr(process_groups, "backend_name", lambda: seen.backend)
-    monkeypatch.setattr(process_groups, "send_at_once", seen.delayed.append)
+    monkeypatch.setattr(groups, "backend_name", lambda: seen.backend)
+    monkeypatch.setattr(groups, "send_at_once", seen.delayed.append)
     return seen
 
 
@@ -182,9 +182,9 @@ def test_every_two_members_prove_each_other_who_they_are(paddles: SimpleNamespac
     first, second, outside = Peer(1), Peer(2), Peer(0)
     for peer in (first, second, outside):
         new_group(peer, (1, 2))
-    proofs = {rank: process_groups._proof(NUMBER, rank) for rank in (1, 2)}
+    proofs = {rank: groups._proof(NUMBER, rank) for rank in (1, 2)}
     assert len({len(proof) for proof in proofs.values()}) == 1
-    assert proofs[1] != proofs[2] != process_groups._proof("another", 2)
+    assert proofs[1] != proofs[2] != groups._proof("another", 2)
     assert paddles.sent == [(root, proofs[rank], root == rank) for rank in (1, 2) for root in (1, 2)]
     (one, random), (_, nothing), _ = first.numbers + second.numbers + outside.numbers
     assert (one, len(random), nothing) == ("number of group 0", 32, None)
@@ -239,7 +239,7 @@ def test_group_on_streams_is_used_once_before_it_is_given_out(paddles: SimpleNam
 
 def test_first_sum_is_one_collective() -> None:
     """Nothing is left behind it that a rank would still wait for."""
-    stages = process_groups._one_sum(Peer(0), SimpleNamespace(id=0, ranks=[0]))
+    stages = groups._one_sum(Peer(0), SimpleNamespace(id=0, ranks=[0]))
     assert [one.kind for one in in_turn([stages])[1]] == ["all_reduce"]
 
 
@@ -260,5 +260,5 @@ def test_looking_for_connections_leaves_no_descriptor_open() -> None:
     """Also of files, which are no sockets."""
     with open(os.devnull, "rb"):
         before = sorted(os.listdir("/proc/self/fd"))
-        process_groups.send_at_once(9)
+        groups.send_at_once(9)
         assert sorted(os.listdir("/proc/self/fd")) == before

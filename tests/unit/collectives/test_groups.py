@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fleet_train.collectives.job.process_groups import send_at_once
+from fleet_train.collectives.groups import send_at_once
 from tests.support.processes import clean_environ, python
 
 # A store of Paddle's as new_group opens one; exits without the end of the interpreter, as ranks do.
 _A_STORE = """
 import os, socket
 import paddle
-from fleet_train.collectives.job.process_groups import held_port, send_at_once
+from fleet_train.collectives.groups import held_port, send_at_once
 
 def delayed(port):
     found = []

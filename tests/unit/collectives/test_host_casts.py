@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.methods.host_casts import cast_for, cast_on_host
+from fleet_train.collectives.methods.dense import cast_for, cast_on_host
 
 SPECIAL = [0x7FC00000, 0x7F800001, 0xFFC00000, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF]  # not a number
 SPECIAL += [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x00000000, 0x80000000, 0x00000001, 0x80008000]

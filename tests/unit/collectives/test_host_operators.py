@@ -14,8 +14,7 @@ from paddle.nn import functional as F
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import sync_batch_norm
-from fleet_train.collectives.engines.stages import Progress, Stage
-from fleet_train.collectives.hold import emit_hold
+from fleet_train.collectives.engine import Progress, Stage
 from fleet_train.collectives.host_ops import (
     HeldValues,
     broadcast,
@@ -23,6 +22,7 @@ from fleet_train.collectives.host_ops import (
     emit_barrier,
     emit_begin,
     emit_finish,
+    emit_hold,
     emit_launch,
     emit_wait,
     is_barrier,

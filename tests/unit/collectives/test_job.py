@@ -13,10 +13,9 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import Collective
-from fleet_train.collectives.job import job as job_module
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives import job as job_module
+from fleet_train.collectives.engine import Collective, Place
+from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.in_turn import form
 

@@ -14,8 +14,8 @@ import pytest
 
 import fleet_train
 from fleet_train.cluster import Cluster, StoreClient
-from fleet_train.collectives.job import join as join_module
-from fleet_train.collectives.job.join import join, refuse_other_ranks
+from fleet_train.collectives import join as join_module
+from fleet_train.collectives.join import join, refuse_other_ranks
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, LinkFailed, ScheduleMismatch
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")

@@ -10,11 +10,11 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stages
+from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engine import HAND_OVER, Collective, Stages
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Passed
-from fleet_train.collectives.local_sgd.averager import Held
-from fleet_train.collectives.methods.base import DenseMethod
+from fleet_train.collectives.job import Passed
+from fleet_train.collectives.methods.dense import DenseMethod
 from fleet_train.errors import WorkerFailed
 from tests.support import late
 from tests.support.late import HostRead, LateTask, install_tripwire

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.collectives.job import link_probe
+from fleet_train.collectives import join
 from tests.unit.collectives.one_of_two import OneOfTwo, one_of_two
 
 TIMES = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
@@ -29,7 +29,7 @@ def test_a_link_is_as_slow_as_the_slowest_rank_of_its_largest_group(
         return TIMES | {0: value}
 
     monkeypatch.setattr(job, "all_gather", all_gather)
-    sweep = link_probe._Sweep("between nodes", [[3], [0, 1, 2]], None)
-    assert link_probe._slowest(job, sweep, 0.002) == 0.005
-    assert link_probe._slowest(job, sweep, 0.007) == 0.007
+    sweep = join._Sweep("between nodes", [[3], [0, 1, 2]], None)
+    assert join._slowest(job, sweep, 0.002) == 0.005
+    assert join._slowest(job, sweep, 0.007) == 0.007
     assert names == ["probed 0", "probed 1"]

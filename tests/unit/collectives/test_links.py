@@ -8,9 +8,9 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import Stages
-from fleet_train.collectives.methods import parts
-from fleet_train.collectives.methods.parts import GroupLinks, PairLinks, make_links
+from fleet_train.collectives.engine import Stages
+from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods.quantised_sum import GroupLinks, PairLinks, make_links
 from tests.unit.collectives.in_turn import form, in_turn, ranks_of
 from tests.unit.collectives.recorded import Group
 
@@ -22,8 +22,8 @@ WORLD = 6
 
 def linked(monkeypatch: pytest.MonkeyPatch, backend: str, members: list[int]) -> list[Any]:
     """The links of all ranks of the world."""
-    monkeypatch.setattr(parts, "new_group", form)
-    monkeypatch.setattr(parts, "backend_name", lambda: backend)
+    monkeypatch.setattr(quantised_sum, "new_group", form)
+    monkeypatch.setattr(quantised_sum, "backend_name", lambda: backend)
     ranks = ranks_of(WORLD)
     links = [make_links(rank, form(rank, members), members) for rank in ranks]  # type: ignore[arg-type]
     assert all(rank.formed == ranks[0].formed for rank in ranks)
@@ -38,7 +38,7 @@ def wire(sender: int, receiver: int) -> Any:
 
 def idle(stages: int) -> Stages[None]:
     """A rank that has no part in an exchange: it is not asked to take part by those who use links."""
-    yield from (parts.Stage(more=True) for _ in range(stages))
+    yield from (quantised_sum.Stage(more=True) for _ in range(stages))
 
 
 @BACKENDS

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.methods import state
-from fleet_train.collectives.methods.allreduce import FlatAllreduce
-from fleet_train.collectives.methods.base import DenseMethod
+from fleet_train.collectives.methods import registry as state
+from fleet_train.collectives.methods.dense import DenseMethod, FlatAllreduce
 from fleet_train.plan import Bucket, TensorSpec
 
 
@@ -39,7 +38,7 @@ def as_lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
 def test_what_ranks_have_alike_and_what_is_a_ranks_own_come_apart() -> None:
     first = Remembering("dgc", (".error", ".velocity"), step=[3.0], a__error=[1.0], a__velocity=[2.0], a__mean=[4.0])
     second = Remembering("powersgd", (), step=[5.0], b__error=[6.0])
-    alike, own = state.read([(bucket("a"), first), (bucket("b"), second)])
+    alike, own = state.read_state([(bucket("a"), first), (bucket("b"), second)])
     assert as_lists(alike) == {
         "dgc/step": [3.0],
         "dgc/a.mean": [4.0],
@@ -53,7 +52,7 @@ def test_what_is_read_does_not_change_with_the_method() -> None:
     held = paddle.ones([2])
     method = Remembering("dgc")
     method.state = lambda: {"step": held}  # type: ignore[method-assign]
-    alike, _ = state.read([(bucket("a"), method)])
+    alike, _ = state.read_state([(bucket("a"), method)])
     held.zero_()
     assert alike["dgc/step"].tolist() == [1.0, 1.0]
 
@@ -67,7 +66,7 @@ def test_each_method_gets_the_state_of_its_parameters_and_kind() -> None:
         )
     }
     first, second, third = Remembering("dgc"), Remembering("dgc"), Remembering("powersgd")
-    unknown = state.write(
+    unknown = state.write_state(
         [(bucket("a", "c"), first), (bucket("a.b"), second), (bucket("a"), third)], arrays, paddle.CPUPlace()
     )
     assert first.taken == {"step": [0.0], "a.error": [1.0], "c.error": [3.0]}
@@ -79,11 +78,11 @@ def test_each_method_gets_the_state_of_its_parameters_and_kind() -> None:
 def test_method_that_finds_nothing_of_its_kind_is_given_nothing() -> None:
     method = Remembering("dgc")
     method.taken = {"step": [9.0]}
-    assert state.write([(bucket("a"), method)], {}, paddle.CPUPlace()) == []
+    assert state.write_state([(bucket("a"), method)], {}, paddle.CPUPlace()) == []
     assert method.taken == {}
 
 
 def test_dense_gradients_remember_nothing() -> None:
     method = DenseMethod(bucket("a"), FlatAllreduce(None), 2)
-    assert state.read([(bucket("a"), method)]) == ({}, {})
-    assert state.write([(bucket("a"), method)], {"dense/step": np.ones(1)}, paddle.CPUPlace()) == []
+    assert state.read_state([(bucket("a"), method)]) == ({}, {})
+    assert state.write_state([(bucket("a"), method)], {"dense/step": np.ones(1)}, paddle.CPUPlace()) == []

@@ -9,9 +9,9 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.methods import allreduce, parts
-from fleet_train.collectives.methods.allreduce import make_allreduces
-from fleet_train.collectives.methods.base import BucketMethod, DenseMethod
+from fleet_train.collectives.methods import dense as allreduce
+from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods.dense import BucketMethod, DenseMethod, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.collectives.methods.quantised import QuantisedMethod
@@ -19,7 +19,7 @@ from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.methods.registry import dtype_between_groups, make_method
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.compression_settings import DgcSettings
+from fleet_train.plan.compressions import DgcSettings
 from fleet_train.profile import Profile
 from tests.unit.collectives.in_turn import CollectiveSpec, form, in_turn, ranks_of
 
@@ -28,7 +28,7 @@ GRADIENTS = [TensorSpec("w", (20, 30), "float32")]
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, parts):
+    for module in (allreduce, quantised_sum):
         monkeypatch.setattr(module, "new_group", form)
 
 

@@ -11,8 +11,8 @@ import paddle
 import pytest
 from paddle.static import python_op
 
-from fleet_train.collectives.methods.base import flatten, views
-from fleet_train.collectives.paddle_compat.modes import dynamic_mode, ensured_dynamic_mode, operators_in_dynamic_mode
+from fleet_train.collectives.methods.dense import flatten, views
+from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode, operators_in_dynamic_mode
 
 
 @pytest.fixture(autouse=True)

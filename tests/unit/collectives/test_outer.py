@@ -5,7 +5,7 @@ from __future__ import annotations
 import paddle
 import pytest
 
-from fleet_train.collectives.local_sgd.outer import OuterOptimizer
+from fleet_train.collectives.fragments import OuterOptimizer
 from fleet_train.profile import Profile
 
 

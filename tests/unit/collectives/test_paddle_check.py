@@ -8,7 +8,7 @@ from importlib import metadata, util
 import paddle
 import pytest
 
-from fleet_train.collectives.paddle_compat.paddle_check import backend_name, installed_version, require_paddle
+from fleet_train.collectives.paddle_compat import backend_name, installed_version, require_paddle
 from fleet_train.errors import PaddleUnusable
 
 

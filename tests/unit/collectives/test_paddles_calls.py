@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import Collective
+from fleet_train.collectives.engine import Collective
 
 GROUP, TENSOR, OUTPUT, PARTS = "group", "tensor", "output", ["part", "part"]
 CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {

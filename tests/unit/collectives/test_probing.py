@@ -11,10 +11,10 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.job import link_probe
-from fleet_train.collectives.job.link_probe import glance, probe
-from fleet_train.plan.price.measure import coarse
-from fleet_train.plan.price.predict import Link
+from fleet_train.collectives import join
+from fleet_train.collectives.join import glance, probe
+from fleet_train.plan.choose import coarse
+from fleet_train.plan.price import Link
 from tests.unit.collectives.recorded import Group
 
 LATENCY, BYTES_PER_SECOND = 1e-4, 1e8
@@ -93,13 +93,13 @@ class Probed:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probed]:
     clock = Clock()
-    monkeypatch.setattr(link_probe, "time", clock)
+    monkeypatch.setattr(join, "time", clock)
 
     def new_group(job: Probed, ranks: Any) -> Group:
         job.formed.append(tuple(ranks))
         return Group(len(job.formed), tuple(ranks))
 
-    monkeypatch.setattr(link_probe, "new_group", new_group)
+    monkeypatch.setattr(join, "new_group", new_group)
     return lambda *arguments, **options: Probed(clock, *arguments, **options)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import paddle
 import pytest
 
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.local_sgd.averager import Held
 from tests.unit.collectives.one_of_two import OneOfTwo, exchange_of, one_of_two
 
 SHAPES = [(3, 2), (5,)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fleet_train.collectives.job.step_clock import StepClock
+from fleet_train.collectives.step_notes import StepClock
 
 
 @dataclass

@@ -11,11 +11,10 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job.job import Passed
-from fleet_train.collectives.job.step_clock import StepClock
-from fleet_train.collectives.job.step_notes import StepNotes
-from fleet_train.collectives.local_sgd.averager import Held
+from fleet_train.collectives.job import Passed
+from fleet_train.collectives.step_notes import StepClock, StepNotes
 from tests.unit.collectives.one_of_two import OneOfTwo, exchange_of, one_of_two
 
 

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.device import HostDevice
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.engines.stream import InFlight, StreamEngine
+from fleet_train.collectives.engine import HAND_OVER, Collective, HostDevice, Place, Stage, Stages
+from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.recorded import (
     PLACE,

@@ -11,9 +11,9 @@ from dataclasses import replace
 import paddle
 import pytest
 
-from fleet_train.collectives.engines import thread
-from fleet_train.collectives.engines.stages import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.engines.thread import ThreadEngine
+from fleet_train.collectives import engines as thread
+from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
+from fleet_train.collectives.engines import ThreadEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.recorded import PLACE, Attributed, Group, stages
 

@@ -12,8 +12,8 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import Variants
-from fleet_train.collectives.engines.stages import HAND_OVER
-from fleet_train.collectives.job import transfer
+from fleet_train.collectives import transfer
+from fleet_train.collectives.engine import HAND_OVER
 from fleet_train.errors import ScheduleMismatch
 from tests.unit.collectives.one_of_two import OneOfTwo, one_of_two
 

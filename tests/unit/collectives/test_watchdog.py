@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fleet_train.collectives.engines import watchdog as module
-from fleet_train.collectives.engines.engine import Place
-from fleet_train.collectives.engines.watchdog import ASK_SECONDS, Watchdog
+from fleet_train.collectives import engines as module
+from fleet_train.collectives.engine import Place
+from fleet_train.collectives.engines import ASK_SECONDS, Watchdog
 from fleet_train.errors import WorkerFailed
 
 FIRST, SECOND = Place("step 1", "bucket 0", timeout_seconds=60.0), Place("step 1", "bucket 1", timeout_seconds=60.0)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engines.stages import HAND_OVER, Progress, Stages, carry_out
-from fleet_train.collectives.methods.base import BucketMethod
+from fleet_train.collectives.engine import HAND_OVER, Progress, Stages, carry_out
+from fleet_train.collectives.methods.dense import BucketMethod
 from fleet_train.plan import Bucket, TensorSpec
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import paddle
 
-from fleet_train.plan.simulate.compression import gloo_sum_bfloat16, to_bfloat16
+from fleet_train.plan.simulate_methods import gloo_sum_bfloat16, to_bfloat16
 
 ULP = 2.0**-7  # from 1 to the next bfloat16
 

@@ -8,10 +8,10 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import Progress, carry_out
+from fleet_train.collectives.engine import Progress, carry_out
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.plan import Bucket
-from fleet_train.plan.compression_settings import (
+from fleet_train.plan.compressions import (
     DgcSettings,
     dgc_kept_elements,
     dgc_sent_bytes,
@@ -19,7 +19,7 @@ from fleet_train.plan.compression_settings import (
     kept_elements,
     sparsity_at,
 )
-from fleet_train.plan.simulate.compression import DgcSimulation
+from fleet_train.plan.simulate_methods import DgcSimulation
 from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 

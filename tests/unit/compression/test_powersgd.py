@@ -8,9 +8,9 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.engines.stages import Progress, carry_out
+from fleet_train.collectives.engine import Progress, carry_out
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan.compression_settings import (
+from fleet_train.plan.compressions import (
     PowerSgdSettings,
     low_rank_families,
     powersgd_reduced_elements,
@@ -18,7 +18,7 @@ from fleet_train.plan.compression_settings import (
     powersgd_settings,
     random_factor,
 )
-from fleet_train.plan.simulate.compression import PowerSgdSimulation, orthonormal
+from fleet_train.plan.simulate_methods import PowerSgdSimulation, orthonormal
 from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 

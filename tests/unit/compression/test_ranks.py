@@ -10,12 +10,11 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.collectives.methods.allreduce import FlatAllreduce
-from fleet_train.collectives.methods.base import BucketMethod
+from fleet_train.collectives.methods.dense import BucketMethod, FlatAllreduce
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan.compression_settings import DgcSettings, PowerSgdSettings
-from fleet_train.plan.simulate.compression import DgcSimulation, PowerSgdSimulation
+from fleet_train.plan.compressions import DgcSettings, PowerSgdSettings
+from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation
 from tests.unit.collectives.in_turn import CollectiveSpec, in_turn
 from tests.unit.collectives.recorded import Group
 from tests.unit.compression.alone import bucket

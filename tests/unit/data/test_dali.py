@@ -19,8 +19,7 @@ from fleet_train.data import (
     make_evaluation_loader,
     make_loader,
 )
-from fleet_train.data.loaders.dali import DaliLoader
-from fleet_train.data.loaders.dali_graph import copy_to_paddle
+from fleet_train.data.dali import DaliLoader, copy_to_paddle
 from fleet_train.errors import DataError
 from tests.support.images import write_image_folder
 

@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 
 from fleet_train.data import BatchLoader, ShardedBatchSampler, device_copy, synthetic
-from fleet_train.data.loaders.device import tensor_copy
+from fleet_train.data.loader import tensor_copy
 
 
 def test_nothing_is_copied_for_a_cpu() -> None:

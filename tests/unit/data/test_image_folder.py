@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fleet_train.data import Draws, ImageFolder, ImageSettings, LoaderSettings, image_splits, make_loader
-from fleet_train.data.images.corrupt import CorruptImages
+from fleet_train.data.images import CorruptImages
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fleet_train.data import ImageSettings
-from fleet_train.data.images.decode import change_colors
-from fleet_train.data.images.geometry import DRAWS_PER_IMAGE, center_box, random_box, random_look
+from fleet_train.data.decode import DRAWS_PER_IMAGE, center_box, change_colors, random_box, random_look
 from fleet_train.errors import DataError
 
 

@@ -27,10 +27,10 @@ from fleet_train.data import (
     augmentation,
     image_splits,
 )
-from fleet_train.data.loaders.shared_memory import SlotPool
-from fleet_train.data.loaders.workers import batches_ahead
+from fleet_train.data.decode import SlotPool
+from fleet_train.data.workers import batches_ahead
 from fleet_train.errors import DataError, DataWorkersLost
-from fleet_train.launch.rendezvous.restart_policy import FAILS_AGAIN
+from fleet_train.launch.rendezvous.coordinator import FAILS_AGAIN
 from tests.support.images import write_image_folder
 from tests.support.processes import clean_environ
 
@@ -279,6 +279,6 @@ def test_no_worker_outlives_a_training_that_is_killed_or_interrupted(folder: Pat
 
 
 def test_workers_start_without_paddle() -> None:
-    code = "import sys, fleet_train.data.loaders.decode_worker; print(sorted(m for m in sys.modules if 'paddle' in m))"
+    code = "import sys, fleet_train.data.decode_worker; print(sorted(m for m in sys.modules if 'paddle' in m))"
     done = subprocess.run([sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.doctor import after_failure
-from fleet_train.doctor.after_failure import AfterFailure
-from fleet_train.launch.spec.node import Node
+from fleet_train.doctor import report
+from fleet_train.doctor.report import AfterFailure
+from fleet_train.launch.node import Node
 
 ALONE = Node(("127.0.0.1",), 0, 6170, 1, None, "lo")
 TWO = Node(("127.0.0.2", "127.0.0.3"), 0, 6170, 1, None, "lo")
@@ -24,7 +24,7 @@ def test_nothing_where_nothing_is_found(tmp_path: Path, free_ports: Callable[...
 
 def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = AfterFailure(ALONE, tmp_path)
-    monkeypatch.setattr(after_failure, "oom_kills", lambda: asked._kills + 1)
+    monkeypatch.setattr(report, "oom_kills", lambda: asked._kills + 1)
     line = asked.line()
     assert line.startswith("doctor: FAIL  memory  node 0 (127.0.0.1): ")
     assert "1 processes were killed for lack of memory" in line
@@ -36,14 +36,14 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     def silent(*_: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(after_failure, "connect", silent)
+    monkeypatch.setattr(report, "connect", silent)
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
     assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(after_failure.machine, "space_of", lambda _: (1 << 40, 5000))
+    monkeypatch.setattr(report.measure_machine, "space_of", lambda _: (1 << 40, 5000))
     assert (
         f"FAIL  disk  node 0 (127.0.0.1): {tmp_path} (logs): 5 kB free" in AfterFailure(ALONE, tmp_path / "log").line()
     )
@@ -51,6 +51,6 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_killed_processes_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfree 1\noom_kill 3\n")
-    assert after_failure.oom_kills(tmp_path / "vmstat") == 3
-    assert after_failure.oom_kills(tmp_path / "none") == 0
+    assert report.oom_kills(tmp_path / "vmstat") == 3
+    assert report.oom_kills(tmp_path / "none") == 0
     assert os.path.exists("/proc/vmstat")

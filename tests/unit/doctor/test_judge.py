@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from fleet_train.doctor.facts import (
+    FAIL,
+    GROUPS,
+    PASS,
     UNLIMITED,
+    WARN,
     Datagrams,
     Echo,
     Examination,
+    Finding,
     Folder,
     GroupResult,
     Interface,
@@ -25,12 +30,14 @@ from fleet_train.doctor.facts import (
     Route,
     Software,
     Stream,
+    exit_code,
     from_json,
+    rate,
+    size,
     to_json,
+    verdict,
 )
-from fleet_train.doctor.judge.everything import judge
-from fleet_train.doctor.judge.finding import FAIL, PASS, WARN, Finding, exit_code, rate, size, verdict
-from fleet_train.doctor.options import GROUPS
+from fleet_train.doctor.judge import judge
 from fleet_train.doctor.report import lines, matrix
 
 GIB = 1 << 30

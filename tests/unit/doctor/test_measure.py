@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fleet_train.doctor import measure_folders, measure_machine
+from fleet_train.doctor import measure_machine as quota
 from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu
-from fleet_train.doctor.judge.gpus import _of_node
-from fleet_train.doctor.measure import folders, gpus, quota
-from fleet_train.doctor.measure.network import outgoing_ports, proxies_in_the_way, wrong_interfaces
-from fleet_train.doctor.measure.software import package_digest
+from fleet_train.doctor.judge import _of_node
+from fleet_train.doctor.measure_machine import package_digest
+from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -38,8 +39,8 @@ def test_limits_of_version_2_the_tightest_of_all_levels(tmp_path: Path) -> None:
     )
     cgroups = tmp_path / "self"
     cgroups.write_text("0::/job/step\n")
-    assert quota.memory(root, cgroups) == (1000000, 700000, 2)
-    assert quota.processors(root, cgroups) == 1.5
+    assert quota.memory_quota(root, cgroups) == (1000000, 700000, 2)
+    assert quota.processor_quota(root, cgroups) == 1.5
 
 
 def test_limits_of_version_1(tmp_path: Path) -> None:
@@ -56,13 +57,13 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     )
     cgroups = tmp_path / "self"
     cgroups.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/job\n")
-    assert quota.memory(root, cgroups) == (1000000, 600000, 0)
-    assert quota.processors(root, cgroups) == 0.5
+    assert quota.memory_quota(root, cgroups) == (1000000, 600000, 0)
+    assert quota.processor_quota(root, cgroups) == 0.5
 
 
 def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
-    assert quota.memory(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
-    assert quota.processors(tmp_path, tmp_path / "none") == UNLIMITED
+    assert quota.memory_quota(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
+    assert quota.processor_quota(tmp_path, tmp_path / "none") == UNLIMITED
 
 
 @pytest.mark.parametrize(
@@ -113,22 +114,22 @@ def test_a_package_is_known_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> None:
-    found = Folder("logs", **folders.write_into(tmp_path / "not" / "there", f"{folders.MARK}ab"))  # type: ignore[arg-type]
+    found = Folder("logs", **measure_folders.write_into(tmp_path / "not" / "there", f"{measure_folders.MARK}ab"))  # type: ignore[arg-type]
     assert (found.path, found.error) == (str(tmp_path), "")
     assert found.bytes_per_second > 0
-    assert folders.seen(found, f"{folders.MARK}ab")
-    folders.clean((found,), f"{folders.MARK}ab")
+    assert measure_folders.seen(found, f"{measure_folders.MARK}ab")
+    measure_folders.clean((found,), f"{measure_folders.MARK}ab")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_doctor_has_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
     now = time.time()
     for name, age in (("long_ago", 4000), ("long_ago.trial", 4000), ("at_work", 60)):
-        path = tmp_path / f"{folders.MARK}{name}"
+        path = tmp_path / f"{measure_folders.MARK}{name}"
         path.touch()
         os.utime(path, (now - age, now - age))
-    folders.write_into(tmp_path, f"{folders.MARK}mine")
-    assert sorted(path.name.removeprefix(folders.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
+    measure_folders.write_into(tmp_path, f"{measure_folders.MARK}mine")
+    assert sorted(path.name.removeprefix(measure_folders.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
 
 
 # As the manual of nvidia-smi shows them; no GPU was asked.
@@ -150,20 +151,20 @@ GPU 2: NVIDIA GeForce RTX 3090 (UUID: GPU-b8ea0e6b-9b3e-0a4b-0000-000000000002)
 
 
 def test_recorded_output_of_nvidia_smi() -> None:
-    down = gpus.parse_links(LINKS)
+    down = measure_machine.parse_links(LINKS)
     assert down == {1: 1}
-    assert gpus.parse_table(TABLE, down) == (
+    assert measure_machine.parse_table(TABLE, down) == (
         Gpu(0, "NVIDIA A100-SXM4-40GB", "535.161.08", 0, 4 << 20, 0),
         Gpu(1, "NVIDIA A100-SXM4-40GB", "535.161.08", 2, 2231 << 20, 1),
         Gpu(2, "NVIDIA GeForce RTX 3090", "535.161.08", 0, 11 << 20, 0),
     )
-    assert gpus.parse_table("No devices were found\n", {}) == ()
+    assert measure_machine.parse_table("No devices were found\n", {}) == ()
 
 
 def test_findings_of_gpus() -> None:
     from fleet_train.doctor.facts import Gpus
 
-    found = Gpus(gpus.parse_table(TABLE, gpus.parse_links(LINKS)), "2.21.5")
+    found = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
     levels = {(one.id, one.level, one.hosts) for one in _of_node("node 0", found) if one.level != "PASS"}
     second = ("node 0 GPU 1",)
     assert levels == {("ecc", "FAIL", second), ("nvlink", "WARN", second), ("gpu_memory", "WARN", second)}
@@ -172,4 +173,4 @@ def test_findings_of_gpus() -> None:
 
 
 def test_no_gpu_is_nothing_to_say(tmp_path: Path) -> None:
-    assert gpus.gpus(tmp_path) is None
+    assert measure_machine.gpus(tmp_path) is None

@@ -10,16 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from fleet_train.cluster.store.protocol.access import Access
-from fleet_train.cluster.store.protocol.greeting import Refused
-from fleet_train.cluster.store.protocol.wire import encode
+from fleet_train.cluster.store.access import Access, Refused
+from fleet_train.cluster.store.wire import encode
+from fleet_train.doctor import channel
+from fleet_train.doctor import channel as streams
+from fleet_train.doctor.channel import dialled
 from fleet_train.doctor.participants import Participants, without_loopback_name
-from fleet_train.doctor.peers import datagrams, streams
-from fleet_train.doctor.peers.channel import dialled
-from fleet_train.doctor.peers.peer_group import PeerGroup
-from fleet_train.doctor.peers.replicated_state import ReplicatedState
-from fleet_train.doctor.peers.responder import Responder
-from fleet_train.doctor.peers.rounds import rounds, stream_seconds
+from fleet_train.doctor.peer_group import PeerGroup, rounds, stream_seconds
+from fleet_train.doctor.responder import ReplicatedState, Responder
 from tests.support.ports import free_ports
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -127,12 +125,12 @@ def test_packets_of_every_size_are_answered_on_loopback() -> None:
         def serve() -> None:
             sock.settimeout(0.2)
             while not done.is_set():
-                datagrams.answer(sock, b"12345678")
+                channel.answer_datagrams(sock, b"12345678")
 
         thread = threading.Thread(target=serve)
         thread.start()
-        largest, known = datagrams.sweep("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"12345678", 9000)
-        silent, _ = datagrams.sweep("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"87654321", 600)
+        largest, known = channel.sweep_packet_sizes("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"12345678", 9000)
+        silent, _ = channel.sweep_packet_sizes("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"87654321", 600)
         done.set()
         thread.join()
     assert (largest, known >= 9000, silent) == (9000, True, 0)
@@ -143,9 +141,9 @@ def test_a_stream_is_measured_and_leaves_the_connection_usable() -> None:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
         with sender, receiver:
-            thread = threading.Thread(target=streams.send, args=(sender, 0.4))
+            thread = threading.Thread(target=streams.send_stream, args=(sender, 0.4))
             thread.start()
-            received = streams.receive(receiver, 0.4)
+            received = streams.receive_stream(receiver, 0.4)
             thread.join()
             sender.sendall(b"more")
             assert receiver.recv(10) == b"more"

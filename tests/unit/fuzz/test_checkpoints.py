@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_train.convert.state import persistables
-from fleet_train.convert.state.fitting import fit
-from fleet_train.convert.state.local_state import refuse_damaged_position
-from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State
-from fleet_train.convert.state.rank_state import mean_of_ranks
-from fleet_train.convert.state.save_load import _describe
-from fleet_train.convert.state.velocities import to_dgc, to_momentum
+from fleet_train.convert.state.local_state import mean_of_ranks, refuse_damaged_position
+from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State, fit
+from fleet_train.convert.state.save_load import _describe, to_dgc, to_momentum
 from fleet_train.errors import UNPRINTABLE, CheckpointError
 from fleet_train.train.checkpoint import manager, storage
 from tests.unit.fuzz import fixed, mutated

@@ -14,7 +14,7 @@ from fleet_train.cli import launch as cli
 from fleet_train.cluster import network
 from fleet_train.cluster.environment import attempt, cluster_from_environ, join_timeout_seconds
 from fleet_train.errors import UNPRINTABLE, ClusterError, FleetTrainError
-from fleet_train.launch.agent.prepare import prepare
+from fleet_train.launch.prepare import prepare
 from tests.unit.fuzz import fixed
 
 NUMBERS = (

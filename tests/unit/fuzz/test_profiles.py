@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_train.cli.options import profile_tables
+from fleet_train.cli import profile_tables
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.profile import KNOBS, load_profile
 from fleet_train.profile.catalogue import catalogue_folder
-from fleet_train.profile.difference import comparable
+from fleet_train.profile.profile import comparable
 from tests.unit.fuzz import fixed, mutated
 
 CANARY = "canary7f3a"

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli import COMMANDS
 from fleet_train.cli import launch as cli
-from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
 
 def read(*arguments: str) -> LaunchRequest:
@@ -130,7 +130,7 @@ def test_no_command_reads_numbers_with_pythons_own_types() -> None:
     for name in COMMANDS:
         for parameter in import_module(f"fleet_train.cli.{name}").command.params:
             loose = isinstance(parameter.type, (click.types.IntParamType, click.types.FloatParamType))
-            assert not loose or type(parameter.type).__module__ == "fleet_train.cli.options.numbers", (
+            assert not loose or type(parameter.type).__module__ == "fleet_train.cli.options", (
                 name,
                 parameter.name,
             )

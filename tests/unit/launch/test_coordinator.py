@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster.store.protocol.access import Access
+from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, ScheduleMismatch
-from fleet_train.launch.rendezvous.coordinator import Coordinator, JobEnded
+from fleet_train.launch.node import Node
+from fleet_train.launch.rendezvous.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.rendezvous.membership import Membership
-from fleet_train.launch.rendezvous.restart_policy import Attempt, Kind, RunResult
-from fleet_train.launch.report.worker_result import WorkerResult
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.request import FaultPolicy
+from fleet_train.launch.report import WorkerResult
+from fleet_train.launch.request import FaultPolicy
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 POLICY = FaultPolicy(max_restarts=3, min_nodes=2, rejoin_timeout_seconds=1.0, lost_node_timeout_seconds=2.0)

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from fleet_train.errors import ProfileError
-from fleet_train.launch.spec.machine import Machine
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.worker_environment import Wanted, build_environment
+from fleet_train.launch.node import Machine, Node, Wanted, build_environment
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}, 8, True, None, {})
 TWO_NODES = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleet_train.cluster.failure_report import NO_RANK, FailureReport
+from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import WorkerFailed
-from fleet_train.launch.agent.graceful_stop import GracefulStop
-from fleet_train.launch.agent.monitor import Cause, Monitor, Verdict
-from fleet_train.launch.report.worker_result import WorkerResult
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.workers.signals import Stopping
-from fleet_train.launch.workers.watching import NoFollower
+from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict
+from fleet_train.launch.node import Node
+from fleet_train.launch.processes import Stopping
+from fleet_train.launch.report import WorkerResult
+from fleet_train.launch.watching import NoFollower
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from fleet_train.errors import ClusterError
-from fleet_train.launch.spec.machine import Machine
-from fleet_train.launch.spec.node import Node, check_ports, choose_interface, choose_node, choose_processes, place
-from fleet_train.launch.spec.request import LaunchRequest
+from fleet_train.launch.node import Machine, Node, check_ports, choose_interface, choose_node, choose_processes, place
+from fleet_train.launch.request import LaunchRequest
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1", "10.9.0.1")}, 8, False, None, {})
 

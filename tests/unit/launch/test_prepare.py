@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
-from fleet_train.launch.agent import prepare
-from fleet_train.launch.spec.machine import Machine, visible_gpus
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest
-from fleet_train.launch.workers import processes
+from fleet_train.launch import prepare, processes
+from fleet_train.launch.node import Machine, Node, visible_gpus
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
 
 def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster.failure_report import FailureReport
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.servers.server import StoreServer
+from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous.round import Rendezvous, refuse_other_launcher
-from fleet_train.launch.report.worker_result import WorkerResult
-from fleet_train.launch.spec.node import Node
+from fleet_train.launch.report import WorkerResult
 
 FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
 END = WorkerResult(0, "127.0.0.1:6170", 0, 3, None, 1.5, False, "/logs/workerlog.0", ("x",))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.launch.rendezvous.restart_policy import Kind, RunResult, pause_seconds, why_not_again
-from fleet_train.launch.report.worker_result import WorkerResult
-from fleet_train.launch.spec.request import FaultPolicy
+from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.launch.rendezvous.coordinator import Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.report import WorkerResult
+from fleet_train.launch.request import FaultPolicy
 
 THREE = FaultPolicy(max_restarts=3)
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from fleet_train.launch.workers.signals import StopRequested, stopping_signals
+from fleet_train.launch.processes import StopRequested, stopping_signals
 
 
 def code_of(number: int, *, has_watched: bool = False) -> int:

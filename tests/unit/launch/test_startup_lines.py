@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.workers.startup_lines import StartupLines, without_startup_lines
-from fleet_train.launch.workers.watching import Follower, end_of
+from fleet_train.launch.terminal import StartupLines, without_startup_lines
+from fleet_train.launch.watching import Follower, end_of
 
 # What Paddle 3.3.1 prints in a job of two ranks on CPUs, and what its sources print on GPUs.
 PADDLES = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.workers import paddle_launch_main, worker_main
-from fleet_train.launch.workers.paddle_launch import PrivateFolder, stock_command
+from fleet_train.launch import paddle_launch_main, worker_main
+from fleet_train.launch.node import Node
+from fleet_train.launch.processes import PrivateFolder, stock_command
 from tests.support.processes import clean_environ, python
 
 PRIVATE = Path("/tmp/private")
@@ -69,9 +69,7 @@ def test_what_the_stock_launcher_writes_about_the_environment_goes_nowhere() -> 
 
 
 def test_only_folders_of_dead_launchers_are_removed(temporary: Path) -> None:
-    made_by_another = (
-        "from fleet_train.launch.workers.paddle_launch import PrivateFolder; print(PrivateFolder(range(1)).path)"
-    )
+    made_by_another = "from fleet_train.launch.processes import PrivateFolder; print(PrivateFolder(range(1)).path)"
     environ = clean_environ({"TMPDIR": str(temporary)})
     ended = subprocess.run(python("-c", made_by_another), env=environ, capture_output=True, text=True, check=True)
     abandoned = Path(ended.stdout.strip())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.workers import paddle_launch_main
+from fleet_train.launch import paddle_launch_main
 from tests.support.processes import ROOT, clean_environ, python
 
 _CPU = "cuda_version = 'False'\nxpu_xre_version = 'False'\nhip_version = None\n"

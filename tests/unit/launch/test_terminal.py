@@ -9,7 +9,7 @@ from typing import TextIO
 
 import pytest
 
-from fleet_train.launch.report.terminal import Outlet
+from fleet_train.launch.terminal import Outlet
 
 
 class Pipes:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.workers import watching
-from fleet_train.launch.workers.watching import Follower, RankFiles
+from fleet_train.launch import watching
+from fleet_train.launch.node import Node
+from fleet_train.launch.watching import Follower, RankFiles
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fleet_train.launch.workers import worker_main
-from fleet_train.launch.workers.inbox import Inbox
+from fleet_train.launch import worker_main
+from fleet_train.launch.worker_group import Inbox
 
 
 def start(folder: Path, code: str, *arguments: str, token: str = "1-ab") -> subprocess.Popen[bytes]:

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from fleet_train.cluster.failure_report import FailureReport
-from fleet_train.launch.report.text import failure_report, spans
-from fleet_train.launch.report.worker_result import WorkerResult, choose_root_cause, last_lines, with_reports
-from fleet_train.launch.spec.node import Node
+from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.launch.node import Node
+from fleet_train.launch.report import WorkerResult, choose_root_cause, failure_report, last_lines, spans, with_reports
 
 
 def end(

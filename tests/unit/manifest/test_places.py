@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_train.cluster.engines import detect
-from fleet_train.launch.spec.request import FaultPolicy, LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest
 from tests.support.manifests import (
     AWKWARD,
     EVERYTHING,

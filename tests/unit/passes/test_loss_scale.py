@@ -12,8 +12,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaler, LossScaling, merge_gradients
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import Trained, batches, relative_difference
 

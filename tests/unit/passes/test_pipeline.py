@@ -10,13 +10,12 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster, Rank
-from fleet_train.collectives.job.job import Job
+from fleet_train.collectives.job import Job
 from fleet_train.convert import fleet, session
 from fleet_train.convert.passes import pipeline
-from fleet_train.convert.passes.gradient_merge import GradientMerge
-from fleet_train.convert.passes.loss_scale import LossScaling
+from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaling
 from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision import MixedPrecision
 from fleet_train.convert.passes.recompute import Recompute
 from tests.unit.passes.test_sync_norm import normalised
 from tests.unit.passes.training import Trained, batches, relative_difference

@@ -11,9 +11,9 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes import precision, precision_rules
-from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes import precision
+from fleet_train.convert.passes import precision as precision_rules
+from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, mlp, relative_difference
 

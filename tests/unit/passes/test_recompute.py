@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.collectives.hold import emit_hold
+from fleet_train.collectives.host_ops import emit_hold
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.errors import ConversionError
 from tests.support.ranks import run_ranks
@@ -125,7 +125,7 @@ PEAK = """
     import sys
     import numpy as np, paddle
     from paddle import nn
-    from fleet_train.collectives.hold import emit_hold
+    from fleet_train.collectives.host_ops import emit_hold
     from fleet_train.convert.passes.recompute import Recompute, recompute_segments
     from tests.support.worker import report
 

@@ -10,12 +10,10 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.collectives.hold import emit_hold
-from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
-from fleet_train.convert.passes.loss_scale import LossScaler, LossScaling
+from fleet_train.collectives.host_ops import emit_hold
+from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaler, LossScaling, merge_gradients
 from fleet_train.convert.passes.norm_arithmetic import Kernels
-from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.precision_rules import MixedPrecision
+from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from tests.unit.passes.test_precision import convolutional

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.plan.backend_bytes import (
-    RECEIVER_BYTES_PER_MESSAGE,
-    SENDER_BYTES_PER_MESSAGE,
-    Flow,
-    flows,
-    rounds,
-)
+from fleet_train.plan.phases import RECEIVER_BYTES_PER_MESSAGE, SENDER_BYTES_PER_MESSAGE, Flow, flows, rounds
 
 MEGABYTE = 2**20
 

@@ -10,21 +10,20 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.price.choose import (
+from fleet_train.plan.choose import (
     MOST_BUCKETS,
     PAPER,
     WORTH_CUTTING_BYTES,
     Conditions,
     choose,
+    coarse,
     link_in_words,
     needs_link,
     with_given_link,
 )
-from fleet_train.plan.price.costs import NOTHING, TYPICAL
-from fleet_train.plan.price.measure import coarse
-from fleet_train.plan.price.predict import Compute, Link, Network, predict
+from fleet_train.plan.price import NOTHING, TYPICAL, Compute, Link, Network, predict
 from fleet_train.profile import Profile
-from fleet_train.profile.buckets import Buckets, buckets_of, open_knobs
+from fleet_train.profile.profile import Buckets, buckets_of, open_knobs
 
 PAIR = Cluster.imagined(2, 1)
 INSIDE = Link(3e-5, 1e10 / 8)

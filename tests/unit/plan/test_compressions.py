@@ -9,11 +9,10 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import registry
-from fleet_train.convert.settings.profile_passes import refuse_on_this_device
+from fleet_train.convert.profile_settings import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import Bucket, TensorSpec, build_plan
+from fleet_train.plan import Bucket, TensorSpec, build_plan, simulate_methods
 from fleet_train.plan.compressions import COMPRESSIONS
-from fleet_train.plan.simulate import methods
 from fleet_train.profile import KNOBS, Profile
 from fleet_train.profile.compatibility import STRATEGIES
 
@@ -26,7 +25,7 @@ def profile_of_a_value_that_only_the_schema_knows() -> Profile:
 
 
 @pytest.mark.parametrize(
-    "table", [COMPRESSIONS, registry.METHODS, methods.METHODS], ids=["bytes", "method", "simulated method"]
+    "table", [COMPRESSIONS, registry.METHODS, simulate_methods.METHODS], ids=["bytes", "method", "simulated method"]
 )
 def test_every_value_of_the_schema_is_there_and_no_other(table: dict[str, Any]) -> None:
     assert set(table) == CHOICES
@@ -53,7 +52,7 @@ def test_no_program_is_made_of_a_compression_without_a_method() -> None:
 
 def test_nothing_is_simulated_of_a_compression_without_a_reference() -> None:
     with pytest.raises(ConversionError, match="compression: new has no method in the simulation"):
-        methods.make_method(BUCKET, None, Profile(), None, 0.0, False)  # type: ignore[arg-type]
+        simulate_methods.make_method(BUCKET, None, Profile(), None, 0.0, False)  # type: ignore[arg-type]
 
 
 def test_dgc_without_its_settings_is_no_dense_exchange() -> None:

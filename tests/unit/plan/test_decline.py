@@ -9,10 +9,8 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
-from fleet_train.plan.price.choose import Choice, Conditions
-from fleet_train.plan.price.costs import Costs
-from fleet_train.plan.price.decline import decline
-from fleet_train.plan.price.predict import Compute, Link, Network
+from fleet_train.plan.choose import Choice, Conditions, decline
+from fleet_train.plan.price import Compute, Costs, Link, Network
 from fleet_train.profile import Profile
 
 PAIR = Cluster.imagined(2, 1)

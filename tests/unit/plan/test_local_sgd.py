@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fleet_train.plan.local_sgd import LocalSgdSchedule
+from fleet_train.plan.build import LocalSgdSchedule
 from fleet_train.profile import Profile
 
 

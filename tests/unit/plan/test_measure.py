@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fleet_train.errors import ClusterError
-from fleet_train.plan.price.measure import MeasuredLink, Sample, coarse, describe, fit, plan_command
-from fleet_train.plan.price.predict import Link
+from fleet_train.plan.choose import MeasuredLink, Sample, coarse, describe, fit, plan_command
+from fleet_train.plan.price import Link
 
 
 def samples(latency: float, rate: float, ranks: int, noise: float = 0.0) -> list[Sample]:

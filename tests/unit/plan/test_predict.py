@@ -8,8 +8,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.phases import CollectiveSpec
-from fleet_train.plan.price.costs import Costs
-from fleet_train.plan.price.predict import Compute, Link, Network, alternatives, on_paper, predict
+from fleet_train.plan.price import Compute, Costs, Link, Network, alternatives, on_paper, predict
 from fleet_train.profile import Profile
 
 # 1 ms and 100 MB/s between nodes, 0.1 ms and 1 GB/s inside them.

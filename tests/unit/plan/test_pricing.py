@@ -4,8 +4,8 @@ import json
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.price.predict import Compute, Link, Network
-from fleet_train.plan.price.pricing import Conditions, Pricing, describe, price
+from fleet_train.plan.price import Compute, Link, Network
+from fleet_train.plan.pricing import Conditions, Pricing, describe, price
 from fleet_train.profile import Profile
 
 NETWORK = Network(Link(1e-4, 125e6), Link(3e-5, 1.25e9))

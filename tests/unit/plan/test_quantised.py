@@ -10,14 +10,12 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.codec.codecs import make_codec
-from fleet_train.collectives.codec.device import DeviceCodec
-from fleet_train.collectives.codec.host import HostCodec
-from fleet_train.collectives.methods.parts import rounds
+from fleet_train.collectives.methods.codec import DeviceCodec, HostCodec, make_codec
+from fleet_train.collectives.methods.quantised_sum import rounds
 from fleet_train.errors import ProfileError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.fragments import fragments_of
-from fleet_train.plan.quantised import QuantisedLayout, QuantisedSettings
+from fleet_train.plan.build import fragments_of
+from fleet_train.plan.phases import QuantisedLayout, QuantisedSettings
 from fleet_train.profile import Profile
 
 ELEMENTS = 1_000_003

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.plan.price.schedule import Phase, Task, finish_times
+from fleet_train.plan.price import Phase, Task, finish_times
 
 
 def task(queue: int, ready: float, *phases: tuple[str, float]) -> Task:

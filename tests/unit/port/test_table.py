@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from fleet_train.port import port
-from fleet_train.port.rewriting.marks import PREFIX
-from fleet_train.port.tables.index import rows
-from fleet_train.port.tables.rules import To, Todo
+from fleet_train.port.calls import PREFIX
+from fleet_train.port.index import rows
+from fleet_train.port.rules import To, Todo
 from tests.support.processes import ROOT, clean_environ, python
 from tests.unit.port import golden
 
@@ -57,7 +57,7 @@ _LOOK = """
 import inspect, json, sys
 import paddle
 from fleet_train import DistributedStrategy, compat, fleet, role_maker
-from fleet_train.port.tables.programs import BUILD_FIELDS
+from fleet_train.port.table_programs import BUILD_FIELDS
 wrong = []
 for name, keywords in json.load(open(sys.argv[1])):
     owner, _, last = name.rpartition(".")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile
 from fleet_train.profile.knobs import OnlyWith
-from fleet_train.profile.schema.settings import FLAG_KNOBS, Settings
+from fleet_train.profile.schema import FLAG_KNOBS, Settings
 from tests.support.processes import ROOT
 
 

@@ -10,7 +10,7 @@ import fleet_train.ray
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import attempt, cluster_from_environ
 from fleet_train.errors import FleetTrainError
-from fleet_train.launch.spec.machine import Machine
+from fleet_train.launch.node import Machine
 from fleet_train.ray.workers import Attempt, apply, endpoints_of, variables
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("127.0.0.9",)}, 8, False, None, {})

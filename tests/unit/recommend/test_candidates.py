@@ -9,8 +9,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
-from fleet_train.plan.price.costs import TYPICAL
-from fleet_train.plan.price.predict import Link, Network
+from fleet_train.plan.price import TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend.candidates import Found, consider, risk_of, thresholds
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options

@@ -13,11 +13,10 @@ import pytest
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
-from fleet_train.profile.buckets import open_knobs
-from fleet_train.selftest import faults
-from fleet_train.selftest.options import GROUPS, Options, chosen
-from fleet_train.selftest.results import FAIL, OK, SKIP, WARN, Result, exit_code, verdict
-from fleet_train.selftest.subjects import collectives, devices, overlap, profiles
+from fleet_train.profile.profile import open_knobs
+from fleet_train.selftest import check_collectives, check_overlap, check_profiles, supervisor
+from fleet_train.selftest import check_collectives as devices
+from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
 from fleet_train.selftest.supervisor import End, judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
@@ -66,11 +65,13 @@ class TestOptions:
 
 
 class TestFaults:
-    GOOD = faults.Ended(3.0, WorkerFailed.exit_code, False, ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
+    GOOD = supervisor.Ended(
+        3.0, WorkerFailed.exit_code, False, ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone")
+    )
 
     def judged(self, **changes: Any) -> Result:
         ends = dict.fromkeys(range(2), self.GOOD) | {2: replace(self.GOOD, **changes)}
-        return faults.judge(CLUSTER, "is killed", Options(), ends, 5.0)
+        return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 5.0)
 
     def test_all_have_ended_in_time_and_named_it(self) -> None:
         found = self.judged(seconds=13.9)
@@ -122,13 +123,13 @@ class TestEnds:
 class TestCollectives:
     @pytest.mark.parametrize("world", [2, 3, 16, 200])
     def test_sums_are_exact_in_every_dtype(self, world: int) -> None:
-        total = np.sum([collectives.values_of(rank, world) for rank in range(world)], axis=0)
+        total = np.sum([check_collectives.values_of(rank, world) for rank in range(world)], axis=0)
         assert total.max() <= 255  # uint8, and bfloat16's 8 bits
-        assert len({collectives.values_of(rank, world).tobytes() for rank in range(2)}) == 2
+        assert len({check_collectives.values_of(rank, world).tobytes() for rank in range(2)}) == 2
 
     def test_expected_values(self) -> None:
-        brought = [collectives.values_of(rank, 3) for rank in range(3)]
-        expected = {name: collectives.expected_of(name, 2, 3) for name in collectives.KINDS}
+        brought = [check_collectives.values_of(rank, 3) for rank in range(3)]
+        expected = {name: check_collectives.expected_of(name, 2, 3) for name in check_collectives.KINDS}
         np.testing.assert_array_equal(expected["all_reduce sum"], brought[0] + brought[1] + brought[2])
         np.testing.assert_array_equal(expected["all_reduce max"], np.maximum.reduce(brought))
         np.testing.assert_array_equal(expected["all_reduce min"], np.minimum.reduce(brought))
@@ -136,16 +137,16 @@ class TestCollectives:
         np.testing.assert_array_equal(expected["broadcast"], brought[2])
         np.testing.assert_array_equal(expected["gather"], np.concatenate(brought))
         np.testing.assert_array_equal(expected["scatter"], brought[0])
-        assert collectives.expected_of("reduce", 0, 3) is None
-        assert collectives.expected_of("gather", 0, 3) is None
+        assert check_collectives.expected_of("reduce", 0, 3) is None
+        assert check_collectives.expected_of("gather", 0, 3) is None
 
     def test_what_is_wrong_is_said(self) -> None:
         expected = np.arange(4)
-        assert collectives.difference("int32", np.arange(4.0), expected) == ""
-        assert collectives.difference("int32", np.arange(8.0), expected) == "int32: 8 values instead of 4"
+        assert check_collectives.difference("int32", np.arange(4.0), expected) == ""
+        assert check_collectives.difference("int32", np.arange(8.0), expected) == "int32: 8 values instead of 4"
         inf = np.array([0, 1, np.inf, np.nan])
         told = "float16: 2 of 4 values are wrong, the first at 2: inf instead of 2"
-        assert collectives.difference("float16", inf, expected) == told
+        assert check_collectives.difference("float16", inf, expected) == told
 
 
 class TestDevices:
@@ -195,31 +196,31 @@ class TestOverlap:
 
     @pytest.mark.parametrize(("ours", "share"), [(20.0, 1.0), (25.0, 0.5), (30.0, 0.0), (33.0, -0.3)])
     def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
-        assert overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
+        assert check_overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
 
     def test_control_beside_it(self) -> None:
-        found = overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
+        found = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
         assert found.status == OK
         assert found.figures["overlap"] == pytest.approx(0.8)
         assert found.figures["control"] == pytest.approx(-0.05)
 
     def test_a_control_that_is_not_0_spoils_the_figure(self) -> None:
-        assert overlap.judge(self.times(22.0, 33.0), on_gpu=False, seconds=1.0).status == WARN
+        assert check_overlap.judge(self.times(22.0, 33.0), on_gpu=False, seconds=1.0).status == WARN
 
     def test_little_overlap_is_warned_of_on_gpus_only(self) -> None:
-        assert overlap.judge(self.times(29.0), on_gpu=True, seconds=1.0).status == WARN
-        assert overlap.judge(self.times(29.0), on_gpu=False, seconds=1.0).status == OK
+        assert check_overlap.judge(self.times(29.0), on_gpu=True, seconds=1.0).status == WARN
+        assert check_overlap.judge(self.times(29.0), on_gpu=False, seconds=1.0).status == OK
 
     @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
     def test_a_time_that_is_missing_fails(self, wrong: float) -> None:
         times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
-        assert overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
+        assert check_overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
 
 
 class TestFitting:
     @pytest.mark.parametrize(("name", "steps"), list(itertools.product(profile_names(), [20, 50])))
     def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
-        asked, fitted = load_profile(name), profiles.fit(load_profile(name), steps)
+        asked, fitted = load_profile(name), check_profiles.fit(load_profile(name), steps)
         profile = fitted.profile
         assert profile.local_sgd_is_warm_steps + 2 * profile.local_sgd_steps < steps or not profile.use_local_sgd
         assert profile.compression != "powersgd" or profile.powersgd_start_step < steps / 2
@@ -232,16 +233,16 @@ class TestFitting:
     @pytest.mark.parametrize(
         ("name", "on_gpu", "tolerance"),
         [
-            ("multi_node", False, profiles.EXACT),
-            ("multi_node", True, profiles.APPROXIMATED),
-            ("local_sgd", False, profiles.EXACT),
-            ("powersgd", False, profiles.APPROXIMATED),
-            ("amp_bf16", False, profiles.APPROXIMATED),
-            ("bf16_compression", False, profiles.APPROXIMATED),
-            ("diloco", True, profiles.APPROXIMATED),
-            ("int4_compression", False, profiles.APPROXIMATED),
-            ("streaming_diloco", False, profiles.APPROXIMATED),
+            ("multi_node", False, check_profiles.EXACT),
+            ("multi_node", True, check_profiles.APPROXIMATED),
+            ("local_sgd", False, check_profiles.EXACT),
+            ("powersgd", False, check_profiles.APPROXIMATED),
+            ("amp_bf16", False, check_profiles.APPROXIMATED),
+            ("bf16_compression", False, check_profiles.APPROXIMATED),
+            ("diloco", True, check_profiles.APPROXIMATED),
+            ("int4_compression", False, check_profiles.APPROXIMATED),
+            ("streaming_diloco", False, check_profiles.APPROXIMATED),
         ],
     )
     def test_tolerances(self, name: str, on_gpu: bool, tolerance: float) -> None:
-        assert profiles.tolerance_of(load_profile(name), on_gpu=on_gpu) == tolerance
+        assert check_profiles.tolerance_of(load_profile(name), on_gpu=on_gpu) == tolerance

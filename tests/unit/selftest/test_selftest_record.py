@@ -10,9 +10,8 @@ import pytest
 
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.selftest import record
-from fleet_train.selftest.options import Options, chosen
-from fleet_train.selftest.results import FAIL, OK, Result
-from fleet_train.selftest.start import Where, is_rank, request_of
+from fleet_train.selftest.options import FAIL, OK, Options, Result, chosen
+from fleet_train.selftest.supervisor import Where, is_rank, request_of
 
 CLUSTER = Cluster(assign(["10.0.0.1", "gpu-a.example.org"], 2, 6170), 0)
 

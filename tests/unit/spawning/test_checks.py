@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import ClusterError
-from fleet_train.launch.spec.machine import Machine
-from fleet_train.spawning import inside, shipping
-from fleet_train.spawning.checks import check_call, check_ranks, check_seconds
+from fleet_train.launch.node import Machine
+from fleet_train.spawning import environment, shipping
 from fleet_train.spawning.shipping import NotSerializable, name_of, ship, ship_result, unship
-from fleet_train.spawning.strategies import profile_of
+from fleet_train.spawning.spawn import check_call, check_ranks, check_seconds, profile_of
 
 LOCK = threading.Lock()
 
@@ -81,7 +80,7 @@ def test_a_bound_is_a_positive_number(value: Any) -> None:
 
 
 def test_the_strategy_is_a_profile_in_any_form(tmp_path: Path) -> None:
-    from fleet_train.convert.settings.strategy import DistributedStrategy
+    from fleet_train.convert.strategy import DistributedStrategy
 
     strategy = DistributedStrategy()
     strategy.nccl_comm_num = 2
@@ -150,23 +149,25 @@ def test_functions_are_called_what_their_author_calls_them() -> None:
 
 
 def test_a_rank_is_recognised_by_its_environment() -> None:
-    inside.refuse_within_a_rank({})
-    inside.refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
+    environment.refuse_within_a_rank({})
+    environment.refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
     for environ in ({"FLEET_TRAIN_STORE": "a:1/0"}, {"PADDLE_TRAINERS_NUM": "4"}):
         with pytest.raises(ClusterError, match="in rank 3 of a job"):
-            inside.refuse_within_a_rank({"PADDLE_TRAINER_ID": "3", **environ})
+            environment.refuse_within_a_rank({"PADDLE_TRAINER_ID": "3", **environ})
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ClusterError, match="process 1 of 2 that whoever set RANK and WORLD_SIZE has started"):
-        inside.refuse_within_a_rank(torchrun)
+        environment.refuse_within_a_rank(torchrun)
 
 
 def test_a_call_while_the_rank_imports_names_the_module() -> None:
-    inside.finding("train")
+    environment.finding("train")
     try:
-        with pytest.raises(inside.CalledWhileImported, match=rf"at the top level of {__name__} \(.*test_checks.py:"):
-            inside.refuse_within_a_rank({})
+        with pytest.raises(
+            environment.CalledWhileImported, match=rf"at the top level of {__name__} \(.*test_checks.py:"
+        ):
+            environment.refuse_within_a_rank({})
     finally:
-        inside.finding("")
+        environment.finding("")
 
 
 def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

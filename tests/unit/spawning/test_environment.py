@@ -6,12 +6,9 @@ import socket
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import cluster_from_environ
-from fleet_train.launch.spec.machine import Machine
-from fleet_train.launch.spec.node import Node
-from fleet_train.launch.spec.worker_environment import Wanted, build_environment
-from fleet_train.spawning.channel import ParentEnd, RankChannel, packed
-from fleet_train.spawning.environment import environs
-from fleet_train.spawning.store import HOST, SpawnStore
+from fleet_train.launch.node import Machine, Node, Wanted, build_environment
+from fleet_train.spawning.environment import HOST, SpawnStore, environs
+from fleet_train.spawning.shipping import ParentEnd, RankChannel, packed
 
 MACHINE = Machine({"lo": ("127.0.0.1",)}, 8, False, None, {})
 

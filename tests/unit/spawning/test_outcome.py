@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from fleet_train.cluster.failure_report import NO_RANK, FailureReport
+from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed
-from fleet_train.launch.spec.node import Node
-from fleet_train.spawning.outcome import RankOutcome, results
+from fleet_train.launch.node import Node
+from fleet_train.spawning.ranks import RankOutcome, results
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
 WELL = RankOutcome(0, 0, 3.0, False, b"result", "", "", "", (), "")

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train import DistributedStrategy, fleet
 from fleet_train.errors import ConversionError
-from fleet_train.train.components.ema import WeightAverage
+from fleet_train.train.numerics import WeightAverage
 from tests.unit.passes.training import State, Trained, batches
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -17,7 +17,7 @@ import pytest
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import claim, storage
-from fleet_train.train.checkpoint.copies.kept import Copies
+from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support.processes import clean_environ, python
 

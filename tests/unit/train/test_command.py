@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli.train import command
 from fleet_train.errors import FleetTrainError
-from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train.config import TrainConfig
 from tests.support.processes import clean_environ
 
 
@@ -20,9 +20,9 @@ from tests.support.processes import clean_environ
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configs that the command would have trained with."""
     configs: list[TrainConfig] = []
-    fake: Any = ModuleType("fleet_train.train.reference.job")
+    fake: Any = ModuleType("fleet_train.train.reference")
     fake.run = configs.append
-    monkeypatch.setitem(sys.modules, "fleet_train.train.reference.job", fake)
+    monkeypatch.setitem(sys.modules, "fleet_train.train.reference", fake)
     return configs
 
 

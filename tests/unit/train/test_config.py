@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import FleetTrainError
-from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train.config import TrainConfig
 
 
 def test_default_rate_is_the_optimizers() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train.checkpoint import claim, storage
-from fleet_train.train.checkpoint.copies import kept as copies
-from fleet_train.train.checkpoint.copies.kept import Copies
-from fleet_train.train.checkpoint.copies.newest import (
+from fleet_train.train import evaluation
+from fleet_train.train.checkpoint import claim, copies, storage
+from fleet_train.train.checkpoint.copies import (
+    Copies,
     Held,
     folders_apart,
     held_of,
@@ -26,7 +26,6 @@ from fleet_train.train.checkpoint.copies.newest import (
     write_record,
 )
 from fleet_train.train.checkpoint.storage import Run
-from fleet_train.train.components import rank0
 from tests.support.processes import clean_environ, python
 from tests.unit.train.test_checkpoint import HOLDS
 from tests.unit.train.test_copying import files, names, publish
@@ -101,8 +100,8 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
     def make(nodes: int, ranks_per_node: int = 1) -> Job:
         job = Job(tmp_path, nodes, ranks_per_node)
         monkeypatch.setattr(copies, "fleet", job)
-        monkeypatch.setattr(rank0, "fleet", job)
-        monkeypatch.setattr(rank0, "_SYNC_SECONDS", 0.1)
+        monkeypatch.setattr(evaluation, "fleet", job)
+        monkeypatch.setattr(evaluation, "_SYNC_SECONDS", 0.1)
         return job
 
     return make
@@ -381,7 +380,7 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
         return made.finish(0.3)
 
     job = make_job(2)
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", hangs)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", hangs)
     told, same = job.run(save)
     go.set()
     assert told == same
@@ -408,7 +407,7 @@ def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
                 time.sleep(0.01)
         return made.finish(10.0)
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", fails)
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(0), 20)
@@ -430,7 +429,7 @@ def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypa
             raise CheckpointError("the disk is full")
         return True
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.copier.send", fails)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", fails)
     job = make_job(2)
     assert job.run(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
     publish(job.checkpoints(0), 10)
@@ -455,7 +454,7 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         raise ValueError("not one of ours")
 
     def work(_: Copies) -> list[Any]:
-        return rank0.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
+        return evaluation.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
 
     job = make_job(3)
     told = job.run(work)
@@ -471,7 +470,7 @@ def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: Make
     go = threading.Event()
 
     def work(_: Copies) -> list[Any]:
-        return rank0.together({1: go.wait}.get(job.worker_index()), 0.2)
+        return evaluation.together({1: go.wait}.get(job.worker_index()), 0.2)
 
     job = make_job(3)
     told = [str(each) for each in job.run(work)]

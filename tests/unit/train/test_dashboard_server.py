@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fleet_train.train.monitor.dashboard import names_of
-from fleet_train.train.monitor.dashboard_server import OnlyForNames, name_in
+from fleet_train.train.dashboard import names_of
+from fleet_train.train.dashboard_server import OnlyForNames, name_in
 
 
 def answer(host: str | None, names: list[str], **more: str) -> tuple[str, bytes]:

@@ -16,10 +16,10 @@ from fleet_train.errors import CheckpointError, NotFinite, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-from fleet_train.train.components.ema import WeightAverage
-from fleet_train.train.components.numerics import (
+from fleet_train.train.numerics import (
     LossWatch,
     SkipNotFinite,
+    WeightAverage,
     keep_statistics_finite,
     refuse_to_skip_with,
 )

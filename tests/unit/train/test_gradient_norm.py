@@ -11,9 +11,9 @@ import paddle
 import pytest
 
 from fleet_train import fleet
-from fleet_train.convert.program.gradient_norm import UpdatedGradients, insert_gradient_norm
+from fleet_train.convert.rewrite import UpdatedGradients, insert_gradient_norm
 from fleet_train.data import BatchLoader, ShardedBatchSampler
-from fleet_train.data.core.datasets import Arrays
+from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from fleet_train.train import Trainer, TrainerSettings

@@ -12,13 +12,13 @@ import pytest
 
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError
+from fleet_train.train import reference
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-from fleet_train.train.metrics.opening import open_sinks
-from fleet_train.train.metrics.record_file import AppendOnlyFile
-from fleet_train.train.reference import run_folder
-from fleet_train.train.reference.config import TrainConfig
-from fleet_train.train.reference.summary import publish_summary
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.metrics.jsonl import AppendOnlyFile
+from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.reference import publish_summary
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def write(checkpoints: Path, step: int) -> None:
 
 
 def start(output: Path, checkpoints: Checkpoints | None = None, **flags: Any) -> Any:
-    return run_folder.start_or_resume(TrainConfig(output_dir=str(output), **flags), checkpoints or Checkpoints(output))
+    return reference.start_or_resume(TrainConfig(output_dir=str(output), **flags), checkpoints or Checkpoints(output))
 
 
 @pytest.mark.parametrize("by_link", [False, True])

@@ -14,9 +14,8 @@ from PIL import Image
 from visualdl import LogReader
 
 from fleet_train.train.metrics.jsonl import JsonLinesSink
-from fleet_train.train.metrics.opening import open_sinks
 from fleet_train.train.metrics.sinks import NullSink
-from fleet_train.train.metrics.visualdl import VisualDLSink
+from fleet_train.train.metrics.visualdl import VisualDLSink, open_sinks
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

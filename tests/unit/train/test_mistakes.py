@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleet_train.train.components.mistakes import MOST, Mistake, worst
-from fleet_train.train.metrics.images import mistakes_picture
+from fleet_train.train.evaluation import MOST, Mistake, worst
+from fleet_train.train.metrics.reporter import mistakes_picture
 
 
 def batch(labels: list[int]) -> dict[str, np.ndarray]:

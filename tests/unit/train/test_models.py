@@ -8,9 +8,9 @@ import paddle
 import pytest
 
 from fleet_train.errors import DataError
-from fleet_train.train.reference import models
-from fleet_train.train.reference.model_names import MODELS, VISION_MODELS
-from fleet_train.train.reference.models import build_model
+from fleet_train.train import programs
+from fleet_train.train.programs import build_model
+from fleet_train.train.settings import MODELS, VISION_MODELS
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -33,11 +33,11 @@ def test_all_vision_models_exist_in_paddle() -> None:
 
 
 def test_every_name_is_a_network_and_every_network_has_a_name() -> None:
-    assert set(MODELS) == {*models._SMALL, *VISION_MODELS}
+    assert set(MODELS) == {*programs._SMALL, *VISION_MODELS}
 
 
 def test_each_own_network_has_a_case() -> None:
-    assert set(models._SMALL) - set(CASES) == set()
+    assert set(programs._SMALL) - set(CASES) == set()
 
 
 def test_the_page_names_every_network() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet_train.train.reference.config import TrainConfig
-from fleet_train.train.reference.optimizers import make_optimizer
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.programs import make_optimizer
 from tests.unit.passes.training import State, Trained, batches
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -14,9 +14,8 @@ from fleet_train import fleet
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.errors import FleetTrainError, NotFinite
 from fleet_train.train import Trainer, TrainerSettings
-from fleet_train.train.metrics.opening import open_sinks
-from fleet_train.train.metrics.own_sinks import GuardedSink, sinks_of
-from fleet_train.train.metrics.sinks import NullSink
+from fleet_train.train.metrics.sinks import GuardedSink, NullSink, sinks_of
+from fleet_train.train.metrics.visualdl import open_sinks
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT
 

@@ -11,9 +11,9 @@ from paddle import nn
 
 from fleet_train.data import synthetic
 from fleet_train.profile import Profile
-from fleet_train.train.reference import models
-from fleet_train.train.reference.config import TrainConfig
-from fleet_train.train.reference.programs import Programs, build_programs
+from fleet_train.train import programs as models
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.programs import Programs, build_programs
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.train.metrics.console import BarProgress, LineProgress, make_progress
+from fleet_train.train.progress import BarProgress, LineProgress, make_progress
 
 
 def test_short_epoch_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,8 @@ import pytest
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from fleet_train.errors import ClusterError, WorkerFailed
-from fleet_train.train.metrics.prometheus import server
-from fleet_train.train.metrics.prometheus.sink import PrometheusSink
-from fleet_train.train.metrics.prometheus.table import OF_CURVES, OTHERS, PREFIX, Snapshot, families, metric_of
-from fleet_train.train.monitor import dashboard_server
+from fleet_train.train import dashboard_server, prometheus_sink
+from fleet_train.train.prometheus_sink import OF_CURVES, OTHERS, PREFIX, PrometheusSink, Snapshot, families, metric_of
 from tests.support.processes import ROOT
 
 PAGE = ROOT / "docs" / "watching.md"
@@ -241,7 +239,7 @@ def test_it_closes_twice_frees_its_port_and_leaves_no_thread(sink: PrometheusSin
 def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_away_at_the_end(
     sink: PrometheusSink, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server._Handler, "timeout", 300.0)
+    monkeypatch.setattr(prometheus_sink._Handler, "timeout", 300.0)
     monkeypatch.setattr(dashboard_server, "_LONGEST_SECONDS", 300.0)
     before = set(threading.enumerate())
 
@@ -266,7 +264,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
 def test_a_client_that_is_silent_for_too_long_is_sent_away_without_a_word(
     sink: PrometheusSink, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet_train.train.metrics.prometheus.server._Handler.timeout", 0.2)
+    monkeypatch.setattr("fleet_train.train.prometheus_sink._Handler.timeout", 0.2)
     with socket.create_connection(("127.0.0.1", sink.port), timeout=5) as silent:
         assert silent.recv(1) == b""
     assert capfd.readouterr() == ("", "")

@@ -9,10 +9,10 @@ import numpy as np
 import yaml
 
 from fleet_train.profile import Profile, load_profile
-from fleet_train.train.components.throughput import Speed
-from fleet_train.train.metrics.images import confusion_picture
 from fleet_train.train.metrics.reporter import (
+    Speed,
     chosen_settings,
+    confusion_picture,
     profile_settings,
     profile_text,
     rank_scalars,

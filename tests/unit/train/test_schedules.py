@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.train.reference.schedules import SCHEDULES, Schedule
+from fleet_train.train.settings import SCHEDULES, Schedule
 
 
 def factors(shape: str, steps: int, warmup: int = 0) -> list[float]:

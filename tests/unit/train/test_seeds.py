@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from fleet_train.train.components.rng import seed_process, stream_seed
+from fleet_train.train.numerics import seed_process, stream_seed
 
 
 def test_stream_is_a_fixed_number() -> None:

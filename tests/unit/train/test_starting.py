@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import ScheduleMismatch
-from fleet_train.train.reference import run_folder
-from fleet_train.train.reference.config import TrainConfig
+from fleet_train.train import reference
+from fleet_train.train.config import TrainConfig
 
 CONFIG = TrainConfig(data_dir="/data", workers=2)
 
@@ -38,14 +38,14 @@ class Ranks:
 def test_flag_that_differs_is_named_with_both_machines(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr(run_folder, "fleet", Ranks(CONFIG, replace(CONFIG, **change)))
+    monkeypatch.setattr(reference, "fleet", Ranks(CONFIG, replace(CONFIG, **change)))
     with pytest.raises(ScheduleMismatch, match=said):
-        run_folder.agree_on_flags(CONFIG)
+        reference.agree_on_flags(CONFIG)
 
 
 def test_what_belongs_to_a_machine_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(
         CONFIG, data_dir="/mnt/data", output_dir="/tmp/other", workers=8, loader="thread", strategy="x.yaml"
     )
-    monkeypatch.setattr(run_folder, "fleet", Ranks(CONFIG, other))
-    run_folder.agree_on_flags(CONFIG)
+    monkeypatch.setattr(reference, "fleet", Ranks(CONFIG, other))
+    reference.agree_on_flags(CONFIG)

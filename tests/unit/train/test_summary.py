@@ -6,9 +6,9 @@ import pytest
 
 from fleet_train import fleet
 from fleet_train.profile import Profile
-from fleet_train.train.outcome import Outcome
-from fleet_train.train.reference.config import TrainConfig
-from fleet_train.train.reference.summary import headline, summarize
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.evaluation import Outcome
+from fleet_train.train.reference import headline, summarize
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fleet_train.train.monitor.terminal import read_curves, sparkline, table
+from fleet_train.train.dashboard import read_curves, sparkline, table
 
 
 def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:

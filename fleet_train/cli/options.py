@@ -1,0 +1,162 @@
+"""Completions of options' and arguments' values."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from fleet_train.cluster.cluster import MOST_SECONDS
+
+Items = list[CompletionItem[str]]
+
+
+def files(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
+    """The shell's own completion of files."""
+    del context, parameter
+    return [CompletionItem(incomplete, type="file")]
+
+
+def folders(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
+    del context, parameter
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def profiles(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
+    """Names of the catalogue; files if no name matches."""
+    from fleet_train.profile import profile_names
+
+    named = [CompletionItem(name) for name in profile_names() if name.startswith(incomplete)]
+    return named or files(context, parameter, incomplete)
+
+
+# Numbers in flags: decimal, finite, and written with the digits 0 to 9.
+#
+# Python's own int() and float() also read ``nan``, ``1e400`` (infinity), ``1_000`` and the digits of every script.
+
+
+_WHOLE = re.compile(r"[-+]?[0-9]{1,18}")
+_DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+class WholeNumber(click.types.IntParamType):
+    """A whole number of up to 18 digits."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_whole(value, param, ctx), param, ctx)
+
+
+class WholeNumberRange(click.IntRange):
+    """A whole number within a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_whole(value, param, ctx), param, ctx)
+
+
+class Number(click.types.FloatParamType):
+    """A finite number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_finite(value, param, ctx), param, ctx)
+
+
+class NumberRange(click.FloatRange):
+    """A finite number within a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_finite(value, param, ctx), param, ctx)
+
+
+def _whole(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    if isinstance(value, str) and not _WHOLE.fullmatch(value):
+        raise click.BadParameter(f"{shown(value)} is not a whole number of up to 18 digits.", ctx, param)
+    return value
+
+
+def _finite(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(float(value))):
+        raise click.BadParameter(f"{shown(value)} is not a finite decimal number.", ctx, param)
+    return value
+
+
+def seconds(*, min: float = 0, min_open: bool = False) -> NumberRange:
+    """A number of seconds that every clock and socket accepts."""
+    return NumberRange(min=min, max=MOST_SECONDS, min_open=min_open)
+
+
+def shown(value: str) -> str:
+    """A given text for a message: its beginning, without control characters."""
+    return repr(value if len(value) <= 60 else f"{value[:60]}...")
+
+
+# ``--verbose`` of commands that import Paddle into this process: without it, Paddle's start-up lines are hidden.
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+# A process that sets these shows or keeps its ranks' output: a log must be complete.
+_LAUNCHERS = ("FLEET_TRAIN_STORE", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_LOCAL_RANK")
+
+
+def verbose_option(command: _Command) -> _Command:
+    """Add the flag to a command."""
+    return click.option(
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=_heed,
+        help="Also show Paddle's start-up messages. (Under launch: launch --verbose.)",
+    )(command)
+
+
+def _heed(context: click.Context, _: click.Parameter, verbose: bool) -> None:
+    environ = context.find_root().obj  # given by `main`: this process is the command's own
+    if environ is not None and not verbose and not context.resilient_parsing:
+        quieten(environ)
+
+
+def quieten(environ: MutableMapping[str, str]) -> None:
+    """Call before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` have precedence."""
+    if any(name in environ for name in _LAUNCHERS):
+        return
+    from fleet_train.launch.terminal import WARNINGS
+
+    environ.setdefault("GLOG_minloglevel", "2")  # errors only
+    for message, module in WARNINGS.items():
+        warnings.filterwarnings("ignore", message, UserWarning, module.replace(".", r"\."), append=True)
+
+
+# Options of the commands that examine a whole cluster: which machines, from which port.
+
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+def where(ranks: str) -> Callable[[Command], Command]:
+    """The fields of `fleet_train.selftest.supervisor.Where`. ``ranks``: the ranks of a machine without --nproc."""
+    options = (
+        click.option(
+            "--nproc",
+            "--nproc_per_node",
+            type=WholeNumber(),
+            metavar="N",
+            help=f"Ranks per machine. [default: every GPU, or {ranks}]",
+        ),
+        click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each."),
+        click.option("--node_ip", "--host", metavar="A", help="This machine's address in the list, if it has several."),
+        click.option(
+            "--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as for launch."
+        ),
+    )
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add

@@ -1,0 +1,212 @@
+"""The engine that started this process, and its variables; the innermost one if there are several."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fleet_train.cluster import kubernetes, mpi, network, slurm, started
+from fleet_train.cluster import mpi as pmix
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.started import Started, endpoint
+from fleet_train.errors import ClusterError, JoinTimeout
+
+ENGINE = "FLEET_TRAIN_ENGINE"
+
+Reader = Callable[[Mapping[str, str]], Started | None]
+# The innermost first: an engine further down may have started one further up. That RANK and WORLD_SIZE come after
+# MPI and Slurm is the one exception: scripts export them next to MASTER_ADDR, with the same numbers or old ones.
+_READERS: tuple[tuple[str, Reader], ...] = (
+    ("mpi", mpi.read_open_mpi),
+    ("mpi", mpi.read_hydra),
+    ("slurm", slurm.read),
+    ("torchrun", started.read_torchrun),
+    ("kubernetes", kubernetes.read_indexed_job),
+    ("kubernetes", kubernetes.read_train_job),
+    ("kubernetes", kubernetes.read_paddle_job),
+    ("kubernetes", kubernetes.read_paddle_operator),
+)
+CHOICES = ("auto", "none", *dict.fromkeys(name for name, _ in _READERS))
+
+
+def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | None:
+    """This process's place by its engine's variables; None if there is no engine.
+
+    ``asked``: one of `CHOICES`; None: FLEET_TRAIN_ENGINE, else ``auto``. Raises ClusterError if variables
+    contradict each other, or if the requested engine has set none.
+    """
+    choice = asked or environ.get(ENGINE, "").strip() or "auto"
+    if choice not in CHOICES:
+        raise ClusterError(f"{ENGINE}={choice} is not one of {', '.join(CHOICES)}")
+    if choice == "none" or "FLEET_TRAIN_STORE" in environ:  # a rank of our launcher: the innermost of all
+        return None
+    if choice == "auto" and "TORCHELASTIC_RUN_ID" in environ:
+        return started.read_torchrun(environ)  # its agent started this very process, whatever engine is outside
+    first = next((each for name, read in _READERS if choice in ("auto", name) and (each := read(environ))), None)
+    if first is None:
+        if choice == "auto":
+            return None
+        raise ClusterError(
+            f"--engine {choice} ({ENGINE}): none of its variables is set here, so this process was not started by it; "
+            "leave the choice out"
+        )
+    if choice == "auto":
+        _refuse_contradiction(first, started.read_torchrun(environ))
+    return first
+
+
+def alone_in_allocation(environ: Mapping[str, str]) -> str:
+    """The message for a process that trains alone although Slurm allocated several nodes; "" otherwise."""
+    nodes = 0 if "FLEET_TRAIN_STORE" in environ else slurm.allocated_nodes(environ)
+    if nodes < 2:
+        return ""
+    return (
+        f"this process trains alone: Slurm allocated {nodes} nodes to the job, but srun did not start this "
+        "command; write srun before it to use them"
+    )
+
+
+def _refuse_contradiction(first: Started, by_hand: Started | None) -> None:
+    """RANK and WORLD_SIZE that contradict those of an MPI or Slurm task: one of the two must be wrong."""
+    if by_hand is not None and (by_hand.index, by_hand.count) != (first.index, first.count):
+        raise ClusterError(
+            f"RANK={by_hand.index} of WORLD_SIZE={by_hand.count}, but {first.engine} says that this is process "
+            f"{first.index} of {first.count}; unset RANK and WORLD_SIZE, or choose one: {ENGINE}=torchrun, or the "
+            "other's name (launch: --engine)"
+        )
+
+
+# The rendezvous address of a job whose engine gives only names, or no variables for it at all.
+
+
+MASTER = "FLEET_TRAIN_MASTER"
+DEFAULT_PORT = 6170
+OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
+"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
+_SCONTROL_SECONDS = 20.0
+# Nothing is sent there: it only selects the route by which packets leave this machine.
+_ANYWHERE = "192.0.2.1"
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Addresses. ``hosts``: of all nodes in the engine's order, if it lists them."""
+
+    master: str
+    port: int
+    hosts: tuple[str, ...] = ()
+    secret: str = ""
+    """A secret shared by the processes, if the engine has a private channel for it."""
+    is_alias: bool = False
+    """Whether ``master`` is an address that a machine's own name has on that machine only (Debian's 127.0.1.1)."""
+
+
+def locate(
+    started: Started, environ: Mapping[str, str], timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
+) -> MeetingPoint:
+    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
+
+    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among
+    all processes, and not all of them arrive within the time.
+    """
+    given = environ.get(MASTER, "").strip()
+    if given:
+        host, port = endpoint(given, MASTER)
+        return _named(host, port or started.port or DEFAULT_PORT, started)
+    if started.hosts:
+        hosts = resolve_hosts(started.hosts, by_slurm=started.engine.startswith("Slurm"))
+        return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
+    if started.master:
+        return _named(started.master, started.port or DEFAULT_PORT, started)
+    place, _, secret = _told_by_mpirun(started, environ, timeout_seconds).partition("/")
+    host, port = endpoint(place, started.engine)
+    assert port is not None
+    return MeetingPoint(host, port, secret=secret)
+
+
+def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_seconds: float) -> str:
+    own = _own_endpoint(started, environ) if started.index == 0 else None
+    try:
+        if "PMI_FD" in environ or "PMI_PORT" in environ:
+            return mpi.pmi_exchange(started, own, environ, timeout_seconds)
+        return pmix.pmix_exchange(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
+    except TimeoutError:
+        raise JoinTimeout(
+            f"not all {started.count} processes that {started.engine} started arrived within {timeout_seconds:g} s "
+            f"to exchange their addresses, and it does not say which are missing; with {MASTER}=host:port for "
+            "rank 0's node, they are named"
+        ) from None
+
+
+def _named(host: str, port: int, started: Started) -> MeetingPoint:
+    address = network.resolve(host)
+    alone = started.local_count == started.count
+    return MeetingPoint(address, port, is_alias=host != address and address in OWN_ALIASES and not alone)
+
+
+def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
+    """An address for each name. Slurm's names may be unknown to the resolver: then ``scontrol`` is asked."""
+    try:
+        return tuple(_look_up(host) for host in hosts)
+    except OSError as error:
+        if not by_slurm:
+            raise ClusterError(f"the names of the nodes cannot be resolved here: {error}") from None
+    addresses = _addresses_of_slurm(hosts)
+    return tuple(network.resolve(addresses.get(host, host)) for host in hosts)
+
+
+def _look_up(host: str) -> str:
+    return socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
+
+
+def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
+    """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
+    command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())
+    return {found[1]: found[2] for found in pairs if found is not None}
+
+
+def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
+    """An address of this machine that the others may reach, a port that is free now, and a secret of this job."""
+    host = "127.0.0.1" if started.local_count == started.count else _own_address(environ)
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}/{secrets.token_hex(16)}"
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
+    """The address of this machine's name, else of the default route, else the first that is not loopback."""
+    outside = [address for address in network.local_addresses() if not network.is_loopback(address)]
+    names = (environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", ""), socket.gethostname())  # Hydra's name for this host
+    for name in filter(None, names):
+        try:
+            address = socket.gethostbyname(name)
+        except (OSError, UnicodeError):
+            continue
+        if address in outside:
+            return address
+    default = network.address_towards(_ANYWHERE)
+    if default is not None and not network.is_loopback(default):
+        return default
+    return outside[0] if outside else "127.0.0.1"
+
+
+def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
+    """Without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by default."""
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.search(r"tcp://([0-9.,]+):", uri)
+    for address in found[1].split(",") if found else ():
+        if network.is_local(address, network.local_addresses()) or network.address_towards(address):
+            return f"{address}:{started.port or DEFAULT_PORT}"
+    raise ClusterError(
+        "this process was started by mpirun, whose variables do not say where rank 0 is, and its library "
+        "(libpmix.so.2) was not found; name rank 0's node: mpirun -x FLEET_TRAIN_MASTER=host:6170 ..."
+    )

@@ -1,0 +1,297 @@
+"""Distinguishes a job's connections from foreign ones: the job's id, its secret, and the addresses of its nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.store.wire import Header, ProtocolError
+from fleet_train.errors import ClusterError
+
+JOB_ID = "FLEET_TRAIN_JOB_ID"
+
+
+@dataclass(frozen=True)
+class Access:
+    """``source``: this node's own address, from which its connections come (empty: the kernel chooses)."""
+
+    job: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+    source: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        source: str = "",
+        job: str = "",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Access:
+        """From this process's environment. ``say``: see ``job_secret``. Raises ClusterError for an unusable secret."""
+        environ = os.environ if environ is None else environ
+        return cls(environ.get(JOB_ID, "") or job, job_secret(environ, say), source)
+
+
+def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
+    """For one rank of a job: its launcher, ours or the stock one, has given it the job's id."""
+    environ = os.environ if environ is None else environ
+    return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
+
+
+# The handshake of a connection: member and job, and the proof on both sides that the secret is known.
+
+
+_SIGNED = ("job", "nonce", "round", "group", "member", "role")
+
+
+class Refused(Exception):
+    """The server does not accept this connection. ``is_temporary``: it may accept it later."""
+
+    def __init__(self, message: str, *, kind: str = "", is_temporary: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.is_temporary = is_temporary
+
+
+class Caller:
+    """The connecting side: ``hello`` is sent first; every answer goes to ``heard`` until it returns None."""
+
+    def __init__(self, access: Access, identity: Header) -> None:
+        self._access = access
+        self._nonce = new_nonce()
+        self._identity = identity
+        self._is_proved = False
+        has_secret = access.secret is not None
+        self.hello: Header = {"do": "hello", "job": access.job, "nonce": self._nonce, "secret": has_secret, **identity}
+
+    def heard(self, answer: Header) -> Header | None:
+        """The next message; None once the connection is accepted. Raises Refused, with a message for the user."""
+        if "error" in answer:
+            raise self._refusal(answer)
+        secret = self._access.secret
+        if "challenge" not in answer:
+            if secret is not None and not self._is_proved:
+                raise Refused("it does not know this job's secret; give every node the same --job_secret_file")
+            return None
+        nonce = str(answer["challenge"])[:200]
+        if secret is None:
+            raise Refused("it requires this job's secret; give every node the same --job_secret_file")
+        if not is_proof(answer.get("proof"), secret, *signed("server", self.hello, nonce)):
+            raise Refused("it has another secret than this node; give every node the same --job_secret_file")
+        self._is_proved = True
+        return {"do": "prove", "proof": proof(secret, *signed("caller", self.hello, nonce))}
+
+    def _refusal(self, answer: Header) -> Refused:
+        kind = str(answer["error"])[:40]
+        match kind:
+            case "address":
+                why = (
+                    f"it accepts the addresses of the node list only, and this connection comes from "
+                    f"{str(answer.get('address'))[:60]}; name this machine in the node list by that address, or give "
+                    "every node the same --job_secret_file"
+                )
+            case "job":
+                why = (
+                    f"it belongs to another job, {str(answer.get('job'))[:200]!r}, and this is "
+                    f"{self._access.job!r}; end that job, or choose another --started_port"
+                )
+            case "secret":
+                why = "it has another secret than this node; give every node the same --job_secret_file"
+            case "no secret":
+                why = "it has no job secret and this node has one; give every node the same --job_secret_file"
+            case "closed":
+                why = "it has not opened this round yet"
+            case "store":
+                why = f"it relays to a server that is lost: {str(answer.get('why'))[:500]}"
+            case "full":
+                why = "it has reached its limit of connections"
+            case other:
+                why = f"it answered {other!r}"
+        is_temporary = kind in ("closed", "full") or (kind == "address" and answer.get("later") is True)
+        return Refused(why, kind=kind, is_temporary=is_temporary)
+
+
+def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
+    """The data that a proof of ``side`` covers: both nonces, and everything that decides what the connection may do."""
+    return (side, nonce, *(str(hello.get(name)) for name in _SIGNED))
+
+
+class Callee:
+    """The server's side of the handshake, with this access."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._hello: Header = {}
+        self._nonce = ""
+
+    def heard(self, word: Header) -> tuple[Header | None, Header | None]:
+        """(answer, the caller's hello once it is accepted). Raises Refused with the answer as its kind."""
+        if not self._hello:
+            return self._greet(word)
+        secret = self._access.secret
+        assert secret is not None
+        if word.get("do") != "prove":
+            raise ProtocolError("a proof was expected")
+        if not is_proof(word.get("proof"), secret, *signed("caller", self._hello, self._nonce)):
+            raise Refused("another secret", kind="secret")
+        return None, self._hello
+
+    def _greet(self, word: Header) -> tuple[Header | None, Header | None]:
+        if word.get("do") != "hello" or not isinstance(word.get("nonce"), str):
+            raise ProtocolError("a hello was expected")
+        if any(isinstance(word.get(name), (list, dict)) for name in _SIGNED):
+            raise ProtocolError("a hello has texts and numbers only")
+        if word.get("job") != self._access.job:
+            raise Refused("another job", kind="job")
+        if self._access.secret is None:
+            if word.get("secret") is True:
+                raise Refused("no secret here", kind="no secret")
+            return None, word
+        self._hello, self._nonce = word, new_nonce()
+        answer = proof(self._access.secret, *signed("server", word, self._nonce))
+        return {"challenge": self._nonce, "proof": answer}, None
+
+
+# The addresses that a server accepts: those of a job's hosts. A host name's address may change while the job runs.
+
+
+_LOOK_AGAIN_SECONDS = 2.0
+
+
+class Callers:
+    """The addresses of ``hosts``. Names are resolved again when an unknown address connects: a pod that moved to
+    another machine has a new address for its name. ``hears`` never waits for a lookup."""
+
+    def __init__(self, hosts: Iterable[str]) -> None:
+        hosts = tuple(dict.fromkeys(hosts))
+        self._names = tuple(host for host in hosts if not is_address(host))
+        self._fixed = frozenset(hosts) - frozenset(self._names)
+        self._known = self._fixed.union(*map(addresses_of, self._names))
+        self._looked_at = time.monotonic()
+        self._is_looking = threading.Lock()
+
+    def hears(self, address: str) -> bool:
+        """Whether it is one of theirs, as far as is known now."""
+        if address in self._known:
+            return True
+        self._look_again()
+        return False
+
+    @property
+    def may_change(self) -> bool:
+        """Whether an address that is refused now may be accepted later."""
+        return bool(self._names)
+
+    def _look_again(self) -> None:
+        if not self._names or time.monotonic() - self._looked_at < _LOOK_AGAIN_SECONDS:
+            return
+        if self._is_looking.acquire(blocking=False):
+            self._looked_at = time.monotonic()
+            threading.Thread(target=self._look, name="fleet_train names", daemon=True).start()
+
+    def _look(self) -> None:
+        try:
+            for name in self._names:  # a lost one may have no address for a while, and must not block the others
+                self._known |= addresses_of(name)
+        finally:
+            self._is_looking.release()
+
+
+def addresses_of(host: str) -> frozenset[str]:
+    """Every IPv4 address that a host name has now; none if it cannot be resolved yet."""
+    try:
+        return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET))
+    except (OSError, UnicodeError):
+        return frozenset()
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+# The job's shared secret: authenticates its processes where addresses are not enough.
+#
+# It is never sent. Each side of a connection draws a nonce and proves with an HMAC over both nonces that it knows the
+# secret (a challenge and response as in ISO/IEC 9798-4; HMAC: RFC 2104).
+
+
+SECRET_FILE = "FLEET_TRAIN_JOB_SECRET_FILE"
+SECRET = "FLEET_TRAIN_JOB_SECRET"
+_LEAST_BYTES = 16
+_MOST_BYTES = 4096
+_FIX = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; then copy it to every node"
+
+
+def job_secret(environ: Mapping[str, str], say: Callable[[str], None] = lambda _: None) -> bytes | None:
+    """The secret that all processes of the job share, or None if there is none.
+
+    FLEET_TRAIN_JOB_SECRET_FILE (set by ``launch --job_secret_file``) or FLEET_TRAIN_JOB_SECRET. Surrounding white space
+    is ignored. Raises ClusterError for both at once, for a file that is missing, not a regular file, or writable by
+    others, and for a secret of fewer than 16 bytes; the message never contains the secret. ``say`` is told of a file
+    that every user of the machine can read, unless its file system is read-only here: Kubernetes mounts secrets so, in
+    a container of their own, with modes that a container cannot change.
+    """
+    path, text = environ.get(SECRET_FILE, ""), environ.get(SECRET, "")
+    if path and text:
+        raise ClusterError(f"{SECRET_FILE} and {SECRET} are both set; set one of them")
+    if not path and not text:
+        return None
+    found = _read(Path(path), say) if path else text.encode().strip()
+    where = f"{SECRET_FILE}={path}" if path else SECRET
+    if not _LEAST_BYTES <= len(found) <= _MOST_BYTES:
+        raise ClusterError(
+            f"{where}: the job's secret has {len(found)} bytes; it must have {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
+        )
+    return found
+
+
+def _read(path: Path, say: Callable[[str], None]) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ClusterError(f"the job's secret file {path} is not a regular file: {_FIX}")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ClusterError(f"the job's secret file {path} can be changed by other users; chmod 600 {path}")
+            if status.st_mode & stat.S_IROTH and not os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY:
+                mode = stat.S_IMODE(status.st_mode)
+                say(f"every user here can read the job's secret in {path} (mode {mode:04o}); chmod 600 {path}")
+            return file.read(_MOST_BYTES + 2).strip()
+    except OSError as error:
+        raise ClusterError(f"the job's secret file {path} cannot be read: {error.strerror or error}; {_FIX}") from None
+
+
+def new_nonce() -> str:
+    """32 random bytes as hexadecimal text."""
+    return secrets.token_hex(32)
+
+
+def proof(secret: bytes, *parts: str) -> str:
+    """HMAC-SHA256 over ``parts``, each preceded by its length, as hexadecimal text."""
+    message = b"".join(len(each).to_bytes(4, "big") + each for each in map(_bytes, parts))
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+
+
+def is_proof(told: object, secret: bytes, *parts: str) -> bool:
+    """Whether ``told`` is the proof over ``parts``; takes the same time for every wrong answer."""
+    return isinstance(told, str) and hmac.compare_digest(_bytes(told), proof(secret, *parts).encode())
+
+
+def _bytes(text: str) -> bytes:
+    # JSON from a stranger may hold half a surrogate pair, and so may the name of a file.
+    return text.encode("utf-8", "surrogatepass")

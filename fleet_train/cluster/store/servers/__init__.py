@@ -1,1 +1,0 @@
-"""The servers of the store: rounds and barriers, sessions with members, relays between a node and its parent."""

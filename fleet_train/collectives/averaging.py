@@ -1,0 +1,216 @@
+"""LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_train.collectives.engine import HAND_OVER, HostCopy, Running, Stages
+from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
+from fleet_train.collectives.job import Passed
+from fleet_train.collectives.methods.dense import Allreduce, Remembers, without_cast
+from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.plan import Bucket, CommPlan
+from fleet_train.plan.build import LocalSgdSchedule
+from fleet_train.profile import Profile
+
+
+@dataclass
+class Held:
+    """The tensors of one rank that LocalSGD averages, as eager tensors that share memory with the scope's variables."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    """Batch-norm statistics: always plainly averaged, whatever is done with the parameters."""
+    accumulators: list[Any]
+    """The optimizer's state of floating dtype; empty unless the profile averages or resets it."""
+
+
+class ParameterAverager:
+    """Averages parameters over all ranks on schedule, all of them or a fragment at a time.
+
+    ``rate``: the inner optimizer's learning rate; ``later``: copies a device value that the host reads later.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        plan: CommPlan,
+        allreduce: Allreduce,
+        sums: QuantisedSums | None,
+        rate: Callable[[], float],
+        later: Callable[[Any], HostCopy],
+    ) -> None:
+        assert plan.averaging is not None
+        self.schedule = LocalSgdSchedule.of(profile)
+        self.overlap_steps = profile.local_sgd_overlap_steps
+        self._profile = profile
+        self._values = plan.averaging.values
+        self._allreduce = without_cast(allreduce)
+        self._world_size = plan.world_size
+        self._rate = rate
+        self._later = later
+        self._heard: tuple[HostCopy, float] | None = None
+        self.fragments = [
+            Fragment(profile, plan.averaging, index, plan.world_size, self._allreduce, sums)
+            for index in range(len(plan.averaging.parts))
+        ]
+
+    @property
+    def keeps_anchor(self) -> bool:
+        """A copy of the last agreed values is needed only if differences are sent or get momentum."""
+        return self.fragments[0].keeps_anchor
+
+    @property
+    def memories(self) -> list[tuple[Bucket, Remembers]]:
+        """The rounding errors of averagings."""
+        return [memory for fragment in self.fragments for memory in fragment.memories]
+
+    @property
+    def anchor(self) -> list[Any] | None:
+        """The last agreed values of all parameters, as `flats`; None before the first."""
+        anchors = [fragment.anchor for fragment in self.fragments if fragment.anchor is not None]
+        return joined(self.fragments, anchors) if anchors else None
+
+    @property
+    def velocity(self) -> list[Any] | None:
+        """The outer momentum of all parameters, as `flats`; None before the first."""
+        if all(fragment.outer.velocity is None for fragment in self.fragments):
+            return None
+        return joined(self.fragments, [fragment.outer.velocity or fragment.zeros() for fragment in self.fragments])
+
+    def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
+        """Continue from a saved ``anchor`` and ``velocity``."""
+        nothing: list[None] = [None] * len(self.fragments)
+        anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
+        velocities = nothing if velocity is None else parted(self.fragments, velocity, self._values)
+        for fragment, own, momentum in zip(self.fragments, anchors, velocities, strict=True):
+            fragment.anchor, fragment.outer.velocity = own, momentum
+
+    def before_update(self, parameters: Sequence[Any]) -> None:
+        """Store the start values, which are the same on all ranks."""
+        if self.keeps_anchor and self.fragments[0].anchor is None:
+            self._remember(parameters)
+
+    def after_synchronous_step(self, step: int, held: Held) -> None:
+        """The last warm-up step ends with equal parameters: local training starts from them."""
+        if step == self.schedule.warm_steps:
+            self._remember(held.parameters)
+
+    def average(self, fragment: Fragment, held: Held, loss: Any) -> Stages[None]:
+        """Make a fragment's parameters equal on all ranks and continue the period.
+
+        ``held``: the fragment's, see `held_of`.
+        """
+        yield HAND_OVER
+        sent, rate = flats(held.parameters), self._rate()
+        others = flats(held.statistics)
+        heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
+        more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
+        agreed, means = yield from fragment.agree(sent, rate, [*others, *heard], more)
+        write(held.parameters, agreed)
+        write(held.statistics, means[: len(others)])
+        if more:
+            yield from self._mean(held.accumulators)
+        elif self._profile.local_sgd_momentum == "reset":
+            for tensor in held.accumulators:
+                tensor.zero_()
+        self.schedule.begin_period()
+        if heard:
+            self._heard = self._later(means[-1].mean()), rate
+
+    def held_of(self, fragment: Fragment, held: Held) -> Held:
+        """What is averaged with a fragment: its parameters, and with the last one everything else."""
+        if len(self.fragments) == 1:
+            return held
+        statistics = held.statistics if fragment.is_last else []
+        return Held(fragment.choose(held.parameters), statistics, [])
+
+    def settle(self) -> None:
+        """Read what the last averaging copied to the host: before a step counts, and before state is saved."""
+        if self._heard is not None:
+            (loss, rate), self._heard = self._heard, None
+            self.schedule.adapt(rate, loss.read().item())
+
+    def mean(self, tensors: Sequence[Any]) -> Stages[None]:
+        """Replace tensors by their mean over all ranks, in place."""
+        yield HAND_OVER
+        yield from self._mean(tensors)
+
+    def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
+        buffers = flats(tensors)
+        sums = yield from self._allreduce.sum(buffers)
+        write(tensors, [total.scale_(1.0 / self._world_size) for total in sums])
+
+    def _remember(self, parameters: Sequence[Any]) -> None:
+        for fragment in self.fragments:
+            fragment.remember(parameters)
+
+    @property
+    def rate(self) -> float:
+        """The inner optimizer's learning rate now."""
+        return self._rate()
+
+
+# An averaging of LocalSGD that overlaps the next local steps.
+#
+# The values at the end of a period are sent. A fixed number of steps later, the same on every rank, each rank adds
+# the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging of
+# Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Copies of one rank's values at the end of a period, as `flats`, and the learning rate of that step."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    rate: float
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a rank adds to its values; ``agreed``: the new common parameters, equal bits on every rank. As `flats`."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    agreed: list[Any]
+
+
+@dataclass(frozen=True)
+class Underway:
+    """An averaging that has started and has not been applied yet."""
+
+    barrier: Future[Passed]
+    correction: Running[Correction]
+    fragment: Fragment
+
+
+def capture(held: Held, rate: float) -> Sent:
+    """Copy the values to send; on the computing thread, before the next step changes them."""
+    return Sent(flats(held.parameters), flats(held.statistics), rate)
+
+
+def correct(fragment: Fragment, sent: Sent) -> Stages[Correction]:
+    """Average the sent values."""
+    yield HAND_OVER
+    parameters = sent.parameters if fragment.keeps_anchor else _copies(sent.parameters)
+    agreed, means = yield from fragment.agree(parameters, sent.rate, _copies(sent.statistics))
+    return Correction(_less(agreed, sent.parameters), _less(means, sent.statistics), agreed)
+
+
+def apply(correction: Correction, held: Held) -> list[Any]:
+    """Add a correction to the current values, in place; returns the agreed parameters in their shapes."""
+    add(held.parameters, correction.parameters)
+    add(held.statistics, correction.statistics)
+    return cut(correction.agreed, held.parameters)
+
+
+def _copies(buffers: list[Any]) -> list[Any]:
+    return [buffer.clone() for buffer in buffers]
+
+
+def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
+    return [buffer - other for buffer, other in zip(buffers, others, strict=True)]

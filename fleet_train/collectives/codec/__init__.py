@@ -1,1 +1,0 @@
-"""Encoding of float32 buffers in a few bits: compiled, in numpy, or on the device. `codecs` chooses."""

@@ -1,0 +1,341 @@
+"""The interface of an engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import paddle
+
+from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
+
+T = TypeVar("T")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
+    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends."""
+
+    moment: str
+    what: str
+    timeout_seconds: float = 300.0
+
+
+class Running(Protocol[Result_co]):
+    """Stages that an engine has started."""
+
+    def result(self) -> Result_co:
+        """Wait for the last collective and return the result of the stages. The host waits, or a stream."""
+
+
+class Engine(Protocol):
+    """Carries out stages. All ranks make the same calls in the same order."""
+
+    reads_values: bool
+    """Whether the host may read a tensor's value in a step."""
+    side_by_side: bool
+    """Whether collectives on several communicators over the same ranks run concurrently."""
+    device: Device
+    barrier_margin_seconds: float
+    """How much longer than its timeout a barrier waits, so that ranks inside a collective can first find the missing
+    rank, which may be one that has reached the barrier."""
+
+    def start(
+        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
+    ) -> Running[T]:
+        """Start ``stages``; their first collective waits until ``barrier`` is done.
+
+        Errors are raised by the result as a FleetTrainError that names the root cause.
+        """
+
+    def run_here(self, stages: Stages[T], place: Place) -> T:
+        """Carry out ``stages`` in the calling operator: later operators of the program read their result."""
+
+    def step_on(self) -> None:
+        """A fixed point of the program, the same on every rank: stages with ``more`` may be ended here."""
+
+    def beside(self, task: Callable[[], T]) -> Future[T]:
+        """Run work without devices or process groups (barriers in the store) beside the computing thread."""
+
+    def stop(self) -> None:
+        """End the engine's threads."""
+
+
+# Stages of collectives, yielded by the generators that communication methods are written as.
+#
+# A method computes, yields the collectives that it needs, and continues when they are done: ``yield Stage((...,))``.
+# It does not know whether a call blocks the host or a stream, nor which thread runs it. Its generator returns its
+# result.
+
+
+REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of Paddle that has not started yet. Ranks are those of the job.
+
+    ``tensor`` is overwritten by an all_reduce, a reduce (on ``root`` only) and a broadcast. ``output``: of an
+    all_gather [ranks * n], of an all_to_all like ``tensor``, for a gather a list that is empty before it. ``parts``:
+    what the root of a scatter sends.
+    """
+
+    kind: str
+    group: Any
+    tensor: Any
+    root: int = -1
+    op: str = "sum"
+    output: Any = None
+    parts: Sequence[Any] | None = None
+
+    def begin(self, sync_op: bool) -> Any:
+        """Call Paddle; with ``sync_op``, work enqueued later waits for it. Returns Paddle's task, or None."""
+        with ensured_dynamic_mode():
+            return self._begin(sync_op)
+
+    def _begin(self, sync_op: bool) -> Any:
+        stream, common = paddle.distributed.stream, {"group": self.group, "sync_op": sync_op}
+        match self.kind:
+            case "all_reduce":
+                operation = getattr(paddle.distributed.ReduceOp, REDUCTIONS[self.op])
+                return stream.all_reduce(self.tensor, op=operation, **common)
+            case "reduce":
+                return stream.reduce(self.tensor, dst=self.root, **common)
+            case "broadcast":
+                return stream.broadcast(self.tensor, src=self.root, **common)
+            case "all_gather":
+                return stream.all_gather(self.output, self.tensor, **common)
+            case "all_to_all":
+                return stream.alltoall_single(self.output, self.tensor, **common)
+            case "gather":
+                return stream.gather(self.tensor, self.output, dst=self.root, **common)
+            case "scatter":
+                return stream.scatter(self.tensor, self.parts, src=self.root, **common)
+        raise AssertionError(f"unknown collective {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Collectives that do not need one another's results; none on a rank that does not take part in this stage.
+
+    ``more``: further collectives follow, so ending the stage early is better than ending it when the result is needed.
+    Every rank yields the same number of stages, whether it takes part in each or not.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    more: bool = False
+
+
+HAND_OVER = Stage()
+"""Yielded where the computing thread's part ends: what follows may run on another thread."""
+
+Stages = Generator[Stage, None, T]
+
+
+class Progress(Generic[T]):
+    """The progress of a generator of stages: at ``stage``, or done, with its ``value``."""
+
+    def __init__(self, stages: Stages[T]) -> None:
+        self._stages = stages
+        self.stage: Stage | None = None
+        self.value: T | None = None
+        self.go_on()
+
+    @property
+    def is_done(self) -> bool:
+        return self.stage is None
+
+    def go_on(self) -> None:
+        """The collectives of ``stage`` are complete: compute up to the next one."""
+        try:
+            with ensured_dynamic_mode(), paddle.no_grad():
+                self.stage = next(self._stages)
+        except StopIteration as end:
+            self.stage, self.value = None, end.value
+
+
+def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) -> T:
+    """Run all stages on this thread, with blocking calls; returns the result.
+
+    ``on_end`` is called when a collective has ended.
+    """
+    while progress.stage is not None:
+        for collective in progress.stage.collectives:
+            collective.begin(sync_op=True)
+            on_end()
+        progress.go_on()
+    return progress.value  # type: ignore[return-value]
+
+
+# Events on a device's calculation stream, and values that the host reads in a later step than they come from.
+
+
+class Moment(Protocol):
+    """A point of the calculation stream."""
+
+    def has_passed(self) -> bool:
+        """Whether everything enqueued before it is done."""
+
+    def await_passed(self) -> None:
+        """Block the host until then."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """The time between two points that have both passed."""
+
+
+class HostCopy(Protocol):
+    """A tensor's value on its way to the host."""
+
+    def read(self) -> Any:
+        """A numpy array. Waits for what was enqueued before the copy; call it a step later."""
+
+
+class Device(Protocol):
+    """Where the program computes."""
+
+    def moment(self) -> Moment:
+        """The current end of the calculation stream."""
+
+    def to_host(self, tensor: Any) -> HostCopy:
+        """Start copying ``tensor`` at the current end of the stream; the host does not wait."""
+
+    def to_device(self, array: Any) -> Any:
+        """A tensor of a numpy array's values, usable by work enqueued from now on; the host does not wait.
+
+        ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle.
+        """
+
+
+class HostMoment:
+    """On a CPU every call has finished when it returns: the wall clock replaces the stream."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def has_passed(self) -> bool:
+        return True
+
+    def await_passed(self) -> None:
+        return
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(self.at - earlier.at)
+
+
+class Copied:
+    """A copy that is already complete."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def read(self) -> Any:
+        return self._array
+
+
+class HostDevice:
+    """The CPU."""
+
+    def moment(self) -> HostMoment:
+        return HostMoment()
+
+    def to_host(self, tensor: Any) -> Copied:
+        return Copied(tensor.numpy().copy())
+
+    def to_device(self, array: Any) -> Any:
+        return paddle.to_tensor(array)
+
+
+class GpuMoment:
+    """An event on the calculation stream. Source: ``paddle.device.Event``, cudaEventRecord and cudaEventElapsedTime."""
+
+    def __init__(self) -> None:
+        self.event = paddle.device.Event(enable_timing=True)
+        self.event.record()
+
+    def has_passed(self) -> bool:
+        return bool(self.event.query())
+
+    def await_passed(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class PinnedCopy:
+    """A copy into pinned memory, followed by an event."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._copy = tensor._copy_to(paddle.CUDAPinnedPlace(), False)
+        self._copied = GpuMoment()
+
+    def read(self) -> Any:
+        self._copied.await_passed()
+        return self._copy.numpy()
+
+
+class GpuDevice:
+    """A GPU; only ``PinnedCopy.read`` blocks."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._sent: list[tuple[Any, GpuMoment]] = []
+        """Pinned memory that copies may still read, each with the event after its copy."""
+
+    def moment(self) -> GpuMoment:
+        return GpuMoment()
+
+    def to_host(self, tensor: Any) -> PinnedCopy:
+        return PinnedCopy(tensor)
+
+    def to_device(self, array: Any) -> Any:
+        self._sent = [(pinned, copied) for pinned, copied in self._sent if not copied.has_passed()]
+        pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+        tensor = pinned._copy_to(self._place, False)
+        self._sent.append((pinned, GpuMoment()))
+        return tensor
+
+
+# A thread that runs tasks in order, in Paddle's dynamic mode, and never delays the exit of the process.
+
+
+_STOP = None
+
+
+class WorkerThread:
+    """Runs one task at a time; ``submit`` returns a Future.
+
+    Not a ThreadPoolExecutor, which joins its threads at exit: a thread that waits for a lost rank would block the exit.
+    """
+
+    def __init__(self, name: str, place: Any) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._place = place
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def stop(self, timeout_seconds: float = 1.0) -> None:
+        self._tasks.put(_STOP)
+        self._thread.join(timeout=timeout_seconds)
+
+    def _run(self) -> None:
+        # A thread starts in its creator's mode; in static mode the calls below would build graph operators instead.
+        with dynamic_mode(self._place):
+            while (item := self._tasks.get()) is not _STOP:
+                future, task = item
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)

@@ -1,0 +1,331 @@
+"""The formed job: this process's store connection, process groups, and error messages about its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.store.access import access_of
+from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
+from fleet_train.cluster.store.host import StoreHost
+from fleet_train.cluster.store.reports import FailureReport, report_of_exit, reports_of, with_absent
+from fleet_train.collectives.engine import HAND_OVER, REDUCTIONS, Collective, Engine, Place, Stage, Stages
+from fleet_train.collectives.engines import make_engine
+from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.step_notes import StepClock, StepNotes
+from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
+from fleet_train.plan import CommPlan
+from fleet_train.plan.price import Network
+
+# After a collective failed: how long live ranks have to report, before the others count as missing.
+_ATTRIBUTION_SECONDS = 5.0
+# Set in the store by the first rank whose watchdog gives up on a collective.
+_GIVEN_UP = "a collective is given up"
+_REDUCIBLE = ("float32", "float64", "int32", "int64")
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A step barrier that all ranks reached: its answer to every rank, and how long this rank waited."""
+
+    answer: StepAnswer
+    seconds: float
+
+
+class Job:
+    """This process's view of its peers. Made by ``join``; a job of one process has no store and no groups."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        place: Any,
+        *,
+        host: StoreHost | None = None,
+        store: StoreClient | None = None,
+        barriers: StoreClient | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.cluster = cluster
+        self.place = place
+        self.timeout_seconds = timeout_seconds
+        self.failure: FleetTrainError | None = None
+        self._host = host
+        self._store = store
+        self._barrier_store = barriers
+        self._watch: StoreClient | None = None
+        self._watch_lock = threading.Lock()
+        self.engine: Engine = make_engine(place, self.attribute_failure, self._is_hopeless, self._end_stuck)
+        self.clock = StepClock(self.engine.device.moment)
+        self.notes = StepNotes(cluster, self.clock, self._times_up_to)
+        self._groups: list[Any] = []
+        self._counts: dict[str, int] = {}
+        self.optimizers: list[tuple[Any, Any]] = []
+        """Programs, each with an optimizer that built gradients in it."""
+        self.sync_points = 0
+        """Synchronization points other than step barriers: the same number on every rank between the same calls."""
+        self.advise: Callable[[FleetTrainError], None] = lambda _: None
+        """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
+        self._turn = -1
+        self._left = False
+        self._has_reported = False
+        self.network: Network | None = None
+        """The links, once measured; planning without a cluster sets them."""
+        self.network_source = "measured"
+        self._call = ""
+        """The call of the facade that this rank is in, in the script's words."""
+
+    @contextlib.contextmanager
+    def inside(self, call: str) -> Iterator[None]:
+        """In the body, errors about waiting for other ranks name ``call``; nested calls keep the outermost."""
+        before = self._call
+        self._call = before or call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def store(self) -> StoreClient:
+        assert self._store is not None, "a job of one process has no store"
+        return self._store
+
+    def count(self, name: str) -> int:
+        """0, 1, 2, ... per name: a repeated synchronization point has the same name on every rank."""
+        self._counts[name] = self._counts.get(name, -1) + 1
+        return self._counts[name]
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Wait for all ranks, with a timeout; errors name the missing ranks. So do the three methods below."""
+        if self.world_size > 1:
+            with self._sync_point():
+                self.store.barrier(name, None, *self._everybody(timeout_seconds))
+
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
+        """The JSON values of all ranks, on every rank."""
+        if self.world_size == 1:
+            return {0: value}
+        with self._sync_point():
+            return self.store.all_gather(name, value, *self._everybody(timeout_seconds))
+
+    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
+        """The JSON value of one rank, on every rank; the others' values are ignored."""
+        if self.world_size == 1:
+            return value
+        with self._sync_point():
+            return self.store.broadcast(name, value, source, *self._everybody(timeout_seconds))
+
+    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
+        """Whether all ranks pass the same JSON value: empty if they do, else which ranks pass which."""
+        if self.world_size == 1:
+            return []
+        with self._sync_point():
+            return self.store.compare(name, value, *self._everybody(timeout_seconds))
+
+    def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
+        return self.world_size, timeout_seconds or self.timeout_seconds, self._call
+
+    def take_turn(self, number: int) -> None:
+        """A program of this exchange starts; after another program, this counts as a synchronization point."""
+        if number != self._turn:
+            self._turn = number
+            self.sync_points += 1
+
+    def step_barrier(self, name: str, timeout_seconds: float, note: StepNote | None = None) -> Passed:
+        """Wait until every rank reaches the same barrier. ``sync_points`` does not count it.
+
+        Gloo's own wait ends after 30 s in any case and names no rank. A step barrier has our timeout: a rank may be
+        busy for minutes (saving, evaluating), and the error names a rank that does not arrive.
+        """
+        assert self._barrier_store is not None
+        began = time.perf_counter()
+        with self._remembering():
+            answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
+        return Passed(answer, time.perf_counter() - began)
+
+    def _times_up_to(self, barrier: int) -> dict[int, list[float]]:
+        with self._remembering():
+            return self.store.times(barrier)
+
+    @contextlib.contextmanager
+    def _sync_point(self) -> Iterator[None]:
+        self.sync_points += 1
+        with self._remembering():
+            yield
+
+    @contextlib.contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except JoinTimeout as error:
+            self.failure = with_absent(WorkerFailed(str(error)), error.absent)
+            raise self.failure from None
+        except FleetTrainError as error:
+            self.failure = error
+            raise
+
+    def agreed(self, plan: CommPlan) -> None:
+        """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
+
+    def communicators(self, number: int) -> list[Any]:
+        """The first ``number`` process groups over all ranks; made on first use, by all ranks in the same order."""
+        while len(self._groups) < number:
+            self._groups.append(new_group(self, list(range(self.world_size))))
+        return self._groups[:number]
+
+    def reduce(self, values: Array, op: str) -> Array:
+        """``values`` reduced over all ranks. Raises ConversionError when the ranks' arrays differ in shape or dtype."""
+        refuse_unreducible(values, op)
+        if self.world_size == 1:
+            return np.array(values)
+        name = f"all_reduce {self.count('all_reduce')}"
+        brought = self.compare(name, [list(values.shape), values.dtype.name, op])
+        if brought:
+            told = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in brought)
+            raise ConversionError(f"{name}: the ranks passed different arrays: {told}")
+        return self.engine.start(self._reduced(values, op), Place(name, name, self.timeout_seconds)).result()
+
+    def _reduced(self, values: Array, op: str) -> Stages[Array]:
+        group = self.communicators(1)[0]
+        yield HAND_OVER
+        tensor = paddle.to_tensor(values.reshape(-1), place=self.place)
+        yield Stage((Collective("all_reduce", group, tensor, op=op),))
+        result: Array = np.array(tensor.numpy()).reshape(values.shape)
+        return result
+
+    def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
+        """Why a collective failed: the ranks that died, or that did not report the failure within seconds."""
+        self.failure = self._find_root_cause(place, error)
+        return self.failure
+
+    def _is_hopeless(self) -> bool:
+        """Whether a collective that has not ended for seconds cannot end: a rank is gone, or another rank's watchdog
+        gave up. The watchdog calls this on its thread, over its own connection."""
+        client = self._watchdogs_store()
+        is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
+        return is_over or any(how != "left" for how in client.gone().values())
+
+    def _end_stuck(self, place: Place, seconds: float) -> None:
+        """A collective does not end and may block the computing thread forever: name the missing ranks and exit."""
+        stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
+        try:
+            client = self._watchdogs_store()
+            client.set(_GIVEN_UP, place.moment)
+            self.failure = self._find_root_cause(place, stuck, client)
+            self.report_failure(self.failure, client=client)
+        except FleetTrainError as error:
+            self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
+        _end_process(self.failure)
+
+    def gone(self) -> dict[int, str]:
+        """Ranks that left or were lost, and how. From any thread. WorkerFailed if the store does not answer."""
+        if self.world_size == 1 or self._left:
+            return {}
+        return self._watchdogs_store().gone()
+
+    def _watchdogs_store(self) -> StoreClient:
+        """A separate connection: the computing thread may be waiting on the others."""
+        with self._watch_lock:
+            if self._watch is None:
+                self._watch = StoreClient.connect(
+                    self.store.endpoint,
+                    self.cluster.rank,
+                    timeout_seconds=_ATTRIBUTION_SECONDS,
+                    describe=self.cluster.describe,
+                    watched=False,
+                    access=access_of(self.cluster),
+                )
+            return self._watch
+
+    def _find_root_cause(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
+        what = place.what
+        detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        try:
+            client = client or self.store
+            # One name for all steps: without a step barrier, a rank may already be in the next step.
+            client.barrier("a collective that failed", None, self.world_size, _ATTRIBUTION_SECONDS)
+        except (JoinTimeout, WorkerFailed) as found:
+            told = f"{what}: {found} (the collective ended with: {detail[0]})"
+            if str(found).startswith(f"{what}: "):  # another rank's report of the same failure
+                told = str(found)
+            return with_absent(WorkerFailed(told), found.absent)
+        except FleetTrainError as other:
+            return WorkerFailed(f"{what}: {other}")
+        return LinkFailed(
+            f"{what}: the collective failed on every rank ({detail[0]}); all ranks are alive, so look at the network "
+            "between them and at GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME"
+        )
+
+    def report_failure(
+        self, error: BaseException, doing: str = "stopped with {kind}", client: StoreClient | None = None
+    ) -> None:
+        """Record why this rank stops and report it once: its own failure, or the ranks missing here."""
+        if self._has_reported:
+            return
+        self.failure = error if isinstance(error, FleetTrainError) else FleetTrainError(str(error))
+        self._report(reports_of(error, self.cluster.this, self.cluster.describe(self.cluster.rank), doing), client)
+
+    def report_exit(self, code: Any) -> None:
+        """Report that this rank's script exited with a code other than 0."""
+        report = report_of_exit(code, self.cluster.this, self.cluster.describe(self.cluster.rank))
+        if report is not None:
+            self.failure = FleetTrainError(report.message)
+            self._report([report])
+
+    def _report(self, reports: Iterable[FailureReport], client: StoreClient | None = None) -> None:
+        client = client or self._store
+        if client is None or self._left:
+            return
+        self._has_reported = True
+        with contextlib.suppress(FleetTrainError):
+            for report in reports:
+                client.fail(report.to_json())
+
+    def leave(self) -> None:
+        """Graceful shutdown of this rank; the store stays up for ranks that are still running."""
+        if self._left:
+            return
+        self._left = True
+        self.engine.stop()
+        if self._store is not None and self.failure is None:
+            with contextlib.suppress(FleetTrainError):
+                self._store.leave()
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections: the other ranks see this rank as lost unless it has left."""
+        for client in (self._barrier_store, self._store, self._watch):
+            if client is not None:
+                client.close()
+        if self._host is not None:
+            self._host.release()
+
+
+def _end_process(error: FleetTrainError) -> None:
+    """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
+    sys.stdout.flush()
+    print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def refuse_unreducible(values: Array, op: str) -> None:
+    """Raise ConversionError for an unknown operation, or a dtype that not every backend reduces."""
+    if op not in REDUCTIONS:
+        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(REDUCTIONS)}")
+    if values.dtype.name not in _REDUCIBLE:
+        raise ConversionError(f"all_reduce: dtype {values.dtype} cannot be reduced; use {', '.join(_REDUCIBLE)}")

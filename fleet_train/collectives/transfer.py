@@ -1,0 +1,126 @@
+"""Transfers named numpy arrays between rank 0 and the others: over the process group, with a timeout, no pickle.
+
+Every call is made by all ranks in the same order, and all of them take part in every collective. Point-to-point
+messages are not used: Paddle's Gloo numbers the operations of a group on each rank, and a message between two of three
+ranks waits for one with a different number. Arrays are sent in pieces, so that none takes the 30 s after which Gloo
+gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train.collectives.engine import HAND_OVER, Collective, Place, Stage, Stages
+from fleet_train.collectives.job import Job
+from fleet_train.errors import ScheduleMismatch
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+_PIECE_BYTES = 16 << 20
+"""What rank 0 sends or receives at a time, over all ranks."""
+
+
+def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
+    """Rank 0's arrays on every rank; the others' arrays are ignored."""
+    if job.world_size == 1:
+        return dict(arrays)
+    is_first = job.cluster.rank == 0
+    described = job.broadcast(f"share {job.count('share')}", _describe(arrays) if is_first else None)
+    mine, group = _contiguous(arrays) if is_first else _empty(described), job.communicators(1)[0]
+
+    def broadcast(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
+        wire = _tensor(job, pieces[0])
+        yield Stage((Collective("broadcast", group, wire, 0),))
+        if not is_first:
+            pieces[0][:] = wire.numpy()
+
+    _each_piece(job, "sharing", [mine], _PIECE_BYTES, broadcast)
+    return mine
+
+
+def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
+    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All ranks pass the same names and
+    shapes."""
+    rank, world_size = job.cluster.rank, job.world_size
+    described = _describe(arrays)
+    brought = job.compare(f"collect {job.count('collect')}", described)
+    if brought:
+        (first, one), (second, other) = brought[:2]
+        raise ScheduleMismatch(
+            f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
+            f"their own to save: {one} and {other}"
+        )
+    mine, group = _contiguous(arrays), job.communicators(1)[0]
+    parts = [mine, *(_empty(described) for _ in range(1, world_size))] if rank == 0 else [mine]
+
+    def gather(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
+        wires: list[Any] = []
+        yield Stage((Collective("gather", group, _tensor(job, pieces[0]), 0, output=wires),))
+        for piece, wire in zip(pieces[1:], wires[1:], strict=True):
+            piece[:] = wire.numpy()
+
+    _each_piece(job, "collecting", parts, _PIECE_BYTES // world_size, gather)
+    return parts if rank == 0 else []
+
+
+def scatter_arrays(job: Job, parts: Sequence[Mapping[str, Array]]) -> Arrays:
+    """This rank's part of rank 0's arrays: one part per rank, with the same names and shapes."""
+    is_first, group = job.cluster.rank == 0, job.communicators(1)[0]
+    described = job.broadcast(f"hand out {job.count('hand out')}", _describe(parts[0]) if is_first else None)
+    own = [_contiguous(part) for part in parts] if is_first else [_empty(described)]
+
+    def scatter(pieces: Sequence[Array]) -> Stages[None]:
+        yield HAND_OVER
+        wire = paddle.empty([pieces[0].size], "uint8")
+        sent = [_tensor(job, piece) for piece in pieces] if is_first else None
+        yield Stage((Collective("scatter", group, wire, 0, parts=sent),))
+        if not is_first:
+            pieces[0][:] = wire.numpy()
+
+    _each_piece(job, "handing out", own, _PIECE_BYTES // job.world_size, scatter)
+    return own[0]
+
+
+def _each_piece(
+    job: Job,
+    what: str,
+    parts: Sequence[Mapping[str, Array]],
+    size: int,
+    action: Callable[[Sequence[Array]], Stages[None]],
+) -> None:
+    """Run ``action`` over the memory of arrays with the same names and shapes, as flat uint8 views of ``size`` bytes.
+
+    Runs in the engine: an averaging still under way uses the same group.
+    """
+    for name in parts[0]:
+        flat = [_bytes_of(part[name]) for part in parts]
+        place = Place(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
+        for start in range(0, flat[0].size, size):
+            job.engine.start(action([one[start : start + size] for one in flat]), place).result()
+
+
+def _bytes_of(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _tensor(job: Job, piece: Array) -> Any:
+    return paddle.to_tensor(piece, place=job.place)
+
+
+def _contiguous(arrays: Mapping[str, Array]) -> Arrays:
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
+
+
+def _describe(arrays: Mapping[str, Array]) -> list[list[Any]]:
+    return [[name, list(array.shape), array.dtype.str] for name, array in arrays.items()]
+
+
+def _empty(described: Sequence[Sequence[Any]]) -> Arrays:
+    return {name: np.empty(shape, dtype) for name, shape, dtype in described}

@@ -1,0 +1,359 @@
+"""The facade's calls that all ranks make together, in the same order: barriers, reductions, values of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fleet_train.collectives.job import Array
+from fleet_train.convert import rewrite
+from fleet_train.convert.session import current
+from fleet_train.convert.strategy import needed, one_of
+from fleet_train.errors import ConversionError
+from fleet_train.profile.rules import suggestion
+
+
+def barrier_worker(timeout_seconds: float | None = None) -> None:
+    """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
+
+    Raises WorkerFailed naming the ranks that did not arrive, died or left.
+    """
+    meet("fleet.barrier_worker()", timeout_seconds)
+
+
+def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, mode: str | None = None) -> Any:
+    """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
+
+    ``op`` (Fleet's ``mode``): ``sum`` (the default), ``max``, ``min`` or ``mean``. dtypes: float32, float64, int32,
+    int64. All ranks call it in the same order. Raises ConversionError when the ranks pass different shapes, dtypes or
+    operations.
+    """
+    values = np.asarray(needed("all_reduce", input=input, array=array))
+    operation = one_of("all_reduce", mode=mode, op=op) or "sum"
+    return reduce("fleet.all_reduce()", values, operation)
+
+
+def all_reduce_worker(input: Any, output: Any) -> None:
+    """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
+    output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+
+
+def agree(name: str, value: Any) -> None:
+    """Stop every rank with ScheduleMismatch unless all pass the same JSON value: ``agree("steps", len(loader))``.
+
+    For values that all ranks must share and fleet_train cannot see. All ranks call it in the same order.
+    """
+    with current().job.inside(f"fleet.agree({name!r})"):
+        rewrite.agree(current().job, name, value)
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON value of every rank, by rank, on every rank. For small values, not for tensors: it goes through the
+    store.
+
+    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not arrive, died or left.
+    """
+    return values_of_all("fleet.gather()", value)
+
+
+# The facade's queries: ranks, nodes, roles, endpoints.
+
+
+def place() -> Any:
+    """The device of this rank: ``CUDAPlace`` of its GPU on a GPU build, else ``CPUPlace``."""
+    return current().job.place
+
+
+def worker_index() -> int:
+    """This process's rank, 0 .. worker_num() - 1. Also ``rank``."""
+    return current().job.cluster.rank
+
+
+def worker_num() -> int:
+    """The number of processes of the job (world size). Also ``nranks``, ``world_size``."""
+    return current().job.world_size
+
+
+def local_rank() -> int:
+    """This process's index on its node. Also ``rank_in_node``."""
+    return current().job.cluster.local_rank
+
+
+def node_num() -> int:
+    """The number of nodes of the job."""
+    return current().job.cluster.node_num
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0, the one that reports and saves."""
+    return worker_index() == 0
+
+
+def is_worker() -> bool:
+    """True: every process trains, there are no parameter servers."""
+    current()
+    return True
+
+
+def is_server() -> bool:
+    """False: there are no parameter servers."""
+    current()
+    return False
+
+
+def is_coordinator() -> bool:
+    """False: there is no coordinator of federated learning."""
+    current()
+    return False
+
+
+def server_num() -> int:
+    """0: there are no parameter servers."""
+    current()
+    return 0
+
+
+def server_endpoints(to_string: bool = False) -> list[str] | str:
+    """Empty: there are no parameter servers."""
+    current()
+    return "" if to_string else []
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """``host:port`` of every rank, by rank; with ``to_string`` joined by commas."""
+    endpoints = current().job.cluster.endpoints
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def gone_workers() -> dict[int, str]:
+    """Ranks that have left the job (``left``) or are lost, and how, as currently recorded in the job's store. From any
+    thread.
+
+    Raises WorkerFailed if the store does not answer. Empty in a job of one process.
+    """
+    return current().job.gone()
+
+
+def init_worker(scopes: Any = None) -> None:
+    """Does nothing: a worker without parameter servers is ready after ``init``."""
+    del scopes  # Fleet's signature
+    current()
+
+
+def stop_worker() -> None:
+    """Does nothing: there are no servers, and a rank leaves the job when its script ends (``shutdown``)."""
+    current()
+
+
+rank = worker_index
+nranks = world_size = worker_num
+rank_in_node = local_rank
+
+
+# ``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work.
+
+
+_COLLECTIONS = ("worker", "all")
+_OPERATIONS = ("sum", "max", "min", "mean")
+
+
+class UtilBase:
+    """All ranks call ``all_reduce``, ``barrier`` and ``all_gather``, in the same order.
+
+    ``comm_world``: ``worker`` and ``all`` are the same here; ``server`` is refused, there are none.
+    """
+
+    def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> Array:
+        """``sum``, ``min``, ``max`` or ``mean`` of an array over all ranks, on every rank, same shape and dtype."""
+        _refuse_servers("all_reduce", comm_world)
+        return reduce("fleet.util.all_reduce()", np.asarray(input), mode)
+
+    def barrier(self, comm_world: str = "worker") -> None:
+        """Wait for all ranks."""
+        _refuse_servers("barrier", comm_world)
+        meet("fleet.util.barrier()")
+
+    def all_gather(self, input: Any, comm_world: str = "worker") -> list[Any]:
+        """The number, or other JSON value, of every rank, by rank."""
+        _refuse_servers("all_gather", comm_world)
+        value = input.item() if isinstance(input, (np.generic, np.ndarray)) else input
+        return values_of_all("fleet.util.all_gather()", value)
+
+    def get_file_shard(self, files: list[str]) -> list[str]:
+        """This rank's part of a list: contiguous; the first ranks get one more item if it does not divide evenly."""
+        if not isinstance(files, list):
+            raise ConversionError(f"get_file_shard was given a {type(files).__name__}; it takes a list of file names")
+        cluster = current().job.cluster
+        size, odd = divmod(len(files), cluster.world_size)
+        first = cluster.rank * size + min(cluster.rank, odd)
+        return files[first : first + size + (cluster.rank < odd)]
+
+    def print_on_rank(self, message: str, rank_id: int) -> None:
+        """Print on one rank."""
+        if current().job.cluster.rank == rank_id:
+            print(message, flush=True)
+
+
+def meet(call: str, timeout_seconds: float | None = None) -> None:
+    """Wait for all ranks. Here and below, ``call`` is the call that errors name."""
+    job = current().job
+    with job.inside(call):
+        job.barrier(f"barrier {job.count('barrier')}", timeout_seconds)
+
+
+def values_of_all(call: str, value: Any) -> list[Any]:
+    """The JSON value of every rank, by rank."""
+    job = current().job
+    with job.inside(call):
+        values = job.all_gather(f"gather {job.count('gather')}", value)
+    return [values[rank] for rank in range(job.world_size)]
+
+
+def reduce(call: str, values: Array, op: str) -> Array:
+    """``values`` reduced over all ranks; ``mean`` for floating point only."""
+    job = current().job
+    if op not in _OPERATIONS:
+        raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(_OPERATIONS)}")
+    if op == "mean" and values.dtype.kind != "f":
+        raise ConversionError(
+            f"all_reduce: the mean of {values.dtype} is no {values.dtype}; give a floating point array"
+        )
+    with job.inside(call):
+        total = job.reduce(values, "sum" if op == "mean" else op)
+    return (total / job.world_size).astype(values.dtype) if op == "mean" else total
+
+
+def _refuse_servers(name: str, comm_world: str) -> None:
+    if comm_world not in _COLLECTIONS:
+        raise ConversionError(
+            f"fleet.util.{name}: comm_world={comm_world!r}: parameter servers are not supported; leave it out"
+        )
+
+
+# Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead.
+#
+# Names that the facade has need no row. ``tests/unit/test_fleet_names.py`` checks all of Paddle's own names.
+
+
+_SERVERS = "belongs to parameter servers, which are out of scope here; every rank holds the whole model"
+_DYNAMIC = (
+    "belongs to dynamic graphs; fleet_train converts static programs: build the network under paddle.enable_static() "
+    "and use fleet.distributed_optimizer"
+)
+_MODEL_PARALLEL = "splits the model; only data parallelism is supported, every rank holds the whole model"
+_SLOTS = "reads the slot files of parameter-server jobs; read data with paddle.io.DataLoader, or fleet_train.data"
+_COMPAT = "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
+_CHECKPOINTS = (
+    "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, folder) on "
+    "all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
+)
+_PERFORMANCE = "is not supported; python -m fleet_train plan --measure times allreduces over this network"
+_LOGGING = "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"
+_QUANTIZATION = "quantizes, which is out of scope here; use paddle.quantization on the model"
+_ON_OPTIMIZER = "is a call of the optimizer that fleet.distributed_optimizer returns"
+_STATE = "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
+
+ABSENT: dict[str, str] = {
+    "Fleet": "is not needed: fleet itself is the instance; from fleet_train import fleet",
+    "Collective": "is not needed: fleet itself is the instance; from fleet_train import fleet",
+    "CollectiveOpBasedOptimizer": "is not needed; call fleet.distributed_optimizer(optimizer, strategy)",
+    "TrainStatus": _CHECKPOINTS,
+    "LambConfig": "belongs to the optimizer: build paddle.optimizer.Lamb yourself and wrap that",
+    "DistFCConfig": _MODEL_PARALLEL,
+    "CommunicateTopology": _MODEL_PARALLEL,
+    "HybridCommunicateGroup": _MODEL_PARALLEL,
+    "get_hybrid_communicate_group": _MODEL_PARALLEL,
+    "get_hybrid_parallel_topology": _MODEL_PARALLEL,
+    "meta_parallel": _MODEL_PARALLEL,
+    "layers": _MODEL_PARALLEL,
+    "meta_optimizers": "is Paddle's own conversion, which does not run on PIR programs; set the profile's knobs",
+    "optimizer": "is Paddle's own module; call fleet.distributed_optimizer(optimizer, strategy)",
+    "model": _DYNAMIC,
+    "scaler": _DYNAMIC,
+    "distributed_model": _DYNAMIC,
+    "distributed_scaler": _DYNAMIC,
+    "recompute": "is a knob here: recompute_segments, recompute_every_blocks or recompute_checkpoints of the profile",
+    "auto": "belongs to automatic parallelism, which is out of scope here; choose a profile instead",
+    "base": "is Paddle's own package; use: from fleet_train import role_maker",
+    "utils": "is Paddle's own package: for recompute set recompute_segments, for file systems use pathlib",
+    "runtime": "is Paddle's own package, for parameter servers",
+    "proto": "is Paddle's own package; fleet_train.DistributedStrategy has the fields of its strategy",
+    "dataset": _SLOTS,
+    "data_generator": _SLOTS,
+    "BoxPSDataset": _SLOTS,
+    "DatasetBase": _SLOTS,
+    "FileInstantDataset": _SLOTS,
+    "InMemoryDataset": _COMPAT,
+    "QueueDataset": _COMPAT,
+    "MultiSlotDataGenerator": _COMPAT,
+    "MultiSlotStringDataGenerator": _COMPAT,
+    "launch": "is a command: python -m fleet_train launch --help",
+    "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
+    "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
+    "elastic": "is an option of the launcher: python -m fleet_train launch --max_restarts 3 --min_nodes 2",
+    "local_device_ids": "is not supported; fleet.place() is this rank's device, fleet.local_rank() its index",
+    "world_device_ids": "is not supported; fleet.place() is this rank's device, fleet.node_num() the nodes",
+    "init_server": _SERVERS,
+    "run_server": _SERVERS,
+    "run_worker": _SERVERS,
+    "server_index": _SERVERS,
+    "init_coordinator": _SERVERS,
+    "make_fl_strategy": _SERVERS,
+    "get_fl_client": _SERVERS,
+    "load_model": f"{_SERVERS}; use fleet.load_persistables",
+    "load_inference_model": f"{_SERVERS}; paddle.static.load_inference_model reads an exported network",
+    "load_one_table": _SERVERS,
+    "save_one_table": _SERVERS,
+    "save_cache_model": _SERVERS,
+    "save_cache_table": _SERVERS,
+    "save_dense_params": f"{_SERVERS}; use fleet.save_persistables",
+    "check_save_pre_patch_done": _SERVERS,
+    "set_date": _SERVERS,
+    "print_table_stat": _SERVERS,
+    "shrink": _SERVERS,
+    "shrink_sparse_table": _SERVERS,
+    "shrink_dense_table": _SERVERS,
+    "get_heter_file_shard": _SERVERS,
+    "save": "stands for two calls: fleet.save_persistables (to resume) and fleet.save_inference_model (to deploy)",
+    "save_check_point": _CHECKPOINTS,
+    "load_check_point": _CHECKPOINTS,
+    "save_checkpoint": _CHECKPOINTS,
+    "load_checkpoint": _CHECKPOINTS,
+    "clean_redundant_check_points": _CHECKPOINTS,
+    "clean_redundant_checkpoints": _CHECKPOINTS,
+    "get_worker_endpoints": "is fleet.worker_endpoints()",
+    "get_current_id": "is fleet.worker_index()",
+    "current_id": "is fleet.worker_index()",
+    "current_endpoint": "is fleet.worker_endpoints()[fleet.worker_index()]",
+    "collective_perf": _PERFORMANCE,
+    "allreduce_perf": _PERFORMANCE,
+    "reduce_perf": _PERFORMANCE,
+    "broadcast_perf": _PERFORMANCE,
+    "allgather_perf": _PERFORMANCE,
+    "reduce_scatter_perf": _PERFORMANCE,
+    "check_memory_usage": _LOGGING,
+    "get_log_level_code": _LOGGING,
+    "get_log_level_name": _LOGGING,
+    "set_log_level": _LOGGING,
+    "log_util": _LOGGING,
+    "amp_init": _ON_OPTIMIZER,
+    "get_loss_scaling": "is fleet.loss_scale()",
+    "qat_init": _QUANTIZATION,
+    "is_xpu": "is not supported; fleet.place() is this rank's device",
+    "stop": "is fleet.shutdown(), which also runs when the script ends",
+    "_final_strategy": _STATE,
+    "_get_applied_meta_list": _STATE,
+    "_get_applied_graph_list": _STATE,
+}
+
+
+class UnknownName(ConversionError, AttributeError):
+    """A name that the facade does not have. Also an AttributeError, so that ``hasattr`` and ``import`` work."""
+
+
+def unknown(name: str, known: list[str]) -> UnknownName:
+    """The error for a name that the facade does not have: what to use, or the nearest existing name."""
+    if name in ABSENT:
+        return UnknownName(f"fleet.{name} {ABSENT[name]}")
+    return UnknownName(f"module 'fleet_train.fleet' has no attribute {name!r}{suggestion(name, known)}")

@@ -1,1 +1,0 @@
-"""The facade's calls that are not about the optimizer: ranks and devices, collective calls, saving and loading."""

@@ -1,0 +1,215 @@
+"""How a rank ends: it reports the reason to the other ranks and one line to the user; the exit code gives the kind.
+
+There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library (rich,
+sentry) has replaced our hook. ``sys.exit`` is distinguished from a normal end by which code reads the exit code.
+Finally, ``atexit`` leaves the job. None of this runs in a process forked from a rank; it only freezes what it inherits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+from fleet_train.cluster.store.reports import exit_status
+from fleet_train.collectives.job import Job
+from fleet_train.errors import (
+    ClusterError,
+    FleetTrainError,
+    NotSaved,
+    PaddleUnusable,
+    Preempted,
+    ScheduleMismatch,
+    WorkerFailed,
+)
+
+# Their message is complete; a traceback through Paddle would hide it.
+_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
+
+_job: Job | None = None
+_pid = 0  # of the process that joined the job
+_exit_code: int | None = None
+_noted: tuple[BaseException, BaseException] | None = None  # the exception that ends this rank, and its cause
+_is_said = False  # our own hook has printed it
+_installed = False
+_listens = False
+_teardown_is_skipped = False
+_python_exit = sys.exit
+
+
+def install() -> None:
+    """Hook the uncaught-exception handler, the normal exit and forks; once per process."""
+    global _installed
+    if not _installed:
+        _installed = True
+        sys.excepthook = _on_uncaught
+        atexit.register(_on_exit)
+        # A child that collects an executor of its parent's crashes: the executor's threads were not forked.
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+def watch(job: Job | None) -> None:
+    """From now on the end of this process is reported to ``job``."""
+    global _job, _pid
+    _job, _pid = job, os.getpid()
+    if job is not None and job.world_size > 1:
+        _skip_teardown_of_libraries()
+        _listen_for_uncaught()
+        sys.exit = _exit  # type: ignore[assignment]
+    elif sys.exit is _exit:
+        sys.exit = _python_exit
+
+
+def _watched() -> Job | None:
+    """The job, in the process that has joined it; None in its children."""
+    return _job if os.getpid() == _pid else None
+
+
+def _skip_teardown_of_libraries() -> None:
+    """End the process right after Python's exit, with its exit status; once per process.
+
+    Threads of Gloo and of Paddle's stores are still running when a normal exit tears down the C++ libraries; a rank
+    with finished, saved training has ended with signal 11 there. glibc calls ``on_exit`` handlers, latest first, with
+    the status; this one is ``_exit`` itself. Python's own exit handlers and flushes run before it. (A forked child
+    keeps it: it has none of the threads that the libraries would wait for.)
+    """
+    global _teardown_is_skipped
+    if not _teardown_is_skipped:
+        _teardown_is_skipped = True
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
+
+
+def report(error: BaseException) -> None:
+    """Report to the other ranks that this one stops because of ``error``, or which ranks are missing if that is the
+    cause.
+
+    ``Preempted`` is not a failure: all ranks stop at the same step and leave gracefully.
+    """
+    job = _watched()
+    if job is not None and not isinstance(error, Preempted):
+        job.report_failure(_root_of(error, job))
+
+
+def tell(error: BaseException) -> BaseException:
+    """Report an exception that ends this rank although it has been caught; returns its cause."""
+    return _note(error) or error
+
+
+def _root_of(error: BaseException, job: Job) -> BaseException:
+    """The job's failure, if the error was only raised from it by the script or Paddle's executor."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        if job.failure is not None and (link is job.failure or isinstance(link, SystemError)):
+            return job.failure
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _listen_for_uncaught() -> None:
+    """Intercept every uncaught exception before its hook runs, whichever hook that is; once per process."""
+    global _listens
+    if not _listens:
+        _listens = True
+        sys.addaudithook(_on_audit)
+
+
+def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "sys.excepthook" and isinstance(arguments[2], BaseException):
+        _note(arguments[2])
+
+
+def _note(error: BaseException) -> BaseException | None:
+    """Report an uncaught exception to the other ranks; returns its cause, or None if it does not end the process."""
+    global _exit_code, _noted
+    if _noted is not None and _noted[0] is error:  # the audit event came before the hook
+        return _noted[1]
+    job = _watched()
+    if getattr(error, "inside_host_operator", False):
+        # Not the end yet: the executor will raise a SystemError in the script, and the cause is kept in the job.
+        if isinstance(error, FleetTrainError) and job is not None and job.failure is None:
+            job.failure = error
+        return None
+    cause = job.failure if job is not None and isinstance(error, SystemError) and job.failure else error
+    report(error)
+    if isinstance(cause, FleetTrainError):
+        _exit_code = cause.exit_code
+    _noted = (error, cause)
+    return cause
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    global _is_said
+    cause = _note(error)
+    if cause is None:
+        if not isinstance(error, FleetTrainError):
+            sys.__excepthook__(kind, error, traceback)
+        return
+    if isinstance(cause, _ONE_LINE):
+        _say(cause)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+    _is_said = True
+    if isinstance(cause, FleetTrainError):
+        raise SystemExit(cause.exit_code)
+
+
+def _say(cause: BaseException) -> None:
+    sys.stdout.flush()
+    print(f"fleet_train: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+
+
+_CODE: Any = SystemExit.__dict__["code"]
+
+
+class _WatchedExit(SystemExit):
+    """What ``sys.exit`` raises in a rank: if the interpreter itself reads the code, the process is ending.
+
+    Only the interpreter reads it outside of any Python frame; code that catches the exit reads it inside one.
+    """
+
+    @property
+    def code(self) -> Any:
+        code = _CODE.__get__(self)
+        if sys._getframe().f_back is None:
+            _on_system_exit(code)
+        return code
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        _CODE.__set__(self, value)
+
+
+def _exit(status: Any = None, /) -> None:
+    raise _WatchedExit() if status is None else _WatchedExit(status)
+
+
+def _on_system_exit(code: Any) -> None:
+    """The script has called exit: a code other than 0 is this rank's failure, unless it is due to another rank's."""
+    job = _watched()
+    if job is None or exit_status(code) in (0, Preempted.exit_code, WorkerFailed.exit_code):
+        return
+    if job.failure is not None:
+        job.report_failure(job.failure)
+    else:
+        job.report_exit(code)
+
+
+def _on_exit() -> None:
+    job = _watched()
+    if job is None:
+        return
+    if _noted is not None and not _is_said and isinstance(_noted[1], _ONE_LINE):
+        _say(_noted[1])
+    job.leave()
+    if _exit_code is not None and job.world_size > 1:
+        # A step was interrupted: threads of Paddle's executor may still run, and tearing down under them has crashed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)

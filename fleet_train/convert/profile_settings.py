@@ -1,0 +1,423 @@
+"""Translates a profile into the settings of the passes and of the optimizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.engine import Engine
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.join import glance
+from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaling
+from fleet_train.convert.passes.pipeline import PassSettings
+from fleet_train.convert.passes.precision import MixedPrecision
+from fleet_train.convert.passes.recompute import Recompute
+from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.plan import TensorSpec
+from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Conditions, choose, decline, needs_link
+from fleet_train.plan.compressions import DgcSettings, dgc_settings
+from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
+from fleet_train.profile import KNOBS, Profile, check_flags
+from fleet_train.profile.knobs import AUTO, shown
+
+
+def pass_settings(profile: Profile) -> PassSettings:
+    """The settings of the passes that this profile asks for."""
+    return PassSettings(
+        precision=MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32),
+        loss_scaling=LossScaling(
+            profile.amp_init_loss_scaling,
+            profile.amp_dynamic_loss_scaling,
+            profile.amp_incr_every_n_steps,
+            profile.amp_decr_every_n_nan_or_inf,
+            profile.amp_incr_ratio,
+            profile.amp_decr_ratio,
+        ),
+        merge=GradientMerge(profile.accumulate_steps),
+        recompute=_recompute(profile),
+        sync_batch_norm=profile.sync_batch_norm,
+    )
+
+
+def _recompute(profile: Profile) -> Recompute:
+    return Recompute(profile.recompute_segments, tuple(profile.recompute_checkpoints), profile.recompute_every_blocks)
+
+
+def leaves_one_process_alone(profile: Profile) -> bool:
+    """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
+    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not _recompute(profile).is_on
+
+
+def refuse_on_this_device(profile: Profile, place: Any) -> None:
+    """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
+    if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
+        raise ProfileError(
+            "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
+            "compression: bf16 (the same bytes, float32's range), or NCCL"
+        )
+
+
+def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
+    """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
+    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
+        return profile, []
+    said = (
+        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
+        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
+        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+    )
+    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
+
+
+_FOR_ONE_OPTIMIZER = (
+    "use_local_sgd",
+    "compression",
+    "accumulate_steps",
+    "amp_level",
+    "sync_batch_norm",
+    "recompute_segments",
+    "recompute_checkpoints",
+    "recompute_every_blocks",
+)
+
+
+def refuse_beside_another_optimizer(profile: Profile, world_size: int) -> None:
+    """Raise ConversionError for settings that a program with two optimizers cannot have. They rewrite the forward
+    program once, or keep one state per program.
+    """
+    if world_size == 1 and leaves_one_process_alone(profile):
+        return
+    for knob in _FOR_ONE_OPTIMIZER:
+        value = getattr(profile, knob)
+        if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
+            raise ConversionError(
+                f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer per "
+                f"program; leave {knob} out, or minimize the second loss in its own program "
+                "(paddle.static.program_guard), which may share parameters by name"
+            )
+
+
+def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
+    """The optimizer that follows DGC, and DGC's settings; without DGC or peers, the optimizer itself and None.
+
+    DGC accumulates momentum on each rank before it selects, so SGD must follow it. Weight decay then acts outside
+    the momentum. Raises ProfileError for optimizers other than SGD and Momentum, and for a gradient clip.
+    """
+    if profile.compression != "dgc":
+        return optimizer, None
+    kind = type(optimizer).__name__
+    if kind not in ("SGD", "Momentum"):
+        raise ProfileError(f"compression: dgc applies momentum itself and works with SGD and Momentum, not with {kind}")
+    refuse_clip_of_sums(profile, optimizer)
+    if world_size == 1:
+        return optimizer, None
+    momentum = float(getattr(optimizer, "_momentum", 0.0))
+    settings = dgc_settings(profile, momentum, bool(getattr(optimizer, "_use_nesterov", False)))
+    if kind == "SGD":
+        return optimizer, settings
+    behind = paddle.optimizer.SGD(
+        optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=_decay_of(optimizer)
+    )
+    return behind, settings
+
+
+def refuse_clip_of_sums(profile: Profile, optimizer: Any) -> None:
+    """Raise ProfileError for a gradient clip beside DGC. A script may set one on a wrapped optimizer, too."""
+    if profile.compression == "dgc" and optimizer._grad_clip is not None:
+        raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
+
+
+def _decay_of(momentum: Any) -> Any:
+    """The weight decay of a Momentum, which passes L2 decay to its own operator instead of a regulariser."""
+    if momentum._regularization_method == "l2_decay":
+        return paddle.regularizer.L2Decay(momentum._regularization_coeff)
+    return momentum.regularization
+
+
+# Applies a profile's settings other than communication: its environment section and the mapped knobs.
+
+
+_said: set[str] = set()
+
+
+def say(messages: Iterable[str], rank: int) -> None:
+    """Print each message once, a line each, on rank 0's stderr; the other ranks print nothing."""
+    for message in messages:
+        if rank == 0 and message not in _said:
+            _said.add(message)
+            print(f"fleet_train: {message}", file=sys.stderr, flush=True)
+
+
+def apply_environment(profile: Profile) -> list[str]:
+    """Set what can still be set; returns notes to the user.
+
+    Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
+    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
+    """
+    check_flags(profile, paddle.base.core.globals().keys())
+    wanted = profile.worker_environment()
+    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
+    late = sorted(missing.keys() - flags.keys())
+    os.environ.update({name: missing[name] for name in late})
+    if flags:
+        paddle.set_flags(flags)
+    notices = []
+    if kept:
+        notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
+    if late:
+        notices.append(
+            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
+            "read at start: start with python -m fleet_train launch --strategy"
+        )
+    return notices
+
+
+def _typed(name: str, text: str) -> Any:
+    """``text`` converted to the type of this flag in Paddle; ``set_flags`` takes no other."""
+    kind = type(paddle.get_flags(name)[name])
+    try:
+        return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
+    except ValueError:
+        raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None
+
+
+# Chooses the settings that a profile leaves open, the same on every rank; measures the link if the choice needs it.
+
+
+def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
+    """``profile`` with numbers for open settings, and without a compression that does not pay; rank 0 reports which.
+
+    All ranks call it with the same arguments.
+    """
+    judged = JUDGED if profile.compression_declines else frozenset[str]()
+    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
+        job.network = _measured(job)
+    source = job.network_source if job.network else "assumed"
+    most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
+    conditions = Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
+    kept = decline(profile, gradients, job.cluster, conditions, judged)
+    choice = choose(kept.profile, gradients, job.cluster, conditions)
+    say([*kept.sentences, *choice.sentences], job.cluster.rank)
+    return choice.profile
+
+
+def _measured(job: Job) -> Network:
+    """The ranks communicate over the link between nodes, if there are several."""
+    link = glance(job)
+    return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
+
+
+# Unwraps optimizers that Paddle wraps around another one and turns their settings into knobs of the profile.
+#
+# On PIR programs most of them fail inside Paddle, even on one card. The profile's own pass carries out what a profile
+# also offers; the rest is refused with the knob to use.
+
+
+Around = Callable[[Callable[[Any], Any], Any], Any]
+
+
+@dataclass
+class Unwrapped:
+    """The inner optimizer, and the wrappers around it."""
+
+    optimizer: Any
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Knob -> value and the wrapper that asks for it."""
+    sentences: list[str] = field(default_factory=list)
+    around: Around | None = None
+    """What a wrapper does after an update, for ``DistributedOptimizer.around_update``."""
+
+    def ask(self, wrapper: str, **settings: Any) -> None:
+        """Record what a wrapper asks for. Raises ProfileError if two wrappers contradict each other."""
+        for knob, value in settings.items():
+            before, other = self.settings.get(knob, (value, wrapper))
+            if before != value:
+                raise ProfileError(
+                    f"{wrapper}: asks for {knob}: {shown(value)}, but {other} asks for {shown(before)}; keep one of "
+                    "the two"
+                )
+            self.settings[knob] = (value, wrapper)
+
+    def added_to(self, profile: Profile) -> Profile:
+        """The profile with the wrappers' settings. Raises ProfileError if the profile sets something else."""
+        for knob, (value, wrapper) in self.settings.items():
+            own = getattr(profile, knob)
+            if knob in profile.explicit and own != value:
+                raise ProfileError(
+                    f"{wrapper}: asks for {knob}: {shown(value)}, but the profile sets {knob}: {shown(own)} "
+                    f"({profile.origin(knob)}); keep one of the two"
+                )
+        wanted = {knob: value for knob, (value, _) in self.settings.items()}
+        profile = profile.with_settings("the optimizer's wrapper", **wanted) if wanted else profile
+        if self.around is not None and (profile.use_local_sgd or profile.accumulate_steps > 1):
+            raise ProfileError(
+                "paddle.incubate.LookAhead: counts updates in the program, but use_local_sgd and accumulate_steps "
+                "have steps without an update of all ranks; wrap the inner optimizer alone, or choose another profile"
+            )
+        return profile.with_notes(self.sentences) if self.sentences else profile
+
+
+def unwrap(optimizer: Any) -> Unwrapped:
+    """Remove the wrappers, from the outermost inwards. Raises ConversionError for one that cannot be carried out."""
+    result = Unwrapped(optimizer)
+    while (take_off := _TAKE_OFF.get(_kind(result.optimizer))) is not None:
+        take_off(result)
+    kind = _kind(result.optimizer)
+    if kind in _REFUSED:
+        raise ConversionError(f"distributed_optimizer was given {kind}: {_REFUSED[kind]}")
+    inner = [name for name in _INNER_NAMES if name in vars(result.optimizer)] if kind else []
+    if inner:
+        raise ConversionError(
+            f"distributed_optimizer was given {kind}, which wraps another optimizer ({inner[0]}) in an unknown way; "
+            "give it the optimizer inside, and set what the wrapper does in the profile"
+        )
+    return result
+
+
+_INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_inner", "_optimizer")
+
+
+def owner_of(optimizer: Any, name: str) -> Any:
+    """The optimizer that has the attribute ``name``: ``optimizer``, or one that a user's own class wraps; if none has
+    it, ``optimizer``."""
+    found = optimizer
+    while found is not None and name not in vars(found) and not hasattr(type(found), name):
+        found = next((vars(found)[one] for one in _INNER_NAMES if one in vars(found)), None)
+    return optimizer if found is None else found
+
+
+def _kind(optimizer: Any) -> str:
+    """The class of an optimizer of Paddle or ours; empty for a user's own class, which is used unchanged."""
+    kind = type(optimizer)
+    return kind.__name__ if kind.__module__.partition(".")[0] in ("paddle", "fleet_train") else ""
+
+
+def _take_off_amp(result: Unwrapped) -> None:
+    """``paddle.static.amp.decorate`` and its bfloat16 reference."""
+    wrapper, name = result.optimizer, "paddle.static.amp.decorate"
+    if hasattr(wrapper, "_use_pure_bf16"):
+        level, dtype = ("O2" if wrapper._use_pure_bf16 else "O1"), "bfloat16"
+    else:
+        level, dtype = wrapper._amp_level, _dtype_name(wrapper._amp_vartype)
+    _refuse_custom_lists(wrapper._amp_lists, level)
+    if getattr(wrapper, "use_promote", False):
+        raise ProfileError(
+            f"{name}: use_promote=True: which operators run in {dtype} follows from amp_level; leave it out"
+        )
+    level = "O1" if level == "OD" else level
+    result.ask(name, amp_level=level)
+    result.optimizer = wrapper._optimizer
+    if level == "O0":
+        return
+    result.ask(name, amp_dtype=dtype)
+    if dtype == "float16":
+        result.ask(name, **_loss_scaling(wrapper))
+    scale = "" if dtype == "float16" else " and no loss scale, which bfloat16 does not need"
+    result.sentences.append(
+        f"{name} is mapped: read as amp_level: {level} and amp_dtype: {dtype}; parameters and gradients stay float32, "
+        f"and the whole program is converted, without fp16_guard's regions{scale}"
+    )
+
+
+def _loss_scaling(wrapper: Any) -> dict[str, Any]:
+    dynamic = bool(wrapper._use_dynamic_loss_scaling)
+    asked = {"amp_init_loss_scaling": float(wrapper._init_loss_scaling), "amp_dynamic_loss_scaling": dynamic}
+    if not dynamic:
+        return asked
+    return asked | {
+        "amp_incr_every_n_steps": int(wrapper._incr_every_n_steps),
+        "amp_decr_every_n_nan_or_inf": int(wrapper._decr_every_n_nan_or_inf),
+        "amp_incr_ratio": float(wrapper._incr_ratio),
+        "amp_decr_ratio": float(wrapper._decr_ratio),
+    }
+
+
+def _dtype_name(vartype: Any) -> str:
+    """Paddle stores the precision as a DataType of PIR, or of the old IR: BFLOAT16, BF16, FLOAT16, FP16."""
+    return "bfloat16" if "B" in str(vartype).rpartition(".")[2].upper() else "float16"
+
+
+def _refuse_custom_lists(lists: Any, level: str) -> None:
+    names = (
+        "_custom_white_list",
+        "_custom_black_list",
+        "black_varnames",
+        "_custom_bf16_list",
+        "_custom_fp32_list",
+        "fp32_varnames",
+    )
+    given = [name.strip("_") for name in names if getattr(lists, name, None)]
+    if given and level != "OD":
+        raise ProfileError(
+            f"paddle.static.amp.decorate: amp_lists with {', '.join(given)}: which operators run in low precision "
+            "follows from amp_level; leave amp_lists out"
+        )
+
+
+def _take_off_gradient_merge(result: Unwrapped) -> None:
+    wrapper, name = result.optimizer, "GradientMergeOptimizer"
+    if not wrapper.avg and wrapper.k_steps > 1:
+        raise ProfileError(
+            f"{name}: avg=False asks for the sum of the micro-batches' gradients, which are averaged here; leave it at "
+            "True and scale the learning rate"
+        )
+    result.ask(name, accumulate_steps=int(wrapper.k_steps))
+    result.sentences.append(f"{name} is mapped: read as accumulate_steps: {wrapper.k_steps}")
+    result.optimizer = wrapper.inner_optimizer
+
+
+def _take_off_recompute(result: Unwrapped) -> None:
+    wrapper, name = result.optimizer, "RecomputeOptimizer"
+    checkpoints = list(wrapper._checkpoints or [])
+    if wrapper.enable_offload:
+        raise ProfileError(f"{name}: offload is not supported; remove _enable_offload()")
+    if not checkpoints or not all(isinstance(one, str) for one in checkpoints):
+        raise ProfileError(
+            f"{name}: values have no names in PIR programs, so it cannot split at them; _set_checkpoints takes "
+            "names of parameters here, or set recompute_segments or recompute_every_blocks in the profile and wrap "
+            "the inner optimizer alone"
+        )
+    result.ask(name, recompute_checkpoints=checkpoints)
+    result.sentences.append(f"{name} is mapped: read as recompute_checkpoints: {', '.join(checkpoints)}")
+    result.optimizer = wrapper._optimizer
+
+
+def _take_off_look_ahead(result: Unwrapped) -> None:
+    """LookAhead's own operators update the slow weights after the update, which is equal on all ranks."""
+    wrapper = result.optimizer
+    if result.around is not None:
+        raise ConversionError("distributed_optimizer was given LookAhead around LookAhead; keep one of the two")
+
+    def around(update: Callable[[Any], Any], params_grads: Any) -> Any:
+        operators = update(params_grads)
+        wrapper._increment_global_var()
+        wrapper._apply_optimize(None, paddle.static.default_startup_program(), params_grads)
+        return operators
+
+    result.around = around
+    result.optimizer = wrapper.inner_optimizer
+
+
+_TAKE_OFF: dict[str, Callable[[Unwrapped], None]] = {
+    "OptimizerWithMixedPrecision": _take_off_amp,
+    "GradientMergeOptimizer": _take_off_gradient_merge,
+    "RecomputeOptimizer": _take_off_recompute,
+    "LookAhead": _take_off_look_ahead,
+}
+
+_REFUSED = {
+    "DistributedOptimizer": "it was returned by distributed_optimizer; wrap an optimizer only once",
+    "PipelineOptimizer": "it splits the model, and only data parallelism is supported; wrap the inner optimizer, "
+    "and set accumulate_steps in the profile for its micro-batches",
+    "ModelAverage": "it only averages what another optimizer updates; wrap that one, and for a moving "
+    "average of the weights use fleet_train.train.Trainer(average=...)",
+    "DistributedFusedLamb": "it communicates by itself, on GPUs only; wrap paddle.optimizer.Lamb",
+    "LBFGS": "it evaluates the loss several times per step, which a static program cannot; wrap another optimizer",
+}

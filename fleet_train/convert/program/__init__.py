@@ -1,1 +1,0 @@
-"""Carries out a plan in a program: finds the gradients and inserts operators."""

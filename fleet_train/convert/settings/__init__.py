@@ -1,1 +1,0 @@
-"""The settings of scripts and profiles: `DistributedStrategy`, wrapped optimizers, knobs that are passes."""

@@ -1,4 +1,0 @@
-"""Datasets, assignment of samples to ranks and steps, random numbers per sample, and prefetching.
-
-No Paddle.
-"""

@@ -1,1 +1,0 @@
-"""Image folders: finding, decoding, cropping and augmenting images, and replacing unreadable ones."""

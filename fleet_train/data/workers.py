@@ -1,0 +1,405 @@
+"""Batches of images decoded by worker processes: the same numbers as without them, faster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_train.data.datasets import Arrays, Indices
+from fleet_train.data.decode import MAX_MESSAGE_BYTES, Slot, SlotPool, parse, send
+from fleet_train.data.images import CorruptImages, ImageFolder
+from fleet_train.data.loader import Finish, Loader, Prefetcher
+from fleet_train.data.sampler import BatchSampler
+from fleet_train.errors import DataError, DataWorkersLost, printable
+
+# Worker processes that decode images: starts them, feeds them evenly, replaces those that die or hang.
+#
+# What a lost worker had begun is decoded again by its replacement: an image follows from its task alone.
+
+
+_log = logging.getLogger(__name__)
+# Ctrl-C goes only to the trainer, even before a worker ignores it. A separate session would also do that, but Linux
+# divides processor time by session (autogroup): workers would get more of it than the trainer.
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+_PROGRAM = "fleet_train.data.decode_worker"
+TASK_SECONDS = 120.0
+"""How long one task (a few images) may take before its worker counts as hanging."""
+MOST_REPLACED = 10
+"""How many workers of a pool may be replaced within an hour."""
+_REPLACED_SECONDS = 3600.0
+# A second task is queued at the worker while it is busy with the first. More would only delay the end of an epoch.
+TASKS_PER_WORKER = 2
+_NAMES_SHOWN = 3
+_MOMENT_SECONDS = 0.5
+_DRAIN_SECONDS = 3.0
+_END_SECONDS = 5.0
+_SILENT = "is the disk or network file system unavailable?"
+
+
+@dataclass
+class Task:
+    """Images for consecutive rows of a slot."""
+
+    slot: Slot
+    row: int
+    epoch: int
+    images: list[tuple[str, int]]
+    """(path, dataset index) per row."""
+    number: int = 0
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    """(position in `images`, reason) of unreadable images; filled in when the task is done."""
+
+
+class _Worker:
+    def __init__(self, number: int, hello: dict[str, Any]) -> None:
+        self.number = number
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                **_OWN_GROUP,
+            )
+        self.slots: set[int] = set()
+        self.tasks: dict[int, Task] = {}
+        self.last_answer = time.monotonic()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead already: `done` finds out
+            send(self.connection, hello)
+
+    def give(self, task: Task) -> None:
+        if not self.tasks:
+            self.last_answer = time.monotonic()
+        self.tasks[task.number] = task
+        slot = task.slot
+        if slot.number not in self.slots:
+            send(self.connection, {"slot": slot.number, "bytes": slot.num_bytes}, slot.descriptor)
+            self.slots.add(slot.number)
+        message = {"task": task.number, "slot": slot.number, "row": task.row, "epoch": task.epoch}
+        send(self.connection, {**message, "images": task.images})
+
+    def reading(self) -> str:
+        names = [path for task in self.tasks.values() for path, _ in task.images]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return f"{', '.join(names[:_NAMES_SHOWN])}{more}"
+
+    def end(self, grace_seconds: float) -> str | None:
+        """Kill its process unless it ends within that time, and say how it ended; None if it does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_seconds)
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_END_SECONDS)
+            return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return None
+
+    def hint(self) -> str:
+        """The usual cause of its end."""
+        if self.process.returncode == -signal.SIGKILL:
+            return "memory was probably short (fewer --workers, a smaller --batch_size)"
+        return "its own message is above, or one of these files crashes the decoder"
+
+
+class WorkerPool:
+    """`count` processes that work on tasks in the order in which they were added. Not thread-safe.
+
+    Args:
+        hello: settings, augment and seed for the workers (see `protocol`).
+        task_seconds: a worker that is silent for longer is replaced.
+
+    Methods raise DataWorkersLost if too many workers die, or one cannot be ended.
+    """
+
+    def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = TASK_SECONDS) -> None:
+        if count < 1:
+            raise DataError(f"--workers {count}: a pool needs at least 1 worker process")
+        self._hello = hello
+        self._task_seconds = task_seconds
+        self._replaced: deque[float] = deque(maxlen=MOST_REPLACED)
+        """When (monotonic)."""
+        self._waiting: deque[Task] = deque()
+        self._next_number = 0
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        # Even without close(): at the interpreter's exit, or when the pool is dropped.
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._selector)
+        for number in range(count):
+            self._workers.append(self._start(number))
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def add(self, task: Task, first: bool = False) -> None:
+        """Queue the task after those added before, or before them."""
+        task.number = self._next_number
+        self._next_number += 1
+        (self._waiting.appendleft if first else self._waiting.append)(task)
+        self._hand_out()
+
+    def done(self) -> list[Task]:
+        """Tasks finished meanwhile; waits briefly for one if there is none."""
+        finished: list[Task] = []
+        for key, _ in self._selector.select(timeout=min(_MOMENT_SECONDS, self._task_seconds)):
+            finished += self._receive(key.data)
+        self._replace_silent()
+        self._hand_out()
+        return finished
+
+    def drain(self) -> bool:
+        """Drop tasks that no worker has begun and wait for the rest: then no slot is being written. False if a worker
+        hangs."""
+        self._waiting.clear()
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(worker.tasks for worker in self._workers):
+            if time.monotonic() > deadline:
+                return False
+            self.done()
+        return True
+
+    def close(self) -> None:
+        """End the workers and wait for them. May be called twice."""
+        self._finalizer()
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            worker = min(self._workers, key=lambda one: len(one.tasks))
+            if len(worker.tasks) >= TASKS_PER_WORKER:
+                return
+            try:
+                worker.give(self._waiting.popleft())
+            except (BrokenPipeError, ConnectionResetError):
+                self._replace(worker)
+
+    def _receive(self, worker: _Worker) -> list[Task]:
+        try:
+            data = worker.connection.recv(MAX_MESSAGE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._replace(worker)
+            return []
+        answer = parse(data)
+        worker.last_answer = time.monotonic()
+        task = worker.tasks.pop(answer["task"])
+        task.failed = [(place, reason) for place, reason in answer["failed"]]
+        return [task]
+
+    def _start(self, number: int) -> _Worker:
+        worker = _Worker(number, self._hello)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+        return worker
+
+    def _replace_silent(self) -> None:
+        for worker in self._workers[:]:
+            silent = time.monotonic() - worker.last_answer
+            if worker.tasks and silent > self._task_seconds:
+                self._replace(worker, f"has not responded for {silent:.0f} s")
+
+    def _replace(self, worker: _Worker, silent: str = "") -> None:
+        """Start a new worker in place of one that has died, or that is silent; its tasks become the next ones.
+
+        Its end is awaited before: until then it may write into the slots of its tasks.
+        """
+        self._selector.unregister(worker.connection)
+        worker.connection.close()
+        ended = worker.end(grace_seconds=0 if silent else _END_SECONDS)
+        what = (
+            f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {silent or ended} "
+            f"while reading {worker.reading() or 'nothing'}"
+        )
+        if ended is None:
+            raise DataWorkersLost(f"{what}, and cannot be killed; {_SILENT}")
+        what += f"; {_SILENT if silent else worker.hint()}"
+        now = time.monotonic()
+        if len(self._replaced) == MOST_REPLACED and now - self._replaced[0] < _REPLACED_SECONDS:
+            raise DataWorkersLost(
+                f"{what}; {MOST_REPLACED} workers of this rank have already been replaced within "
+                f"{now - self._replaced[0]:.0f} s"
+            )
+        self._replaced.append(now)
+        _log.warning("%s; a new worker reads them", printable(what))
+        self._workers[worker.number] = self._start(worker.number)
+        self._waiting.extendleft(reversed(worker.tasks.values()))
+
+
+def _environment() -> dict[str, str]:
+    """One thread per worker, and this same package, wherever the script was started."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _end(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
+    """A closed socket ends a worker; one that is blocked on the disk is killed."""
+    selector.close()
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        try:
+            worker.process.wait(2)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(2)
+
+
+# Small enough to divide a batch evenly, large enough to make the cost of messages negligible.
+_IMAGES_PER_TASK = 8
+
+
+@dataclass
+class _Batch:
+    """A batch that is being decoded."""
+
+    slot: Slot
+    indices: Indices
+    """Dataset indices, with replacements for unreadable images."""
+    missing: int
+    """Rows not decoded yet."""
+
+
+class WorkerLoader(Loader):
+    """One rank's batches of an image folder, decoded by `workers` processes.
+
+    Batches are in shared memory that is reused as soon as the array is released. The workers start with the first epoch
+    and stay for the next ones; `close` ends them (so does any end of this process). With `keep_workers=False` they end
+    with each epoch, for a loader that is rarely used.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageFolder,
+        sampler: BatchSampler,
+        augment: str = "crop_flip",
+        workers: int = 2,
+        prefetch_depth: int = 2,
+        *,
+        finish: Finish | None = None,
+        keep_workers: bool = True,
+        task_seconds: float = TASK_SECONDS,
+    ) -> None:
+        super().__init__(dataset, sampler)
+        self.images = dataset
+        self.workers = workers
+        self._corrupt = dataset.corrupt_images()
+        self._augment = augment
+        self._prefetch_depth = prefetch_depth
+        self._finish = finish
+        self._keep_workers = keep_workers
+        self._task_seconds = task_seconds
+        self._pool: WorkerPool | None = None
+        self._slots = SlotPool()
+        self._batch_of: dict[int, _Batch] = {}
+        self._open: Prefetcher[Arrays] | None = None
+
+    @property
+    def corrupt(self) -> CorruptImages:
+        return self._corrupt
+
+    def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
+        """The rest of that epoch after `consumed_samples`; use it in a `with` statement. Closes the previous epoch."""
+        if self._open is not None:
+            self._open.close()
+        self.sampler.set_epoch(epoch, consumed_samples)
+        leaving = threading.Event()
+        self._open = Prefetcher(self._batches(leaving), self._prefetch_depth, leaving)
+        return self._open
+
+    def close(self) -> None:
+        """End the current epoch and the workers. A later epoch starts new ones."""
+        if self._open is not None:
+            self._open.close()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._slots.close()
+            self._pool, self._slots = None, SlotPool()
+
+    def _batches(self, leaving: threading.Event) -> Iterator[Arrays]:
+        pool = self._pool = self._pool or self._start()
+        usable = False
+        try:
+            with contextlib.suppress(GeneratorExit):
+                yield from self._decoded(pool, leaving)
+            usable = pool.drain()
+        finally:
+            for batch in self._batch_of.values():
+                self._slots.give_back(batch.slot)
+            self._batch_of.clear()
+            if not (usable and self._keep_workers):
+                self._end_workers()
+
+    def _decoded(self, pool: WorkerPool, leaving: threading.Event) -> Iterator[Arrays]:
+        """The batches in order; enough are begun to keep all workers busy."""
+        begun: deque[_Batch] = deque()
+        steps, next_step = len(self), 0
+        begun_at_once = max(self._prefetch_depth, batches_ahead(self.workers, len(self.indices(0)))) if steps else 0
+        while next_step < steps or begun:
+            while next_step < steps and len(begun) < begun_at_once:
+                begun.append(self._begin(pool, self.indices(next_step)))
+                next_step += 1
+            while begun[0].missing:
+                for task in pool.done():
+                    self._take(pool, task)
+                if leaving.is_set():
+                    return
+            yield self._feed(begun.popleft())
+
+    def _start(self) -> WorkerPool:
+        settings = self.images.settings.as_json()
+        hello = {"settings": settings, "augment": self._augment, "seed": self.sampler.seed}
+        return WorkerPool(self.workers, hello, self._task_seconds)
+
+    def _begin(self, pool: WorkerPool, indices: Indices) -> _Batch:
+        indices = np.array([self._corrupt.skip(index) for index in indices.tolist()], np.int64)
+        slot = self._slots.take(4 * len(indices) * int(np.prod(self.images.sample_shape)))
+        batch = self._batch_of[slot.number] = _Batch(slot, indices, len(indices))
+        for row in range(0, len(indices), _IMAGES_PER_TASK):
+            pool.add(self._task(batch, row, indices[row : row + _IMAGES_PER_TASK].tolist()))
+        return batch
+
+    def _task(self, batch: _Batch, row: int, indices: list[int]) -> Task:
+        images = [(self.images.path(index), index) for index in indices]
+        return Task(batch.slot, row, self.sampler.epoch, images)
+
+    def _take(self, pool: WorkerPool, task: Task) -> None:
+        """Count decoded images; queue replacements for unreadable ones."""
+        batch = self._batch_of[task.slot.number]
+        batch.missing -= len(task.images) - len(task.failed)
+        for place, reason in task.failed:
+            index = task.images[place][1]
+            row = task.row + place
+            batch.indices[row] = self._corrupt.replacement(index, self.images.paths[index], reason)
+            pool.add(self._task(batch, row, [int(batch.indices[row])]), first=True)
+
+    def _feed(self, batch: _Batch) -> Arrays:
+        del self._batch_of[batch.slot.number]
+        features = self._slots.lend(batch.slot, (len(batch.indices), *self.images.sample_shape))
+        feed: Arrays = {"features": features, "labels": self.images.labels[batch.indices]}
+        return feed if self._finish is None else self._finish(feed)
+
+
+def batches_ahead(workers: int, batch_size: int) -> int:
+    """Number of concurrent batches: their tasks keep all workers busy while the first of them is completed."""
+    tasks_per_batch = -(-batch_size // _IMAGES_PER_TASK)
+    return 1 + -(-workers * TASKS_PER_WORKER // tasks_per_batch)

@@ -1,1 +1,0 @@
-"""Turns facts into findings. Pure."""

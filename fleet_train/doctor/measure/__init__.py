@@ -1,1 +1,0 @@
-"""Measures the facts of one machine, each within a time limit."""

@@ -1,0 +1,299 @@
+"""Memory, processors and limits of this machine."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import fleet_train
+from fleet_train.cluster.advice import usable_processors
+from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
+from fleet_train.errors import FleetTrainError
+from fleet_train.launch.installed import processor
+from fleet_train.launch.node import installed_paddle
+
+_SHM = Path("/dev/shm")
+_INFINIBAND = Path("/sys/class/infiniband")
+_SPEED_SECONDS = 8.0
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def memory() -> Memory:
+    """Without psutil: from /proc and the control groups."""
+    system = meminfo()
+    total, available = system.get("MemTotal", 0), system.get("MemAvailable", 0)
+    limit, left, kills = memory_quota()
+    if limit != UNLIMITED and limit < total:
+        available = min(available, left)
+    else:
+        limit = UNLIMITED
+    shm_total, shm_free = space_of(_SHM)
+    return Memory(total, available, limit, kills, shm_total, shm_free)
+
+
+def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Bytes by name; empty if the system does not report them."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) == 3}
+
+
+def space_of(folder: Path) -> tuple[int, int]:
+    """(size, free bytes) of the file system; zeros if there is none."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def limits() -> Limits:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        has_infiniband = any(_INFINIBAND.iterdir())
+    except OSError:
+        has_infiniband = False
+    return Limits(_or_unlimited(files), _or_unlimited(locked), has_infiniband)
+
+
+def _or_unlimited(number: int) -> int:
+    return UNLIMITED if number == resource.RLIM_INFINITY else number
+
+
+def processors() -> Processors:
+    """With the speed of one of them, measured by a separate process: numpy reads the number of threads at import."""
+    gflops, share = 0.0, 1.0
+    command = [sys.executable, "-m", "fleet_train.doctor.speed"]
+    environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        asked = subprocess.run(command, env=environ, capture_output=True, timeout=_SPEED_SECONDS, check=True)
+        gflops, share = json.loads(asked.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        pass  # the finding says that it could not be measured
+    return Processors(processor(), usable_processors(), processor_quota(), gflops, share)
+
+
+# Memory and processors that control groups (v1 and v2) leave to this process.
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/proc/self/cgroup")
+# Version 1 has no value for "no limit": it shows the largest number of whole pages.
+_NO_LIMIT_OF_V1 = 1 << 60
+
+
+def folders(controller: str, root: Path = _ROOT, cgroups: Path = _CGROUPS) -> Iterator[Path]:
+    """The control groups of this process for ``memory`` or ``cpu``, the innermost first: each may limit it.
+
+    In a container the path in /proc may be the host's, which does not exist: the root is then its own.
+    """
+    try:
+        lines = cgroups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        tops = (root / names, root / controller) if names else (root, root / "unified")
+        for top in tops:
+            if not top.is_dir():
+                continue
+            inner = top / path.lstrip("/")
+            yield from (one for one in (inner, *inner.parents) if one == top or (top in one.parents and one.is_dir()))
+            break
+
+
+def memory_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int, int]:
+    """(limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n) without a limit."""
+    limit, left, kills = UNLIMITED, UNLIMITED, 0
+    for index, folder in enumerate(folders("memory", root, cgroups)):
+        most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
+        if index == 0:
+            kills = _field(folder, "oom_kill", "memory.events", "memory.oom_control")
+        if most is None or most >= _NO_LIMIT_OF_V1:
+            continue
+        used = _first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
+        # The page cache in it is reclaimed on demand.
+        cached = _field(folder, "inactive_file", "memory.stat") or _field(folder, "total_inactive_file", "memory.stat")
+        free = max(0, most - used + cached)
+        limit = most if limit == UNLIMITED else min(limit, most)
+        left = free if left == UNLIMITED else min(left, free)
+    return limit, left, kills
+
+
+def processor_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> float:
+    """Number of processors; UNLIMITED without a quota."""
+    found = [quota for folder in folders("cpu", root, cgroups) if (quota := _quota(folder)) is not None]
+    return min(found, default=float(UNLIMITED))
+
+
+def _quota(folder: Path) -> float | None:
+    words = _text(folder / "cpu.max").split()
+    if len(words) == 2 and words[0].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = _first_number(folder, "cpu.cfs_quota_us"), _first_number(folder, "cpu.cfs_period_us")
+    return quota / period if quota and period and quota > 0 else None
+
+
+def _first_number(folder: Path, *names: str) -> int | None:
+    for name in names:
+        text = _text(folder / name).strip()
+        if text.lstrip("-").isdigit():
+            return int(text)
+    return None
+
+
+def _field(folder: Path, field: str, *names: str) -> int:
+    for name in names:
+        for line in _text(folder / name).splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] == field and words[1].isdigit():
+                return int(words[1])
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# NVIDIA GPUs, from nvidia-smi with a timeout. Never run on a GPU so far: the formats are those of its manual.
+
+
+_SECONDS = 10.0
+_FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total,memory.used"
+_QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
+_LINKS = ("nvidia-smi", "nvlink", "--status")
+
+
+def gpus(devices: Path = Path("/dev")) -> Gpus | None:
+    """None if the machine has none."""
+    if not any(devices.glob("nvidia[0-9]*")):
+        return None
+    table, error = _ask(_QUERY)
+    links, _ = _ask(_LINKS)
+    return Gpus(parse_table(table, parse_links(links)), nccl_version(), error)
+
+
+def _ask(command: Iterable[str]) -> tuple[str, str]:
+    """(its output, why there is none)."""
+    try:
+        done = subprocess.run([*command], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except FileNotFoundError:
+        return "", "nvidia-smi is not installed"
+    except (OSError, subprocess.SubprocessError):
+        return "", f"nvidia-smi did not answer within {_SECONDS:g} s"
+    if done.returncode:
+        return "", f"nvidia-smi: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[:200]}"
+    return done.stdout, ""
+
+
+def parse_table(table: str, links_down: dict[int, int]) -> tuple[Gpu, ...]:
+    """From ``--query-gpu``; values that a GPU lacks are ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(table))]
+    found = []
+    for row in rows:
+        if len(row) == 5 and row[0].isdigit():
+            index = int(row[0])
+            found.append(Gpu(index, row[1], row[2], _whole(row[3]), _whole(row[4]) << 20, links_down.get(index, 0)))
+    return tuple(found)
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def parse_links(status: str) -> dict[int, int]:
+    """GPU -> inactive links of ``nvlink --status``, for those that also have active ones."""
+    up: dict[int, int] = {}
+    down: dict[int, int] = {}
+    index = -1
+    for line in status.splitlines():
+        head = re.match(r"GPU (\d+):", line)
+        if head:
+            index = int(head[1])
+        elif re.match(r"\s+Link \d+:", line):
+            counts = down if "inactive" in line.lower() else up
+            counts[index] = counts.get(index, 0) + 1
+    return {gpu: number for gpu, number in down.items() if up.get(gpu)}
+
+
+def nccl_version() -> str:
+    """Of the package that Paddle's GPU build installs with it; empty: unknown."""
+    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+# The software that this machine would run: versions, the package's files, the profile, the script.
+
+
+_DIGITS = 16
+
+
+def software(strategy: str | None, script: str | None) -> Software:
+    distribution, paddle = installed_paddle()
+    errors: list[str] = []
+    profile = _profile(strategy, errors) if strategy else ""
+    return Software(
+        python=platform.python_version(),
+        paddle=f"{paddle} ({distribution})" if distribution else "",
+        fleet_train=fleet_train.__version__,
+        numpy=metadata.version("numpy"),
+        package_digest=package_digest(Path(fleet_train.__file__).parent),
+        profile=profile,
+        script=_script(Path(script), errors) if script else "",
+        errors=tuple(errors),
+    )
+
+
+def package_digest(package: Path) -> str:
+    """Of every Python file of the package, with its name."""
+    return digest_of((str(path.relative_to(package)), path) for path in sorted(package.rglob("*.py")))
+
+
+def digest_of(files: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _profile(strategy: str, errors: list[str]) -> str:
+    from fleet_train.profile import load_profile
+
+    try:
+        return load_profile(strategy).digest()[:_DIGITS]
+    except FleetTrainError as error:
+        errors.append(f"--strategy: {str(error).splitlines()[0][:200]}")
+        return ""
+
+
+def _script(script: Path, errors: list[str]) -> str:
+    try:
+        return digest_of([("", script)])
+    except OSError as error:
+        errors.append(f"--script {script.name}: {error.strerror or 'cannot be read'}")
+        return ""

@@ -1,0 +1,332 @@
+"""This node among the others: connects to them, measures the network between, and exchanges results."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fleet_train.cluster.cluster import Cluster, Rank
+from fleet_train.cluster.network import interface_addresses, interface_of
+from fleet_train.cluster.store.access import Refused
+from fleet_train.cluster.store.wire import ProtocolError
+from fleet_train.doctor import channel as datagrams
+from fleet_train.doctor import channel as streams
+from fleet_train.doctor.channel import WORD_SECONDS, Channel, dialled, outcome_of
+from fleet_train.doctor.facts import Datagrams, Echo, GroupResult, PortTry, Stream
+from fleet_train.doctor.participants import Participants
+from fleet_train.doctor.responder import ReplicatedState, Responder
+from fleet_train.selftest.child import Child, environ_of
+from fleet_train.selftest.options import FAIL, TOGETHER, Result
+from fleet_train.selftest.options import Options as SelftestOptions
+
+T = TypeVar("T")
+_PAUSE_SECONDS = 0.25
+_SETTLE_SECONDS = 1.0
+"""How long after the first node ends the rendezvous other nodes may still report their presence."""
+ERRORS = (OSError, ProtocolError, Refused)
+
+
+class PeerGroup:
+    def __init__(self, participants: Participants, state: ReplicatedState, responder: Responder) -> None:
+        self.participants = participants
+        self.state = state
+        self.responder = responder
+        self.refusals: dict[int, PortTry] = {}
+        """The answers of nodes that refuse this one."""
+        self._ports: dict[int, int] = {}
+        self._complete: set[int] = set()
+
+    # rendezvous
+
+    def wait_for_nodes(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
+        """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
+        deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
+        everybody = set(range(len(self.participants.addresses)))
+        while True:
+            self._sync_with(everybody - {self.participants.index})
+            missing = everybody - self.state.nodes("here")
+            over = bool(self.state.nodes("over"))
+            if not missing or over or time.monotonic() > deadline:
+                break
+            if time.monotonic() > word_at:
+                named = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
+                say(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
+                word_at = time.monotonic() + 5.0
+            self.state.wait(_PAUSE_SECONDS)
+        present = tuple(sorted(self.state.nodes("here")))
+        self.state.put(f"over/{self.participants.index}", list(present))
+        self._sync_with(set(present) - {self.participants.index})
+        return tuple(sorted(self.state.nodes("here")))
+
+    def collect(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
+        """Exchange until all present nodes have sent these; returns the nodes that have not within the time."""
+        wanted, deadline = set(present), time.monotonic() + seconds
+        while True:
+            missing = {node for node in wanted if any(node not in self.state.nodes(kind) for kind in kinds)}
+            if not missing or time.monotonic() > deadline:
+                return missing
+            self._sync_with(wanted - {self.participants.index})
+            self.state.wait(_PAUSE_SECONDS)
+
+    def leave(self, present: Iterable[int], seconds: float) -> None:
+        """Wait until all others have this node's values, at most this long."""
+        deadline = time.monotonic() + seconds
+        self._complete.clear()  # may date from before this node's last values
+        others = set(present) - {self.participants.index}
+        while (waiting := others - self._complete) and time.monotonic() < deadline:
+            gone = self._sync_with(waiting)
+            if gone >= waiting:
+                return
+            if waiting - self._complete:
+                time.sleep(_PAUSE_SECONDS)
+
+    def _sync_with(self, nodes: Iterable[int]) -> set[int]:
+        """Returns those that cannot be reached from here."""
+        reached = self._each(sorted(nodes), self._sync)
+        return {node for node, was_reached in reached.items() if not was_reached}
+
+    def _sync(self, node: int) -> bool:
+        for port in self._candidates(node):
+            try:
+                with dialled(
+                    self.participants.addresses[node], port, self.participants.access, self.participants.index
+                ) as channel:
+                    _, told = channel.ask({"do": "sync"}, self.state.keys())
+                    if not isinstance(told, dict):
+                        raise ProtocolError("the answer is empty")
+                    self.state.take(dict(told["values"]))
+                    channel.ask({"do": "tell"}, self.state.beyond(map(str, told["keys"])))
+                    if set(told["keys"]) | set(told["values"]) >= set(self.state.keys()):
+                        self._complete.add(node)
+                    self._ports[node] = port
+                    return True
+            except Refused as refusal:
+                self.refusals[node] = PortTry(node, port, f"refused by the doctor ({refusal.kind})", str(refusal))
+            except (*ERRORS, KeyError, TypeError, ValueError):
+                self._ports.pop(node, None)
+        return False
+
+    def _candidates(self, node: int) -> list[int]:
+        """The port on which the node answered last; else all on which its doctor may listen."""
+        if node in self._ports:
+            return [self._ports[node]]
+        told = self.state.get(f"here/{node}") or {}
+        ports = told.get("open", self.participants.ports[node])
+        return [*ports, *([told["extra"]] if "extra" in told else [])]
+
+    def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
+        """For all nodes at once."""
+        if not nodes:
+            return {}
+        with ThreadPoolExecutor(len(nodes), "doctor dials") as pool:
+            return dict(zip(nodes, pool.map(task, nodes), strict=True))
+
+    # measuring
+
+    def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
+        """Every port of every other node on which a doctor listens."""
+        wanted = []
+        for node in sorted(set(present) - {self.participants.index}):
+            told = self._reported(node)
+            wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
+        if not wanted:
+            return ()
+        with ThreadPoolExecutor(min(64, len(wanted)), "doctor dials") as pool:
+            return tuple(pool.map(lambda pair: self._try(*pair), wanted))
+
+    def _try(self, node: int, port: int) -> PortTry:
+        try:
+            with dialled(
+                self.participants.addresses[node], port, self.participants.access, self.participants.index
+            ) as channel:
+                seen = str(channel.ask({"do": "who"})[0].get("seen_as", ""))[:60]
+        except Refused as refusal:
+            return PortTry(node, port, "another program" if refusal.kind == "job" else "open", str(refusal)[:300])
+        except ERRORS as error:
+            return PortTry(node, port, outcome_of(error))
+        self._ports[node] = port
+        return PortTry(node, port, "open", "" if seen == self.participants.address else seen)
+
+    def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
+        """``mtus``: of this node's interface to each other node."""
+
+        def one(node: int) -> Datagrams:
+            port, mtu = int(self._reported(node)["udp"]), mtus.get(node) or 1500
+            address, source = self.participants.addresses[node], self.participants.access.source
+            return Datagrams(node, *datagrams.sweep_packet_sizes(address, port, source, self.responder.nonce, mtu), mtu)
+
+        return tuple(self._each(sorted(set(present) - {self.participants.index}), one).values())
+
+    def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
+        """Latency, clocks and bandwidth of the pairs that this node initiates: with higher nodes that it can reach, and
+        with lower ones that could not reach it."""
+        began = time.monotonic()
+        flow = stream_seconds(len(present), seconds)
+        echoes: list[Echo] = []
+        found: list[Stream] = []
+        for pairs in rounds(present):
+            other = next((a + b - self.participants.index for a, b in pairs if self.participants.index in (a, b)), None)
+            if other is None or not self._begins(other) or time.monotonic() - began > seconds:
+                continue
+            echo, both = self._measure(other, flow)
+            echoes += [echo] if echo else []
+            found += both
+        return echoes, found
+
+    def _begins(self, other: int) -> bool:
+        if other not in self._ports:
+            return False
+        return other > self.participants.index or other not in self.responder.callers
+
+    def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
+        own, address, port = self.participants.index, self.participants.addresses[other], self._ports[other]
+        echo: Echo | None = None
+        try:
+            with dialled(address, port, self.participants.access, own) as channel:
+                echo = measure_echo(channel, other, self.responder.clock)
+        except ERRORS:
+            pass
+        both = []
+        for outgoing in (True, False):
+            source, target = (own, other) if outgoing else (other, own)
+            try:
+                with (
+                    self.responder.my_turn() as alone,
+                    dialled(address, port, self.participants.access, own) as channel,
+                ):
+                    found = measure_stream(channel, source, target, outgoing, seconds)
+                    both.append(found if alone else replace(found, alone=False))
+            except TimeoutError:
+                both.append(Stream(source, target, 0.0, error="stalled"))
+            except ERRORS as error:
+                both.append(Stream(source, target, 0.0, error=str(error)[:120] or type(error).__name__))
+        return echo, both
+
+    def _reported(self, node: int) -> dict[str, Any]:
+        told = self.state.get(f"here/{node}")
+        complete = isinstance(told, dict) and {"open", "extra", "udp"} <= told.keys()
+        return told if complete else {"open": [], "extra": 0, "udp": 0}
+
+
+# Measurements between this node and another one, over an authenticated connection.
+
+
+_PINGS = 40
+_PINGS_SECONDS = 0.4
+
+
+def measure_echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
+    """Median round trip of a small message; how far this node's clock is ahead, from the fastest one (as NTP)."""
+    times: list[float] = []
+    best = (float("inf"), 0.0)
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < _PINGS_SECONDS):
+        before, start = clock(), time.perf_counter()
+        told = channel.ask({"do": "ping"})[0].get("clock")
+        took = time.perf_counter() - start
+        if not isinstance(told, (int, float)):
+            raise ProtocolError("no clock")
+        times.append(took)
+        best = min(best, (took, before + took / 2 - told))
+    return Echo(target, statistics.median(times), best[1], best[0] / 2)
+
+
+def measure_stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: float) -> Stream:
+    """Raises TimeoutError if bytes do not arrive, OSError, ProtocolError."""
+    do = "stream to you" if outgoing else "stream to me"
+    alone = channel.ask({"do": do, "seconds": seconds})[0].get("ready") is True
+    if outgoing:
+        sent = streams.send_stream(channel.sock, seconds)
+        channel.sock.settimeout(WORD_SECONDS)
+        told = channel.hear()[0]
+        speed, best = _number(told.get("speed")), _number(told.get("best"))
+        return Stream(source, target, speed, best, sent.segments, sent.retransmits, alone=alone)
+    channel.say({"do": "go"})
+    received = streams.receive_stream(channel.sock, seconds)
+    channel.sock.settimeout(WORD_SECONDS)
+    told = channel.hear()[0]
+    segments, retransmits = int(_number(told.get("segments"))), int(_number(told.get("retransmits")))
+    return Stream(source, target, received.mean, received.best, segments, retransmits, alone=alone)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise ProtocolError("no number")
+    return float(value)
+
+
+# The order in which pairs of nodes are measured: each node is in one pair at a time. Pure.
+
+
+def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Every pair once, in as few rounds as possible (the circle method of tournaments); the smaller number first."""
+    seats: list[int | None] = [*sorted(nodes)]
+    if len(seats) % 2:
+        seats.append(None)
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def stream_seconds(nodes: int, left_seconds: float) -> float:
+    """Transfer time per direction of a pair, so that all rounds end within the remaining time."""
+    if nodes < 2:
+        return 0.0
+    number = len(rounds(range(nodes)))
+    return max(0.15, min(1.0, left_seconds / number / 2 - 0.1))
+
+
+# One process per node forms a process group and adds exact integers: the selftest's subject, on separate ports.
+
+
+_TICK_SECONDS = 0.05
+
+
+def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, seconds: float) -> GroupResult:
+    """Of these nodes, in this order; ``ports``: a free one on each."""
+    ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
+    cluster = Cluster(ranks, rank, formed_by="the doctor")
+    options = replace(SelftestOptions(groups=("collectives",)), join_timeout_seconds=seconds)
+    environ = _on_our_interface(environ_of(cluster, seconds, os.environ), addresses[rank])
+    began = time.monotonic()
+    child = Child(TOGETHER, [json.dumps(options.to_json())], environ, log)
+    results: list[Result] = []
+    try:
+        while not (has_ended := child.has_ended()) and time.monotonic() - began < seconds:
+            time.sleep(_TICK_SECONDS)
+        results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
+    finally:
+        child.kill()
+    return _result(child, has_ended, results, time.monotonic() - began, len(ranks))
+
+
+def _result(child: Child, has_ended: bool, results: Sequence[Result], seconds: float, ranks: int) -> GroupResult:
+    if not has_ended:
+        return GroupResult(False, f"did not finish within {seconds:.0f} s", seconds)
+    wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
+    if wrong:
+        return GroupResult(False, wrong[0][:300], seconds)
+    if child.exit_code:
+        last = (child.last_lines() or ("no message",))[-1]
+        return GroupResult(False, f"ended with exit code {child.exit_code}: {last[:300]}", seconds)
+    return GroupResult(True, f"{ranks} processes added exact integers", seconds)
+
+
+def _on_our_interface(environ: dict[str, str], address: str) -> dict[str, str]:
+    """As in the launcher: otherwise Gloo and NCCL might use another interface, or the address of the host name."""
+    interface = interface_of(address, interface_addresses())
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface is not None:
+            environ.setdefault(name, interface)
+    return environ

@@ -1,1 +1,0 @@
-"""The doctors of all machines: how they connect, measure the network between them, and exchange all results."""

@@ -1,0 +1,211 @@
+"""What is installed here: this package and its commit, Python, Paddle and its build. Nothing here imports Paddle."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import fleet_train
+from fleet_train.cluster.advice import usable_processors
+from fleet_train.launch.node import installed_paddle
+
+# Packages that results and errors depend on, besides Paddle; also optional ones, whose absence is reported.
+_PACKAGES = ("numpy", "visualdl", "numba", "pillow", "safetensors", "protobuf", "scikit-learn", "click", "psutil")
+_DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda110")
+
+
+def package_versions() -> dict[str, str]:
+    """Package -> version, ``absent`` if it is not installed; DALI only if it is installed."""
+    found = {name: version_of(name) or "absent" for name in _PACKAGES}
+    return found | {name: version for name in _DALI if (version := version_of(name))}
+
+
+def version_of(package: str) -> str:
+    """Empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def own_version() -> dict[str, Any]:
+    """Of this package: version, whether it is a checkout or installed, and a checkout's commit."""
+    return {"version": fleet_train.__version__, "from": "a checkout" if _checkout() else "installed", **commit()}
+
+
+def commit() -> dict[str, Any]:
+    """Of the checkout that contains this package; nothing if it is installed, or without git."""
+    root = _checkout()
+    found = "" if root is None else git(root, "rev-parse", "HEAD")
+    if root is None or not found:
+        return {}
+    changes = git(root, "status", "--porcelain", "--", "fleet_train", "strategies")
+    return {"commit": found, "uncommitted_changes": bool(changes)}
+
+
+def _checkout() -> Path | None:
+    root = Path(fleet_train.__file__).resolve().parents[1]
+    return root if (root / ".git").exists() else None
+
+
+def git(root: Path, *arguments: str) -> str:
+    """The output of git in a checkout; empty if there is none."""
+    try:
+        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+def paddle_build() -> dict[str, str]:
+    """Paddle's distribution, version, kind of build and commit, from its own file; empty if it is not installed."""
+    distribution, version = installed_paddle()
+    facts = _facts_of_paddle()
+    if not distribution and not facts:
+        return {}
+    cuda = str(facts.get("cuda_version", "unknown"))
+    known = {
+        "distribution": distribution or "unknown",
+        "version": version or str(facts.get("full_version", "unknown")),
+        "build": "CPU" if cuda == "False" else "unknown" if cuda == "unknown" else "GPU",
+        "commit": str(facts.get("commit", "unknown")),
+    }
+    if known["build"] != "GPU":
+        return known
+    return known | {name: str(facts.get(f"{name}_version", "unknown")) for name in ("cuda", "cudnn", "nccl")}
+
+
+def _facts_of_paddle() -> dict[str, Any]:
+    """The constants of ``paddle/version/__init__.py``, read as text: importing it would import Paddle."""
+    spec = util.find_spec("paddle")
+    places = None if spec is None else spec.submodule_search_locations
+    try:
+        text = (Path(next(iter(places or ()))) / "version" / "__init__.py").read_text()
+        body = ast.parse(text).body
+    except (OSError, StopIteration, SyntaxError):
+        return {}
+    return {
+        line.targets[0].id: line.value.value
+        for line in body
+        if isinstance(line, ast.Assign)
+        and isinstance(line.targets[0], ast.Name)
+        and isinstance(line.value, ast.Constant)
+    }
+
+
+def one_line() -> str:
+    """For ``--version``: ``fleet_train 0.1.0 (commit 04a8bfa63d), Python 3.11.2, paddlepaddle 3.3.1``."""
+    own, (distribution, version) = own_version(), installed_paddle()
+    of = f" (commit {own['commit'][:10]})" if "commit" in own else ""
+    paddle = f"{distribution} {version}" if distribution else "no Paddle"
+    return f"fleet_train {own['version']}{of}, Python {platform.python_version()}, {paddle}"
+
+
+# This machine's hardware and limits: system, processor, memory, limits of its control group, GPUs.
+#
+# Read from files of Linux only. ``root`` stands for ``/``, so that tests can give another one.
+
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60
+"""Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
+_CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNORECASE)
+
+
+def system(root: Path = _ROOT) -> str:
+    """``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
+    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', _text(root / "etc/os-release"), re.MULTILINE)
+    libc = " ".join(part for part in platform.libc_ver() if part)
+    kernel = f"{platform.system()} {platform.release()}"
+    return ", ".join(part for part in (named[1] if named else "", kernel, platform.machine(), libc) if part)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; the architecture if the system does not report it."""
+    lines = _text(cpuinfo).splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def cores() -> dict[str, int]:
+    """Cores that this process may use (fewer under taskset, Slurm or a cpuset), and all cores."""
+    return {"usable": usable_processors(), "total": os.cpu_count() or 1}
+
+
+def memory(root: Path = _ROOT) -> dict[str, int]:
+    """Bytes of the machine, and those available to a new program; empty if the system does not report them."""
+    found = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
+    names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
+    return {names[name]: 1024 * int(found[name]) for name in names if name in found}
+
+
+def limits(root: Path = _ROOT) -> dict[str, float]:
+    """Limits of this process's control group that are below the machine's: ``cores``, ``memory_bytes``.
+
+    A group's limit is the smallest of its own and those above it.
+    """
+    found: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
+    for folder in _groups(root):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            found["cores"].append(int(quota) / int(period))
+        most = (_text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")).strip()
+        if most.isdigit() and int(most) < _UNLIMITED:
+            found["memory_bytes"].append(int(most))
+    return {name: min(values) for name, values in found.items() if values}
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups and of those above them, version 2's and version 1's."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        bases = [mounted / each for each in {controllers, *controllers.split(",")}] if controllers else [mounted]
+        for base in bases:
+            # In a container the path may be the machine's, which does not exist: then the base is the group.
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
+    """The kind of container that this process runs in; empty: none was detected."""
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return "Kubernetes"
+    if (root / "run/.containerenv").exists():
+        return "Podman"
+    if (root / ".dockerenv").exists():
+        return "Docker"
+    told = re.search(r"(?:^|\0)container=([\w-]+)", _text(root / "proc/1/environ"))
+    found = _CONTAINERS.search(_text(root / "proc/1/cgroup"))
+    return told[1] if told else found[0].lower() if found else ""
+
+
+def gpus(root: Path = _ROOT) -> dict[str, object]:
+    """Models and driver from NVIDIA's files in /proc; empty if there are none (WSL has none either)."""
+    folder = root / "proc/driver/nvidia"
+    models = [
+        model[1].strip()
+        for each in sorted(folder.glob("gpus/*/information"))
+        if (model := re.search(r"^Model:(.*)$", _text(each), re.MULTILINE))
+    ]
+    driver = re.search(r"Kernel Module.*?  (\d+[\d.]+)", _text(folder / "version"))
+    found: dict[str, object] = {"models": models} if models else {}
+    return found | ({"driver": driver[1]} if driver else {})
+
+
+def _text(path: Path) -> str:
+    """Empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

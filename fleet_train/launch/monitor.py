@@ -1,0 +1,274 @@
+"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fleet_train.cluster.store.reports import NO_RANK, FailureReport
+from fleet_train.errors import NotSaved, WorkerFailed
+from fleet_train.launch import processes
+from fleet_train.launch.processes import Stopping, request_name
+from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
+from fleet_train.launch.report import WorkerResult, choose_root_cause, signal_name, with_reports
+from fleet_train.launch.watching import Follower, NoFollower, RankFiles
+
+_TICK_SECONDS = 0.1
+_STORE_EVERY_SECONDS = 0.5
+# A connection that ends is listed for another minute.
+_CONNECTIONS_EVERY_SECONDS = 10.0
+# How long a failure that may be secondary (another rank was lost) waits for its root cause.
+_ECHO_SECONDS = 2.0
+# A rank whose failure the store knows is about to exit: wait this long for its exit code and last lines. It may take
+# longer (exit handlers, threads); then the launcher stops it.
+_EXIT_SECONDS = 5.0
+# A rank that others report as missing (frozen, in a loop) will not exit by itself: the time for those that report it.
+_MISSED_SECONDS = 2.0
+_NOTICED_SECONDS = 1.0
+# How much longer the launcher of another node may need to report how such a rank ended.
+_NEWS_SECONDS = 3.0
+# After the stock launcher's end, for records that are being written.
+_RECORD_SECONDS = 1.0
+
+
+class Cause(Enum):
+    ALL_ENDED_WELL = "all ranks of this node ended with 0"
+    PREEMPTED = "all ranks of this node ended, and some stopped gracefully because they were asked to"
+    STOPPED = "the job was asked to stop, and the ranks of this node did not stop gracefully"
+    RANK_FAILED = "a rank of this node failed"
+    TOLD = "another process reported a failure"
+    STORE_LOST = "the leader's launcher was lost"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why monitoring ended. ``report`` is the report in the store, if there is one."""
+
+    cause: Cause
+    report: dict[str, object] | None = None
+    message: str = ""
+    root_cause: WorkerResult | None = None
+
+
+class Monitor:
+    """Each tick checks rank 0's output, the end records, signals, the store, and the stock launcher itself."""
+
+    def __init__(
+        self,
+        files: RankFiles,
+        rendezvous: Rendezvous,
+        stock: subprocess.Popen[bytes],
+        follower: Follower | NoFollower,
+        stop: GracefulStop,
+        clock: Callable[[], float] = time.monotonic,
+        look_at_connections: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.files = files
+        self.rendezvous = rendezvous
+        self.stock = stock
+        self.follower = follower
+        self.stop = stop
+        self._clock = clock
+        self._look_at_connections = look_at_connections
+        self._next_look_at_store = self._next_look_at_connections = 0.0
+        self._frozen = False
+        self._stock_ended_at: float | None = None
+        self._failed_at: float | None = None
+        self._reports: list[FailureReport] = []
+        self._finished: set[int] = set()
+
+    def watch(self) -> Verdict:
+        while True:
+            verdict = self.look()
+            if verdict is not None:
+                self.follower.pump()
+                return verdict
+            time.sleep(_TICK_SECONDS)
+
+    def look(self) -> Verdict | None:
+        self.follower.pump()
+        if not self._frozen and self.files.all_have_started():
+            processes.freeze(self.stock)
+            self._frozen = True
+        ends = self.ends()
+        self._tell_finished(ends)
+        killed = self.stock.poll() or 0
+        if killed < 0 and not self.stop.wanted_here:  # it is frozen, and does not end by itself
+            how = f"was killed by {signal_name(-killed)}, and the ranks ended with it"
+            return Verdict(
+                Cause.TOLD, _of_no_rank(f"the process of Paddle's launcher on {self.files.node.describe()} {how}")
+            )
+        all_ended = len(ends) == self.files.node.processes
+        if all_ended and all(end.succeeded or end.preempted for end in ends):
+            return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
+        failed = any(not end.succeeded and not end.preempted for end in ends)
+        if failed or self._reports or self._clock() >= self._next_look_at_store:
+            self._next_look_at_store = self._clock() + polling_seconds(self.files.node, _STORE_EVERY_SECONDS)
+            verdict = self._ask_store()
+            if verdict is not None:
+                return verdict
+        if self._clock() >= self._next_look_at_connections:
+            self._next_look_at_connections = self._clock() + _CONNECTIONS_EVERY_SECONDS
+            self._look_at_connections()
+        self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
+        if self.stop.is_over or (self.stop.wanted_here and all_ended):
+            return self._unsaved(ends) or Verdict(Cause.STOPPED)
+        return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+
+    def _tell_finished(self, ends: list[WorkerResult]) -> None:
+        for end in ends:
+            if end.succeeded and end.rank not in self._finished:
+                self._finished.add(end.rank)
+                self.rendezvous.tell_finished(end.rank)
+
+    def _unsaved(self, ends: list[WorkerResult]) -> Verdict | None:
+        """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
+        if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
+            return None
+        return Verdict(
+            Cause.RANK_FAILED, root_cause=choose_root_cause(with_reports(ends, self._reports, self.files.node))
+        )
+
+    def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
+        node = self.files.node
+        root_cause = choose_root_cause(with_reports(ends, self._reports, node))
+        of_no_rank = next((report for report in self._reports if report.rank == NO_RANK), None)
+        if root_cause is None and of_no_rank is None:  # reports of ranks that this job does not have
+            return None
+        self._failed_at = self._failed_at or self._clock()
+        if root_cause is None or (of_no_rank is not None and root_cause.secondary):
+            assert of_no_rank is not None
+            if self.stop.is_announced or self._clock() < self._failed_at + _ECHO_SECONDS:
+                return None
+            return Verdict(Cause.TOLD, _of_no_rank(of_no_rank.message))
+        is_missed = root_cause.report is not None and not root_cause.report.is_own
+        if self.stop.is_announced and (root_cause.secondary or is_missed):
+            return None  # other ranks report ranks that have stopped as missing
+        if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
+            return None
+        if root_cause.rank in node.ranks:
+            return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
+        assert root_cause.report is not None
+        return Verdict(Cause.TOLD, root_cause.report.to_json())
+
+    def _ask_store(self) -> Verdict | None:
+        try:
+            word, self._reports = self.rendezvous.failures()
+        except WorkerFailed as error:
+            return Verdict(Cause.STORE_LOST, message=str(error))
+        if word is not None:
+            return Verdict(Cause.TOLD, word)
+        self.stop.ask_store()
+        return None
+
+    def ends(self) -> list[WorkerResult]:
+        """How ranks have ended so far; when the stock launcher is gone, the others ended without a trace."""
+        since_start = self._clock() - self.rendezvous.start
+        ends = self.files.ends(self.rendezvous.start)
+        for local in self.files.without_wrapper():
+            ends.setdefault(local, self.files.result_without_trace(local, since_start))
+        if self.stock.poll() is not None:
+            self._stock_ended_at = self._stock_ended_at or self._clock()
+            if self._clock() > self._stock_ended_at + _RECORD_SECONDS:
+                for local in range(self.files.node.processes):
+                    ends.setdefault(local, self.files.result_without_trace(local, since_start))
+        return [ends[local] for local in sorted(ends)]
+
+
+def _of_no_rank(message: str) -> dict[str, object]:
+    """The report of a failure that has no root cause in a rank, and that a restart may overcome."""
+    return {"message": message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
+
+
+def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
+    """How long after the first sign of a failure to decide, given the root cause so far."""
+    report = root_cause.report
+    if report is None:
+        return _ECHO_SECONDS if root_cause.secondary else 0.0
+    if is_here and root_cause.has_ended:
+        return 0.0 if report.is_own else _NOTICED_SECONDS
+    own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
+    return own if is_here else own + _NEWS_SECONDS
+
+
+# The graceful stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
+
+
+# In addition to another node's grace: how long the notice of its end may take.
+_GRACEFUL_STOP_NEWS_SECONDS = 5.0
+# Before that, ranks may still be starting and have no handler for SIGTERM.
+_SETTLED_SECONDS = 20.0
+
+WaitingNodes = Callable[[], str | None]
+
+
+class GracefulStop:
+    """Once a stop has been requested, on any node, the ranks of this node have a bounded time to end.
+
+    A signal to this launcher ends the job. Waiting nodes (the leader sees which have come back and are ready) cause
+    another attempt that includes them.
+    """
+
+    def __init__(
+        self,
+        files: RankFiles,
+        rendezvous: Rendezvous,
+        stopping: Stopping,
+        grace_seconds: float,
+        waiting_nodes: WaitingNodes,
+        clock: Callable[[], float],
+    ) -> None:
+        self.by_signal = False
+        self.for_waiting_nodes = ""
+        self._files = files
+        self._rendezvous = rendezvous
+        self._stopping = stopping
+        self._grace_seconds = grace_seconds
+        self._waiting_nodes = waiting_nodes
+        self._clock = clock
+        self._until: float | None = None
+        self.is_announced = False
+        """Announced on some node: ranks that end or are lost within the bound count as part of it."""
+
+    @property
+    def wanted_here(self) -> bool:
+        return self.by_signal or bool(self.for_waiting_nodes)
+
+    @property
+    def signal_number(self) -> int:
+        return self._stopping.asked
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks' time is over."""
+        return self._until is not None and self._clock() > self._until
+
+    def heed(self, *, one_has_stopped: bool) -> None:
+        """Once per tick: signals, and ranks that another process asked to stop."""
+        if self._stopping.asked and not self.by_signal:
+            self.by_signal = True
+            self._ask(f"{self._files.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
+        elif one_has_stopped and self._until is None:
+            self._until = self._clock() + self._grace_seconds
+
+    def ask_store(self) -> None:
+        """Periodically: what other nodes have announced, and which nodes have come back."""
+        if self._until is not None:
+            return
+        notice: dict[str, Any] | None = self._rendezvous.stop_announced()
+        if notice is not None:
+            self._until = self._clock() + float(notice["grace_seconds"]) + _GRACEFUL_STOP_NEWS_SECONDS
+            self.is_announced = True
+        elif self._clock() > self._rendezvous.start + _SETTLED_SECONDS and (why := self._waiting_nodes()):
+            self.for_waiting_nodes = why
+            self._ask(why)
+
+    def _ask(self, why: str) -> None:
+        self._until = self._clock() + self._grace_seconds
+        self.is_announced = True
+        self._rendezvous.announce_stop(why, self._grace_seconds, again=not self.by_signal)
+        processes.ask_to_stop(self._files.wrapper_pids())

@@ -1,0 +1,399 @@
+"""Combines the request and this machine into one checked description of this node in the job."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from fleet_train import __version__
+from fleet_train.cluster import network
+from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
+from fleet_train.cluster.cluster import is_number, refuse_repeated
+from fleet_train.cluster.network import is_local
+from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
+from fleet_train.errors import ClusterError, ProfileError
+from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
+
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine as a node of the job. ``devices`` is None where processes have only a number (CPU)."""
+
+    addresses: tuple[str, ...]  # of all nodes, in the order of ranks
+    index: int
+    started_port: int
+    processes: int
+    devices: tuple[str, ...] | None
+    interface: str | None
+    leader: int = 0
+    """The node of the leading launcher, to which all connect: its position in ``addresses``."""
+    hosts: tuple[str, ...] = ()
+    """The names of the nodes, if these stay the same when an address changes. Empty: addresses are fixed."""
+    numbers: tuple[int, ...] = ()
+    """If ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
+
+    @property
+    def address(self) -> str:
+        return self.addresses[self.index]
+
+    def host(self, index: int) -> str:
+        """Its permanent identity: name or address."""
+        return self.hosts[index] if self.hosts else self.addresses[index]
+
+    @property
+    def every_host(self) -> tuple[str, ...]:
+        return self.hosts or self.addresses
+
+    def with_addresses(self, addresses: tuple[str, ...]) -> Node:
+        """The same nodes at their current addresses."""
+        return replace(self, addresses=addresses)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.index == self.leader
+
+    @property
+    def world_size(self) -> int:
+        return len(self.addresses) * self.processes
+
+    @property
+    def store_port(self) -> int:
+        return self.started_port + self.processes
+
+    @property
+    def store_endpoint(self) -> str:
+        """Where the leader's store listens; by name if the node has one, so that it is found at a new address."""
+        return self.store_of(self.leader)
+
+    def store_of(self, index: int) -> str:
+        return f"{self.host(index)}:{self.store_port}"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run on this node, in the order of their local index."""
+        return range(self.index * self.processes, (self.index + 1) * self.processes)
+
+    def among(self, nodes: tuple[int, ...]) -> Node:
+        """This node in a job of these nodes only (positions in ``addresses``), which must contain it
+        and the leader."""
+        addresses = tuple(self.addresses[i] for i in nodes)
+        hosts = tuple(self.hosts[i] for i in nodes) if self.hosts else ()
+        leader = nodes.index(self.leader)
+        return replace(
+            self, addresses=addresses, hosts=hosts, index=nodes.index(self.index), leader=leader, numbers=nodes
+        )
+
+    def led_by(self, leader: int) -> Node:
+        return replace(self, leader=leader)
+
+    def describe(self, index: int | None = None) -> str:
+        index = self.index if index is None else index
+        return f"node {self.numbers[index] if self.numbers else index} ({self.addresses[index]})"
+
+
+def place(request: LaunchRequest, machine: Machine) -> Node:
+    """The node that the request describes on this machine. Raises ClusterError; resolves host names only."""
+    hosts = request.hosts or (DEFAULT_HOST,)
+    addresses = tuple(network.resolve(host) for host in hosts)
+    check_addresses(hosts, addresses)
+    index = choose_node(hosts, addresses, request.node_host, machine.addresses)
+    processes, devices = choose_processes(request.selected_gpus, request.processes_per_node, machine.gpus)
+    check_port_range(request.first_port, processes)
+    if request.ports_per_node is not None and processes > request.ports_per_node:
+        raise ClusterError(
+            f"TRAINER_PORTS_NUM={request.ports_per_node} is too few for {processes} processes per node, each of which "
+            "needs a port; request more ports or start fewer processes"
+        )
+    interface = choose_interface(addresses, index, machine, network.interface_towards)
+    names = hosts if request.by_name else ()
+    return Node(addresses, index, request.first_port, processes, devices, interface, hosts=names)
+
+
+def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
+    """Several nodes must be distinct and reachable from each other."""
+    if len(addresses) == 1:
+        return
+    given = f"--cluster_node_ips={','.join(hosts)}"
+    refuse_repeated(addresses, given, "after resolving names each node must have an address of its own")
+    if DEFAULT_HOST in addresses:
+        raise ClusterError(
+            f"{given}: {DEFAULT_HOST} means another machine on every node (Paddle's launcher refuses it too); give "
+            "each node's address in the network, or 127.0.0.2,127.0.0.3 for two nodes on this one machine"
+        )
+    loopback = [f"{h} = {a}" for h, a in zip(hosts, addresses, strict=True) if network.is_loopback(a)]
+    if loopback and len(loopback) < len(addresses):
+        raise ClusterError(
+            f"{given}: {', '.join(loopback)} can be reached from this machine only, the others are in a network; give "
+            "the address in the network (/etc/hosts may map a host name to a 127.* address)"
+        )
+
+
+def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...]) -> int:
+    """Which of the listed nodes this machine is. Raises ClusterError with its addresses."""
+    mine = f"this machine has {', '.join(local) or 'no IPv4 address'}"
+    if asked is None:
+        matching = [i for i, address in enumerate(addresses) if network.is_local(address, local)]
+        if len(matching) == 1:
+            return matching[0]
+        found = "none" if not matching else ", ".join(addresses[i] for i in matching)
+        raise ClusterError(
+            f"cannot tell which of the nodes {','.join(hosts)} this machine is: {found} of them "
+            f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<this machine's address>"
+        )
+    address = asked if asked in addresses else network.resolve(asked)
+    if address not in addresses:
+        raise ClusterError(
+            f"--node_ip={asked} is not among --cluster_node_ips={','.join(hosts)}; every node is started with the same "
+            f"list and with its own address from it ({mine})"
+        )
+    if not network.is_local(address, local):
+        raise ClusterError(
+            f"--node_ip={asked} is not an address of this machine: {mine}; --node_ip must differ on every machine"
+        )
+    return addresses.index(address)
+
+
+def choose_processes(
+    selected: tuple[str, ...] | None, asked: int | None, gpus: tuple[str, ...] | None
+) -> tuple[int, tuple[str, ...] | None]:
+    """(processes, devices). Without GPUs in the build, ``--selected_gpus=0,1`` gives the number of processes."""
+    if asked is not None and asked < 1:
+        raise ClusterError(f"--nproc_per_node={asked} is too few; a node runs at least 1 process")
+    if selected and asked and len(selected) != asked:
+        raise ClusterError(
+            f"--selected_gpus={','.join(selected)} names {len(selected)} devices, but --nproc_per_node={asked}; there "
+            "is one process per device, so give one of the two flags, or numbers that agree"
+        )
+    if gpus is None:
+        return (len(selected) if selected else asked or 1), None
+    if not gpus:
+        if selected:
+            raise ClusterError(
+                f"--selected_gpus={','.join(selected)}: this machine has no visible GPU; to train on its processors "
+                f"use --nproc_per_node={len(selected)}"
+            )
+        return asked or 1, None
+    devices = selected or gpus[: asked or len(gpus)]
+    missing = [device for device in devices if device not in gpus]
+    if missing or (asked or 0) > len(gpus):
+        wanted = f"--selected_gpus={','.join(devices)}" if missing else f"--nproc_per_node={asked}"
+        raise ClusterError(f"{wanted}: the visible GPUs are {','.join(gpus)} (see nvidia-smi and CUDA_VISIBLE_DEVICES)")
+    return len(devices), devices
+
+
+def check_port_range(started_port: int, processes: int) -> None:
+    if not 1 <= started_port <= _LAST_PORT - processes:
+        raise ClusterError(
+            f"--started_port={started_port}: with {processes} processes per node the ports {started_port} to "
+            f"{started_port + processes} are used (the last one by the job store); they must lie in 1 to {_LAST_PORT}"
+        )
+
+
+def choose_interface(
+    addresses: tuple[str, ...], index: int, machine: Machine, towards: Callable[[str], str | None]
+) -> str | None:
+    """The interface to the other nodes: by route, not by name; names differ between machines.
+
+    If the routes differ (or there is none), the interface of this node's own address decides.
+    """
+    own = network.interface_of(addresses[index], machine.interfaces)
+    routes = {towards(address) for i, address in enumerate(addresses) if i != index}
+    if len(routes) == 1 and None not in routes:
+        return routes.pop()
+    return own
+
+
+def check_ports(node: Node) -> None:
+    """The ports that this node will listen on must be free now. Raises ClusterError with the process that uses one."""
+    wanted = [(port, f"rank {rank}") for port, rank in enumerate(node.ranks, node.started_port)]
+    wanted.append((node.store_port, "the job store"))
+    for port, purpose in wanted:
+        if not network.port_is_free(node.address, port):
+            raise ClusterError(
+                f"port {port} on {node.address}, which {purpose} needs (--started_port={node.started_port}), is in use "
+                f"by {network.port_owner(port, node.address)}; end it or choose another --started_port on every node"
+            )
+
+
+# What this machine has: addresses, processors, Paddle's build and its devices. Nothing here imports Paddle.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""
+
+    interfaces: dict[str, tuple[str, ...]]
+    processors: int
+    is_amd: bool
+    gpus: tuple[str, ...] | None
+    versions: dict[str, str]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(address for group in self.interfaces.values() for address in group)
+
+
+def look_around(environ: Mapping[str, str]) -> Machine:
+    distribution, paddle_version = installed_paddle()
+    return Machine(
+        interfaces=network.interface_addresses(),
+        processors=usable_processors(),
+        is_amd=is_amd_processor(),
+        gpus=visible_gpus(environ) if distribution == "paddlepaddle-gpu" else None,
+        versions={
+            "python": platform.python_version(),
+            "fleet_train": __version__,
+            "paddle": f"{paddle_version} ({distribution})" if distribution else "not installed",
+        },
+    )
+
+
+def installed_paddle() -> tuple[str, str]:
+    """(distribution, version) of the installed Paddle; empty strings if there is none."""
+    for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
+        try:
+            return distribution, metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs that processes may use, by number: CUDA_VISIBLE_DEVICES, else /dev, else (WSL) nvidia-smi."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and chosen != "all":
+        return tuple(part.strip() for part in chosen.split(",") if part.strip())
+    numbers = [entry.name.removeprefix("nvidia") for entry in devices.glob("nvidia[0-9]*")]
+    return tuple(sorted((n for n in numbers if is_number(n)), key=int)) or _gpus_of_nvidia_smi()
+
+
+def _gpus_of_nvidia_smi() -> tuple[str, ...]:
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
+
+
+# The environment of the stock launcher and the ranks: without leftovers, and without overriding the user's values.
+
+
+# The stock launcher lets each of these override its flag (launch/context/args_envs.py, env_args_mapping).
+_OVERRIDES_OF_FLAGS = """
+POD_IP PADDLE_MASTER PADDLE_DEVICES PADDLE_NNODES PADDLE_RUN_MODE PADDLE_LOG_LEVEL PADDLE_LOG_OVERWRITE PADDLE_SORT_IP
+PADDLE_NPROC_PER_NODE PADDLE_JOB_ID PADDLE_RANK PADDLE_LOG_DIR PADDLE_MAX_RESTART PADDLE_ELASTIC_LEVEL
+PADDLE_ELASTIC_TIMEOUT PADDLE_SERVER_NUM PADDLE_TRAINER_NUM PADDLE_SERVERS_ENDPOINTS PADDLE_TRAINERS_ENDPOINTS
+PADDLE_GLOO_PORT PADDLE_WITH_GLOO PADDLE_START_PORT PADDLE_IPS PADDLE_AUTO_PARALLEL_CONFIG PADDLE_AUTO_CLUSTER
+"""
+# Variables of an outer job (ours, PaddleCloud's, an older launcher's): the inner job is a different one.
+_OTHER_JOBS = """
+PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_SIZE
+PADDLE_LOCAL_SIZE PADDLE_GLOBAL_RANK PADDLE_LOCAL_RANK PADDLE_RANK_IN_NODE PADDLE_DISTRI_BACKEND PADDLE_XCCL_BACKEND
+PADDLE_BACKUP_ENV_PATH PADDLE_TRAINERS PADDLE_PORT PADDLE_PSERVERS_IP_PORT_LIST PADDLE_TRAINING_ROLE
+DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_PORT_LIST POD_NAME
+FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
+PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
+FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
+FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
+"""
+# Prints environments, starts ranks under another program, or changes where the launcher reads its flags from.
+_MEDDLERS = "FLAGS_print_launcher_env WITH_COVERAGE PADDLE_LAUNCH_WITH_ARGS"
+SCRUBBED = frozenset((_OVERRIDES_OF_FLAGS + _OTHER_JOBS + _MEDDLERS).split())
+# On a machine without GPUs this makes the stock launcher assume them.
+_DEVICE_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES", "XPULINK_VISIBLE_DEVICES"})
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """``ours``: variables that we set. ``removed``: those we removed. ``kept``: names whose user value was kept."""
+
+    ours: dict[str, str]
+    removed: frozenset[str]
+    kept: tuple[str, ...]
+    import_path: Path | None = None
+    hidden: frozenset[str] = frozenset()
+    """Names that the profile's environment section sets: their values may be secrets."""
+
+    def over(self, environ: Mapping[str, str]) -> dict[str, str]:
+        merged = {name: value for name, value in environ.items() if name not in self.removed} | self.ours
+        if self.import_path is not None:
+            merged["PYTHONPATH"] = appended(merged.get("PYTHONPATH", ""), str(self.import_path))
+        return merged
+
+    def shown(self) -> dict[str, str]:
+        """What we set, without any value of the user's: PYTHONPATH is extended, the profile's values are ``(set)``."""
+        added = {"PYTHONPATH": f"...:{self.import_path}"} if self.import_path is not None else {}
+        return self.ours | dict.fromkeys(self.hidden & self.ours.keys(), "(set)") | added
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The variables that the profile and the flags request for every rank."""
+
+    profile_environment: Mapping[str, str]
+    """Those of its environment section and its knobs."""
+    strategy: str | None  # name or absolute path
+    join_timeout_seconds: float
+    import_path: Path | None  # the package's folder if it is not installed
+    job_id: str = ""
+    secret_file: Path | None = None
+    hidden: frozenset[str] = frozenset()
+    """Names of the environment section."""
+    strict: bool = False
+
+
+def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
+    """What to set and what to remove. The user's own variables override the profile's and our advice."""
+    refused = sorted(SCRUBBED & wanted.profile_environment.keys())
+    if refused:
+        raise ProfileError(
+            f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
+        )
+    removed = SCRUBBED | (frozenset() if node.devices else _DEVICE_VARIABLES)
+    users = {name: value for name, value in environ.items() if name not in removed}
+    advice = {**_advice(node, machine), **wanted.profile_environment}
+    kept = tuple(
+        name for name, value in wanted.profile_environment.items() if name in users and users[name] != str(value)
+    )
+    ours = {name: str(value) for name, value in advice.items() if name not in users}
+    ours |= _told_to_ranks(node, wanted)
+    return LaunchEnvironment(ours, removed & environ.keys(), kept, wanted.import_path, wanted.hidden)
+
+
+def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
+    told = {
+        "FLEET_TRAIN_STORE": node.store_endpoint,
+        "FLEET_TRAIN_JOIN_TIMEOUT": f"{wanted.join_timeout_seconds:g}",
+    }
+    if wanted.strict:
+        told["FLEET_TRAIN_STRICT"] = "1"
+    if wanted.job_id:
+        told[JOB_ID] = wanted.job_id
+    if wanted.secret_file is not None:
+        told[SECRET_FILE] = str(wanted.secret_file)
+    return told | ({"FLEET_TRAIN_STRATEGY": wanted.strategy} if wanted.strategy else {})
+
+
+def _advice(node: Node, machine: Machine) -> dict[str, str]:
+    # Without it the stock launcher starts every process with one thread, however many processors there are.
+    # Nodes that are emulated on this machine share its processors.
+    nodes_here = sum(is_local(address, machine.addresses) for address in node.addresses)
+    threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
+    advice = advice_for_rank(threads, node.devices is None, machine.is_amd)
+    if node.interface is not None:
+        advice |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
+    return advice
+
+
+def appended(path: str, folder: str) -> str:
+    """A search path with a folder appended, unless it contains it already."""
+    parts = [part for part in path.split(":") if part]
+    return ":".join(parts if folder in parts else [*parts, folder])

@@ -1,0 +1,285 @@
+"""Checks everything that can be checked before a process starts, and builds the launch. Starts nothing."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fleet_train
+from fleet_train.cluster.environment import is_strict
+from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
+from fleet_train.cluster.store.members import FAN_IN
+from fleet_train.errors import ClusterError, PaddleUnusable
+from fleet_train.launch.node import (
+    LaunchEnvironment,
+    Machine,
+    Node,
+    Wanted,
+    build_environment,
+    check_ports,
+    look_around,
+    place,
+)
+from fleet_train.launch.processes import LONGEST_WORD_BYTES, program_word, stock_command
+from fleet_train.launch.rendezvous.round import Facts, check_told, with_nodes_of_engine
+from fleet_train.launch.report import counted
+from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
+from fleet_train.launch.terminal import say
+
+if TYPE_CHECKING:
+    from fleet_train.profile import Profile
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A checked launch: what ``run`` executes and ``--dry-run`` prints."""
+
+    node: Node
+    program: tuple[str, ...]
+    is_module: bool
+    log_dir: Path
+    join_timeout_seconds: float
+    strategy: str | None
+    environment: LaunchEnvironment
+    facts: Facts
+    access: Access
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
+    direct_ranks: int = FAN_IN
+    restarts: int = 0
+    """How often an engine has started this job before; attempts are numbered on from there."""
+    run: str = ""
+    """The job's name across these restarts; empty: each launch is a separate job."""
+    verbose: bool = False
+    strict: bool = False
+
+    def at(self, node: Node) -> Launch:
+        """The same launch for this subset of the nodes: ranks are renumbered."""
+        return replace(self, node=node)
+
+    def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one attempt's ranks: their rendezvous (``host:port/round``), and which attempt of which
+        job it is."""
+        attempt = str(self.restarts + number)
+        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
+        return self.environment.over(environ) | told
+
+    def command(self, token: str, private: Path) -> list[str]:
+        return stock_command(
+            self.node, self.program, is_module=self.is_module, log_dir=self.log_dir, token=token, private=private
+        )
+
+    def summary(self) -> str:
+        node = self.node
+        nodes = counted(len(node.addresses), "node")
+        on = f"devices {','.join(node.devices)}" if node.devices else "CPU"
+        ranks = counted(node.world_size, "rank")
+        return (
+            f"{nodes} x {node.processes} = {ranks}; this is {node.describe()}, {on}, interface "
+            f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}; logs in {self.log_dir}"
+        )
+
+    def dry_run(self) -> str:
+        command = shlex.join(self.command("<token>", Path("<private folder>")))
+        ours = [f"  {name}={value}" for name, value in sorted(self.environment.shown().items())]
+        lines = [
+            self.summary(),
+            f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}; {self._heard()}",
+        ]
+        lines += [self.faults.in_words(len(self.node.addresses)), "set for the ranks:", *ours]
+        if self.environment.removed:
+            lines.append(f"removed from the environment: {', '.join(sorted(self.environment.removed))}")
+        return "\n".join([*lines, "would start:", f"  {command}"])
+
+    def _heard(self) -> str:
+        by = "a shared secret" if self.access.secret else "the addresses of the node list"
+        return f"job id {self.access.job}, its connections are authenticated by {by}"
+
+
+def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
+    """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+    request = with_nodes_of_engine(request, environ, say)
+    machine = look_around(environ)
+    check_program(request)
+    check_size(request)
+    strategy, profile = load_strategy(request.strategy)
+    node = place(request, machine)
+    check_ports(node)
+    access = access_of_request(request, node, environ)
+    check_log_dir(request.log_dir)
+    check_paddle(machine, profile)
+    strict = request.strict or is_strict(environ)
+    wanted = Wanted(
+        profile.worker_environment() if profile else {},
+        strategy,
+        request.join_timeout_seconds,
+        import_path_for_ranks(),
+        access.job,
+        request.secret_file,
+        frozenset(profile.environment) if profile else frozenset(),
+        strict,
+    )
+    return Launch(
+        node=node,
+        program=request.command,
+        is_module=request.is_module,
+        log_dir=request.log_dir.absolute(),
+        join_timeout_seconds=request.join_timeout_seconds,
+        strategy=strategy,
+        environment=build_environment(node, machine, wanted, environ),
+        facts=facts_of(node, machine, profile, request),
+        access=access,
+        faults=checked_faults(request.faults, node),
+        direct_ranks=request.direct_ranks,
+        restarts=request.restarts,
+        run=request.run,
+        verbose=request.verbose,
+        strict=strict,
+    )
+
+
+def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, str]) -> Access:
+    """How this job's connections are authenticated. The default job id follows from script, node list and port:
+    arguments may differ between nodes."""
+    if request.secret_file is not None:
+        environ = {**environ, SECRET_FILE: str(request.secret_file)}
+    told = "\0".join([*node.addresses, str(node.started_port)])
+    name = Path(request.command[0]).name
+    name = re.sub(r"[^A-Za-z0-9._:@-]", "_", name)[:60]
+    default = f"{name}-{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:10]}"
+    access = Access.of(environ, node.address, default, say)
+    return replace(access, job=request.job_id or read_job_id(access.job, JOB_ID))
+
+
+def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
+    """What must be equal on every node, by the names used to report a difference."""
+    return check_told(
+        {
+            "the node list": ",".join(node.every_host),
+            "the number of processes per node": node.processes,
+            "--started_port": node.started_port,
+            "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
+            if profile and request.strategy
+            else "none",
+            "--max_restarts": request.faults.max_restarts,
+            "--min_nodes": request.faults.min_nodes or len(node.addresses),
+            "--direct_ranks": request.direct_ranks,
+            "--strict": request.strict,
+            "the kind of device": "GPU" if node.devices else "CPU",
+            "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
+            "the fleet_train version": machine.versions["fleet_train"],
+            "the Paddle version": machine.versions["paddle"],
+        }
+    )
+
+
+def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
+    """Raises ClusterError for settings that contradict each other or the node list."""
+    if faults.min_nodes is not None and not 1 <= faults.min_nodes <= len(node.addresses):
+        raise ClusterError(
+            f"--min_nodes={faults.min_nodes}: the job has {counted(len(node.addresses), 'node')} "
+            "(--cluster_node_ips), so give a number from 1 to that"
+        )
+    waits = faults.rejoin_timeout_seconds != FaultPolicy.rejoin_timeout_seconds
+    if (faults.min_nodes is not None or waits) and faults.max_restarts == 0:
+        flag = "--rejoin_timeout" if faults.min_nodes is None else "--min_nodes"
+        raise ClusterError(
+            f"{flag} has no effect without restarts: waiting for a lost node, or continuing without it, is a "
+            "restart; add --max_restarts=3"
+        )
+    return faults
+
+
+def check_program(request: LaunchRequest) -> None:
+    name = request.command[0]
+    if request.is_module:
+        if PathFinder.find_spec(name.split(".")[0], [str(Path.cwd()), *sys.path]) is None:
+            raise ClusterError(f"-m {name}: there is no such module on Python's path or in {Path.cwd()}")
+        return
+    path = Path(name)
+    check_name("the training script ", path)
+    if path.is_dir():
+        raise ClusterError(f"{name} is a folder; give the Python script that every rank runs")
+    if not path.is_file():
+        neighbours = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, neighbours, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"the working directory is {Path.cwd()}"
+        raise ClusterError(f"the training script {name} does not exist; {hint}")
+
+
+def check_size(request: LaunchRequest) -> None:
+    """Raise ClusterError for a script's arguments that are too long for the one word that they travel in."""
+    size, most = len(program_word(request.command, request.is_module)), LONGEST_WORD_BYTES - 1
+    if size > most:
+        raise ClusterError(
+            f"the script and its arguments have {size} bytes, with quotation marks and commas between them; at most "
+            f"{most} can be passed on to the ranks: write them into a file that the script reads"
+        )
+
+
+def check_name(what: str, path: Path) -> None:
+    """Raise ClusterError for a path that cannot be looked up: too long, with a NUL, in an inaccessible folder."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise ClusterError(f"{what}{str(path)[:100]} cannot be used: {reason}; give another path") from None
+
+
+def check_log_dir(log_dir: Path) -> None:
+    check_name("--log_dir=", log_dir)
+    nearest = next(folder for folder in [log_dir.absolute(), *log_dir.absolute().parents] if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a writable folder; choose another")
+
+
+def load_strategy(asked: str | None) -> tuple[str | None, Profile | None]:
+    """(profile name or absolute path, profile): ranks may run in a different working directory."""
+    if asked is None:
+        return None, None
+    from fleet_train.profile import load_profile, profile_names  # pydantic: only when a profile was asked for
+
+    profile = load_profile(asked)
+    return (asked if asked in profile_names() else str(Path(asked).absolute())), profile
+
+
+def check_paddle(machine: Machine, profile: Profile | None) -> None:
+    if machine.versions["paddle"] == "not installed":
+        raise PaddleUnusable(
+            f"Paddle is not installed for {sys.executable}; install it with: pip install paddlepaddle==3.3.1 (CPU), "
+            "or see requirements-gpu.txt"
+        )
+    if profile is not None and any(name.startswith("FLAGS_") for name in profile.environment):
+        from fleet_train.profile import check_flags
+
+        check_flags(profile, known_paddle_flags())
+
+
+def known_paddle_flags() -> frozenset[str]:
+    """Every FLAGS_* name of the installed Paddle. Takes seconds: a separate process imports Paddle."""
+    code = "import paddle; print(' '.join(paddle.base.core.globals().keys()))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    names = frozenset(name for name in asked.stdout.split() if name.startswith("FLAGS_"))
+    if asked.returncode != 0 or not names:
+        last = asked.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise PaddleUnusable(f"the installed Paddle cannot be imported to read its flags: {last[0]}")
+    return names
+
+
+def import_path_for_ranks() -> Path | None:
+    """Where ranks find fleet_train when it runs from a checkout that is not installed; None when it is installed."""
+    home = Path(fleet_train.__file__).resolve().parent.parent
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    return None if home in installed else home

@@ -1,0 +1,258 @@
+"""How ranks ended, and which of them was the root cause. Pure data and decisions.
+
+The ranks' reports to the store (``FailureReport``) say more than the order in which processes end: a rank that has
+raised may take long to exit, and one that others report as missing may never exit by itself, or has ended with 0.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.errors import Preempted, WorkerFailed
+from fleet_train.launch.node import Node
+
+_SHELL_SIGNAL_BASE = 128
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The end of one rank. ``seconds`` count from the time at which all launchers had joined, on every node."""
+
+    rank: int
+    endpoint: str
+    node_index: int
+    exit_code: int | None  # None: a signal ended it, or how it ended is unknown
+    signal_number: int | None
+    seconds: float
+    asked_to_stop: bool
+    log_file: str
+    last_lines: tuple[str, ...] = ()
+    report: FailureReport | None = None
+    """The report about this rank's failure in the store, by itself or by a rank that missed it."""
+    has_ended: bool = True
+    """False if only its report is known: it still runs, or its node is silent."""
+
+    @property
+    def failed(self) -> bool:
+        """Also with exit code 0: if others still needed it, or if it reported a failure itself."""
+        return self.report is not None or not (self.succeeded or self.preempted)
+
+    @property
+    def failed_seconds(self) -> float:
+        """When it failed, which may be long before its process has ended."""
+        return self.seconds if self.report is None else min(self.seconds, self.report.seconds)
+
+    @property
+    def _says_enough(self) -> bool:
+        """Whether the end of its process alone shows a failure."""
+        return self.has_ended and not (self.asked_to_stop or self.succeeded or self.preempted)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def preempted(self) -> bool:
+        """It was asked to stop, has saved its state, and stopped."""
+        return self.exit_code == Preempted.exit_code
+
+    @property
+    def without_trace(self) -> bool:
+        """Its wrapper was killed, so there is no record of its end."""
+        return self.exit_code is None and self.signal_number is None
+
+    @property
+    def secondary(self) -> bool:
+        """It ended because something else had failed: it was stopped, or reported that another rank was lost."""
+        return (
+            self.report is None
+            and not self.succeeded
+            and not self.preempted
+            and (self.asked_to_stop or self.exit_code == WorkerFailed.exit_code)
+        )
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a record.
+
+        A failure that its own exit does not show (it had to be stopped, or ended with 0) has the report's exit code.
+        """
+        if self.report is not None and not self._says_enough:
+            return self.report.exit_code
+        if self.exit_code is not None:
+            return self.exit_code
+        return _SHELL_SIGNAL_BASE + (self.signal_number or signal.SIGKILL)
+
+    def how(self) -> str:
+        """``exit code 3``, ``killed by SIGKILL``, ``exit code 1 (ValueError)``, ``... , then stopped by SIGTERM``."""
+        if self.report is None or (self.report.kind == "lost" and self._says_enough):
+            return self._end()
+        if not self.has_ended:
+            return self.report.what
+        if self.asked_to_stop:
+            return f"{self.report.what}, then {self._end()}"
+        ending = self._end() if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"{ending} ({self.report.what})"
+
+    def _end(self) -> str:
+        if self.without_trace:
+            return "ended without a trace (its wrapper process was killed)"
+        if self.signal_number is not None:
+            return f"{'stopped' if self.asked_to_stop else 'killed'} by {signal_name(self.signal_number)}"
+        if self.exit_code == WorkerFailed.exit_code:
+            return f"exit code {self.exit_code} (another rank was lost)"
+        if self.preempted:
+            return f"exit code {self.exit_code} (stopped gracefully)"
+        return "finished" if self.succeeded else f"exit code {self.exit_code}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WorkerResult:
+        report = None if data["report"] is None else FailureReport.from_json(data["report"])
+        return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report})
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``; ``signal 34`` if Python has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
+    """The rank that failed first by itself; None if all succeeded or stopped gracefully.
+
+    Secondary failures are considered only if there is no other failure, ranks that we stopped ourselves last.
+    """
+    failed = [end for end in ends if end.failed]
+    return min(
+        failed,
+        key=lambda end: (end.asked_to_stop and end.report is None, end.secondary, end.failed_seconds, end.rank),
+        default=None,
+    )
+
+
+def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
+    """The results with the report about each rank, its own one first; and reported ranks that have no result."""
+    found = {end.rank: end for end in ends}
+    told: dict[int, FailureReport] = {}
+    for report in reports:
+        earlier = told.setdefault(report.rank, report)
+        if report.is_own and not earlier.is_own:
+            told[report.rank] = report.at(min(earlier.seconds, report.seconds))
+    for rank, report in told.items():
+        if 0 <= rank < node.world_size:
+            found[rank] = replace(found.get(rank) or _not_ended(rank, report, node), report=report)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
+    index, local = divmod(rank, node.processes)
+    endpoint = f"{node.addresses[index]}:{node.started_port + local}"
+    return WorkerResult(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
+
+
+def result_from_record(
+    record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str
+) -> WorkerResult:
+    """The end that a worker wrapper recorded; ``start`` is on the same monotonic clock as the record."""
+    return WorkerResult(
+        rank=record["rank"],
+        endpoint=endpoint,
+        node_index=node_index,
+        exit_code=record["exit_code"],
+        signal_number=record["signal"],
+        seconds=round(record["ended_monotonic"] - start, 3),
+        asked_to_stop=record["asked_to_stop"] is not None,
+        log_file=log_file,
+    )
+
+
+def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
+    """The last non-empty lines; of a progress bar only its last state, of a very long line its beginning."""
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    told = [line for line in lines if line]
+    return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in told[-count:])
+
+
+# The failure report: the last output of a failed job. Text in, text out.
+
+
+_ROWS_FOR_FOLLOWERS = 8
+
+
+def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
+    """The root cause's last log lines, then a table: the root cause first, then the secondary failures.
+
+    ``silent_nodes`` are nodes that have not reported how their ranks ended.
+    """
+    every = sorted(ends, key=lambda end: (end.seconds, end.rank))
+    root_cause = choose_root_cause(every)
+    if root_cause is None:
+        return "the job has failed, but no rank of the nodes that reported has"
+    parts = [_last_lines(root_cause), _table(root_cause, [end for end in every if end is not root_cause])]
+    if silent_nodes:
+        parts.append(f"not heard from: {', '.join(silent_nodes)}")
+    return "\n".join(parts)
+
+
+def headline(root_cause: WorkerResult) -> str:
+    """One line for other nodes and for ranks that wait in the store."""
+    rank, seconds = f"rank {root_cause.rank} ({root_cause.endpoint})", root_cause.failed_seconds
+    return f"{rank} failed first: {root_cause.how()} after {seconds:.1f} s"
+
+
+def _last_lines(root_cause: WorkerResult) -> str:
+    host = root_cause.endpoint.rpartition(":")[0]
+    told = root_cause.report.traceback if root_cause.report else ()
+    if told and told[-1] not in root_cause.last_lines:  # much was printed since, or the log is unavailable
+        lines = "\n".join(f"  | {line}" for line in told)
+        return f"rank {root_cause.rank} reported ({host}:{root_cause.log_file}):\n{lines}"
+    if not root_cause.last_lines:
+        return f"rank {root_cause.rank} wrote nothing to its log ({host}:{root_cause.log_file})"
+    lines = "\n".join(f"  | {line}" for line in root_cause.last_lines)
+    return f"last lines of rank {root_cause.rank} ({host}:{root_cause.log_file}):\n{lines}"
+
+
+def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:
+    rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", root_cause)]
+    followers = [end for end in others if not end.succeeded or end.failed]
+    rows += [_row("secondary", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += _rest("secondary", followers[_ROWS_FOR_FOLLOWERS:])
+    lines += _rest("finished", [end for end in others if end.succeeded and not end.failed])
+    return "\n".join(lines)
+
+
+def _row(role: str, end: WorkerResult) -> tuple[str, ...]:
+    return (role, str(end.rank), end.endpoint, end.how(), f"{end.failed_seconds:.1f} s", end.log_file)
+
+
+def _rest(role: str, ends: list[WorkerResult]) -> list[str]:
+    if not ends:
+        return []
+    return [f"{role}: {'rank' if len(ends) == 1 else 'ranks'} {spans(sorted(end.rank for end in ends))}"]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, span)) for span in found)

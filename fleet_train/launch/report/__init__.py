@@ -1,1 +1,0 @@
-"""How ranks ended, which failure was the root cause, and what is printed about it."""

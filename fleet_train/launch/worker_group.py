@@ -1,0 +1,344 @@
+"""This node's ranks in one attempt: start them, monitor them, stop them, report how they ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
+from fleet_train.launch import processes, worker_main
+from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict, WaitingNodes
+from fleet_train.launch.prepare import Launch
+from fleet_train.launch.processes import PrivateFolder, Stopping, StopRequested, request_name, take_log_dir
+from fleet_train.launch.rendezvous.coordinator import Kind, RunResult
+from fleet_train.launch.rendezvous.round import Rendezvous, Say
+from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, last_lines, with_reports
+from fleet_train.launch.terminal import Everything, StartupLines
+from fleet_train.launch.watching import Connections, Follower, NoFollower, RankFiles
+
+_OTHERS_END_WITHIN_SECONDS = 20.0
+_EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
+# A process that misses a rank can print its message before the launchers stop it.
+_LAST_LINE_SECONDS = 1.0
+
+
+@dataclass
+class _WorkerGroup:
+    """What has to be stopped and examined: the stock launcher and the ranks of this node, which it started."""
+
+    launch: Launch
+    rendezvous: Rendezvous
+    files: RankFiles
+    stock: subprocess.Popen[bytes]
+    private: Path
+    follower: Follower | NoFollower
+    stop: GracefulStop
+    connections: Connections
+    say: Say
+
+    def end(self) -> list[WorkerResult]:
+        """Stop everything; returns how every rank of this node ended, with its last lines."""
+        seconds = round(time.monotonic() - self.rendezvous.start, 3)
+        processes.end_everything(self.stock, self.files.wrapper_pids())
+        self.follower.close()
+        found = self.files.ends(self.rendezvous.start)
+        for local in self.files.records():
+            found.setdefault(local, self.files.result_without_trace(local, seconds))
+        return self.tell(found)
+
+    def tell(self, found: Mapping[int, WorkerResult]) -> list[WorkerResult]:
+        """Report to the other nodes how the ranks of this one ended (by local index)."""
+        ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
+        self.rendezvous.tell_results(ends)
+        return ends
+
+
+def run_worker_group(
+    launch: Launch,
+    rendezvous: Rendezvous,
+    environ: Mapping[str, str],
+    number: int,
+    stopping: Stopping,
+    waiting_nodes: WaitingNodes,
+    say: Say,
+) -> RunResult:
+    """Start this node's ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
+    node = launch.node
+    processes.adopt_orphans()
+    token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    inbox = Inbox(token, say)
+    with _unwritable_logs_refused(launch, rendezvous, number, say):
+        launch = _with_own_log_dir(launch, rendezvous, say)
+        RankFiles(node, launch.log_dir, token, number).prepare()
+    files = RankFiles(node, launch.log_dir, token, number, inbox.look, launch.verbose)
+    private = PrivateFolder(node.ranks)
+    passing = Everything() if launch.verbose else StartupLines()
+    follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
+    say(launch.summary() + (f"; attempt {number}" if number else ""))
+    connections = Connections(node)
+    try:
+        stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
+    except ClusterError as error:
+        private.remove()
+        inbox.close()
+        message = f"{node.describe()}: {error}"
+        rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
+        return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
+    stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)
+    group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, connections, say)
+    try:
+        with stopping.gracefully():
+            verdict = Monitor(files, rendezvous, stock, follower, stop, look_at_connections=connections.look).watch()
+        return _CONCLUSIONS[verdict.cause](group, verdict)
+    except StopRequested as request:
+        return _stopped(group, request.number, request.exit_code)
+    finally:
+        if stock.poll() is None:
+            processes.kill_now(stock)
+        private.remove()
+        inbox.close()
+
+
+@contextmanager
+def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int, say: Say) -> Iterator[None]:
+    """The first attempt must be able to write logs: raises ClusterError, on all nodes. Later attempts continue."""
+    try:
+        yield
+    except OSError as error:
+        message = f"--log_dir={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
+        if number == 0:
+            message += "; make room, or choose another folder"
+            rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)
+            raise ClusterError(message) from None
+        say(f"{message}; the job continues, logs are incomplete")
+
+
+def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous, say: Say) -> Launch:
+    """Nodes that share a folder: the first one keeps it, and each other node gets a folder of its own below it.
+
+    A folder that another job uses is not shared: both would write into the same files.
+    """
+    launch.log_dir.mkdir(parents=True, exist_ok=True)
+    shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
+    return replace(
+        launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir, say)
+    )
+
+
+def _succeed(group: _WorkerGroup, _: Verdict) -> RunResult:
+    apart = _ranks_apart(group)
+    result = _end_well(group, RunResult(Kind.DONE, 0))
+    if not apart or result.kind is not Kind.DONE:
+        return result
+    if group.launch.strict:
+        return replace(
+            result,
+            kind=Kind.FAILED,
+            exit_code=ConversionError.exit_code,
+            message=apart,
+            without_root_cause=True,
+            final=True,
+        )
+    if group.launch.node.index == 0:
+        group.say(apart)
+    return result
+
+
+def _ranks_apart(group: _WorkerGroup) -> str:
+    """The message if no rank has joined the job and none was seen to connect to another; empty otherwise.
+
+    The package's own commands that train nothing (``selftest``, ``doctor``) join it in their own way, or not at all.
+    """
+    launch = group.launch
+    is_ours = launch.is_module and launch.program[0].partition(".")[0] == "fleet_train"
+    group.connections.look()
+    if launch.node.world_size == 1 or is_ours or group.connections.seen or group.rendezvous.ranks_have_joined():
+        return ""
+    return (
+        f"the {launch.node.world_size} ranks ran side by side: none called fleet.init, and none was seen to connect to "
+        "another. If they were to train one model, call fleet.init(is_collective=True) of fleet_train and wrap the "
+        "optimizer with fleet.distributed_optimizer (docs/start.md)"
+    )
+
+
+def _preempted(group: _WorkerGroup, _: Verdict) -> RunResult:
+    notice = _stop_notice(group)
+    if notice.get("again"):
+        group.say(f"{notice['why']}: the ranks have saved their state")
+        return _end_well(group, RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
+    message = f"{notice['why']}; the job has saved its state and stopped: start it again to continue"
+    return _end_well(group, RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
+
+
+def _stop_notice(group: _WorkerGroup) -> dict[str, Any]:
+    return group.rendezvous.stop_announced() or {"why": "a rank was asked to stop"}
+
+
+def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
+    processes.end_idle_launcher(group.stock)
+    group.follower.close()
+    ends = group.tell(group.files.ends(group.rendezvous.start))
+    patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.faults.grace_seconds)
+    if result.kind is Kind.DONE:
+        # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank is a
+        # failure. A lost launcher ends the wait.
+        patience = math.inf
+    failure = group.rendezvous.exit_barrier(patience, group.say)
+    if failure is None:
+        return replace(result, ends=tuple(ends))
+    # If the job has failed elsewhere in the meantime, it has failed although this node's ranks succeeded.
+    _own_up(group, ends)
+    return _told(group, ends, failure)
+
+
+def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
+    """If a rank of this node has left too early, this launcher reports it: the others wait for its report."""
+    node = group.launch.node
+    root_cause = choose_root_cause(with_reports(ends, group.rendezvous.reports(), node))
+    if root_cause is not None and root_cause.rank in node.ranks:
+        time.sleep(_LAST_LINE_SECONDS)
+        group.rendezvous.fail(headline(root_cause), root_cause.shell_code)
+
+
+def _fail(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    if not group.files.records():
+        return _never_started(group)
+    assert verdict.root_cause is not None
+    group.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
+    return _over_all_nodes(group, group.end())
+
+
+def _follow(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    return _told(group, group.end(), verdict.report or {})
+
+
+def _told(group: _WorkerGroup, ends: list[WorkerResult], report: Mapping[str, Any]) -> RunResult:
+    """The result of a failure that another process reported."""
+    message = str(report.get("message", "another rank reported a failure"))
+    final = bool(report.get("final"))
+    if not report.get("no_root_cause"):
+        return replace(_over_all_nodes(group, ends, message), final=final)
+    code = int(report.get("exit_code", WorkerFailed.exit_code))
+    group.rendezvous.fail(message, code, no_root_cause=True, final=final)
+    message = f"{message}; {counted(len(ends), 'rank')} of {group.launch.node.describe()} ended with it"
+    return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, final=final)
+
+
+def _abandon(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    ends = group.end()
+    message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {group.launch.node.describe()}"
+    return RunResult(
+        Kind.FAILED, WorkerFailed.exit_code, message, tuple(ends), without_root_cause=True, store_lost=True
+    )
+
+
+def _over_all_nodes(group: _WorkerGroup, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
+    others, silent = group.rendezvous.results_of_others(_OTHERS_END_WITHIN_SECONDS)
+    every = tuple(with_reports((*ends, *others), group.rendezvous.reports(), group.launch.node))
+    root_cause = choose_root_cause(every)
+    code = root_cause.shell_code if root_cause is not None else WorkerFailed.exit_code
+    return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), root_cause)
+
+
+def _never_started(group: _WorkerGroup) -> RunResult:
+    """The stock launcher ended before any rank started: only its own output can say why."""
+    try:
+        words = last_lines((group.private / "stock.log").read_text(errors="replace"), count=12)
+    except OSError:
+        words = ()
+    node = group.launch.node.describe()
+    group.rendezvous.fail(f"paddle.distributed.launch started no rank on {node}", 1, no_root_cause=True, final=True)
+    message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it started a rank"
+    return RunResult(Kind.FAILED, 1, f"{message}; its output:", final=True, without_root_cause=True, output=words)
+
+
+def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
+    if group.stop.by_signal:
+        return _stopped(group, group.stop.signal_number, 128 + group.stop.signal_number)
+    notice = _stop_notice(group)
+    if notice.get("again"):  # without a saved state, the next attempt is an ordinary restart
+        report = {"message": notice["why"], "no_root_cause": True}
+        return _follow(group, replace(verdict, report=report))
+    return _end_by_force(group, str(notice["why"]), 128 + signal.SIGTERM)
+
+
+def _stopped(group: _WorkerGroup, number: int, exit_code: int) -> RunResult:
+    """Ctrl-C, a second signal, or ranks of this node that did not stop gracefully after the first one."""
+    message = f"{group.launch.node.describe()} was stopped by {request_name(number)}"
+    return _end_by_force(group, message, exit_code)
+
+
+def _end_by_force(group: _WorkerGroup, message: str, exit_code: int) -> RunResult:
+    still_there = len(group.files.wrapper_pids())
+    if still_there and group.stop.is_over:
+        message += f" ({counted(still_there, 'rank')} did not end within {group.launch.faults.grace_seconds:g} s)"
+    group.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
+    ends = group.end()
+    message = f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
+    return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_root_cause=True)
+
+
+_CONCLUSIONS: dict[Cause, Callable[[_WorkerGroup, Verdict], RunResult]] = {
+    Cause.ALL_ENDED_WELL: _succeed,
+    Cause.PREEMPTED: _preempted,
+    Cause.STOPPED: _was_stopped,
+    Cause.RANK_FAILED: _fail,
+    Cause.TOLD: _follow,
+    Cause.STORE_LOST: _abandon,
+}
+
+
+# End records that cannot be written to disk (full, read-only): the rank's wrapper sends them to this launcher.
+
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender, as the kernel knows them
+
+
+class Inbox:
+    """An abstract Linux socket: it is not a file, needs no disk space, and disappears with this process."""
+
+    def __init__(self, token: str, say: Say) -> None:
+        self._say = say
+        self._said = False
+        self._records: dict[int, dict[str, Any]] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        with suppress(OSError):  # a sandbox without such sockets: the files remain
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(worker_main.inbox_address(token))
+
+    def look(self) -> dict[int, dict[str, Any]]:
+        """Local rank -> the record that its wrapper could not write; the first problem is reported, once."""
+        while (letter := self._receive()) is not None:
+            record = json.loads(letter)
+            self._records[record["local_rank"]] = record
+            if not self._said:
+                self._said = True
+                self._say(f"{record['trouble']}; the job continues, logs are incomplete")
+        return self._records
+
+    def _receive(self) -> bytes | None:
+        """The next message of a process of this user; None if there is none."""
+        while True:
+            try:
+                letter, about, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return None
+            senders = [_CREDENTIALS.unpack(data)[1] for _, kind, data in about if kind == socket.SCM_CREDENTIALS]
+            if senders == [os.getuid()]:
+                return letter
+
+    def close(self) -> None:
+        self._socket.close()

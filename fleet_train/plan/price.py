@@ -1,0 +1,418 @@
+"""Seconds per step on a network given by latency and bandwidth: a model; every result is a prediction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import fsum
+
+from fleet_train.cluster import Cluster
+from fleet_train.errors import ConversionError
+from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, phases_of, rounds
+from fleet_train.plan.plan import Averaging, Bucket, CommPlan
+
+# Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure data.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All zero by default: then a price is that of the link alone.
+
+    Mappings go by compression (``none`` for float32); their seconds are per byte of the float32 values exchanged.
+    """
+
+    collective_seconds: float = 0.0
+    """Per collective of a step: waking its threads, filling and draining its pipeline. Collectives on other
+    communicators use the link meanwhile."""
+    bucket_seconds: float = 0.0
+    """Per bucket on the computing thread: the host operators that start it and wait for it."""
+    handing_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """On the computing thread, before a bucket is passed to its communicator: copies, DGC's momentum."""
+    codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """On the communicators' threads, in addition to the link's time: coding (quantised by compiled loops) and
+    copies."""
+    waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """How much longer that takes while computing: zero if enough processors are idle."""
+    taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """How much longer the concurrent computing takes."""
+    averaging_seconds_per_byte: float = 0.0
+    """For averaged parameters, on the computing thread: copies, the outer step, applying the mean."""
+
+    @property
+    def share_processors(self) -> bool:
+        """Whether exchanging and computing slow one another down."""
+        return any(self.taken_seconds_per_byte.values()) or any(self.waiting_seconds_per_byte.values())
+
+    def handing(self, compression: str) -> float:
+        """Seconds per byte on the computing thread."""
+        return self.handing_seconds_per_byte.get(compression, 0.0)
+
+    def codec(self, compression: str) -> float:
+        """Seconds per byte on a communicator's thread."""
+        return self.codec_seconds_per_byte.get(compression, 0.0)
+
+    def waiting(self, compression: str) -> float:
+        """Additional seconds per byte on a communicator's thread while computing."""
+        return self.waiting_seconds_per_byte.get(compression, 0.0)
+
+    def taken(self, compression: str) -> float:
+        """Additional seconds per byte of the concurrent computing."""
+        return self.taken_seconds_per_byte.get(compression, 0.0)
+
+
+NOTHING = Costs()
+TYPICAL = Costs(
+    collective_seconds=5e-4,
+    bucket_seconds=2.5e-4,
+    handing_seconds_per_byte={
+        "none": 0.12e-9,
+        "bf16": 0.09e-9,
+        "fp16": 0.09e-9,
+        "int8": 0.12e-9,
+        "int4": 0.12e-9,
+        "powersgd": 0.13e-9,
+        "dgc": 0.25e-9,
+    },
+    codec_seconds_per_byte={
+        "none": 0.05e-9,
+        "bf16": 0.6e-9,
+        "fp16": 0.9e-9,
+        "int8": 0.8e-9,
+        "int4": 0.4e-9,
+        "powersgd": 1.2e-9,
+        "dgc": 2.4e-9,
+    },
+    waiting_seconds_per_byte={
+        "none": 3.5e-9,
+        "bf16": 5e-9,
+        "fp16": 5e-9,
+        "int8": 2e-9,
+        "int4": 2e-9,
+        "powersgd": 5.5e-9,
+        "dgc": 7e-9,
+    },
+    taken_seconds_per_byte={
+        "none": 4e-9,
+        "bf16": 3.8e-9,
+        "fp16": 3.8e-9,
+        "int8": 0.8e-9,
+        "int4": 1.1e-9,
+        "powersgd": 2.8e-9,
+        "dgc": 3.7e-9,
+    },
+    averaging_seconds_per_byte=2e-9,
+)
+"""Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s
+server. tools/bench_prediction.py compares what such costs predict."""
+ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
+"""For collectives enqueued on a device's streams: how much they slow its computing is unknown."""
+
+
+BACKWARD_SHARE = 2 / 3
+"""Share of the computing time, unless measured: the backward pass costs about two forward passes."""
+_TURNS = 4
+LOCAL_SGD_STEPS = 8
+"""Period of the LocalSGD with which a plan without LocalSGD is compared."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Latency in seconds of one message of a collective, bandwidth in bytes per second and direction."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """``between``: what a node sends to other nodes, shared by its ranks. ``inside``: what one rank sends on a node."""
+
+    between: Link
+    inside: Link
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rank's computing time of a step in seconds: forward pass, backward pass, update."""
+
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: float, backward_share: float = BACKWARD_SHARE) -> Compute:
+        return cls(seconds * (1 - backward_share), seconds * backward_share)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.update
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step, in seconds; LocalSGD: the mean of a period."""
+
+    compute: float
+    communication: float
+    """From a collective's start to its end, summed over the step, each as if alone on the link."""
+    exposed: float
+    """The time that communication adds to the step."""
+    step: float
+    samples_per_second: float
+    """Of all ranks together; 0 when no batch size was given."""
+
+
+def predict(
+    plan: CommPlan,
+    cluster: Cluster,
+    network: Network,
+    compute: Compute,
+    batch_size: int = 0,
+    warm_up: bool = False,
+    costs: Costs = NOTHING,
+    paths: Paths | None = None,
+) -> Prediction:
+    """Price one update. ``batch_size``: samples per rank and micro-batch. ``compute``: of one micro-batch. ``warm_up``:
+    an update of LocalSGD's synchronous warm-up. ``paths``: those of ``cluster`` and ``network``, if several plans of
+    one cluster are priced.
+
+    Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
+    communicators share the link and, by ``costs``, the processors with the computation that they overlap. An averaging
+    of LocalSGD overlaps the steps of its overlap setting, the statistics of batch norm overlap nothing.
+    """
+    paths = paths or Paths(cluster, network, costs)
+    if plan.averaging is not None and not warm_up:
+        communication, exposed = _averagings(plan, plan.averaging, compute, paths)
+    else:
+        statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
+        communication, exposed = _buckets(plan, compute, paths)
+        communication, exposed = communication + statistics, exposed + statistics
+    computing = compute.total * plan.accumulate_steps
+    step = computing + exposed
+    samples = batch_size * plan.accumulate_steps * cluster.world_size / step if step else 0.0
+    return Prediction(computing, communication, exposed, step, samples)
+
+
+class Paths:
+    """How exchanges use a cluster's links, computed once for each: candidate plans share most of them."""
+
+    def __init__(self, cluster: Cluster, network: Network, costs: Costs = NOTHING) -> None:
+        self.network = network
+        self.costs = costs
+        self._cluster = cluster
+        self._known: dict[tuple[int, CollectiveSpec], list[Phase]] = {}
+
+    def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
+        """The phases of one exchange of ``plan``, which must be a plan for this cluster."""
+        key = plan.team_size, sent
+        if key not in self._known:
+            collectives = phases_of(plan.world_size, plan.team_size, sent)
+            self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
+        return self._known[key]
+
+    def _timed(self, phase: CollectivePhase) -> list[Phase]:
+        """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
+        edges = phase.flows()
+        if not edges:
+            return []
+        ports: dict[tuple[str, int, str], float] = defaultdict(float)
+        for (sender, receiver), flow in edges.items():
+            nodes = self._cluster.ranks[sender].node_index, self._cluster.ranks[receiver].node_index
+            between = nodes[0] != nodes[1]
+            one, other = nodes if between else (sender, receiver)
+            for direction, place in (("out", one), ("in", other)):
+                ports["between" if between else "inside", place, direction] += flow.nbytes
+        seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
+        resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
+        waiting = self._link(resource).latency_seconds * rounds(phase.kind, max(len(group) for group in phase.groups))
+        return [Phase("", waiting + self.costs.collective_seconds), Phase(resource, seconds)]
+
+    def _link(self, kind: str) -> Link:
+        return self.network.between if kind == "between" else self.network.inside
+
+
+def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of communication per step of a period, and the seconds that it adds to a step: those beyond the steps
+    that it overlaps, and the slowdown of those steps.
+    """
+    costs, name = paths.costs, averaging.compression
+    beside = averaging.overlap_steps * plan.accumulate_steps * compute.total
+    communication = exposed = 0.0
+    for part in range(len(averaging.parts)):
+        nbytes = averaging.bytes_of(part)
+        coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
+        seconds = _seconds(plan, averaging.collectives_of(part), paths) + coding * nbytes
+        hidden = min(seconds, beside)
+        taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
+        communication += seconds
+        exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
+    return communication / averaging.period, exposed / averaging.period
+
+
+def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, float]:
+    """Seconds of the gradients' communication, and those exposed after the backward pass, with the computing thread's
+    work for it and its slowdown.
+
+    Exchanges during the backward pass make it longer, so that more exchanges overlap it: found by iteration.
+    """
+    costs = paths.costs
+    alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
+    communication = fsum(phase.seconds for one in alone for phase in one)
+    beside = fsum(_handing(bucket, costs) for bucket in plan.buckets)
+    if plan.waits_for_each:
+        return communication, communication + beside
+    computed = compute.forward + compute.backward
+    shares, taken, ends = [0.0] * len(plan.buckets), 0.0, [0.0]
+    for _ in range(_TURNS if costs.share_processors else 1):
+        ready = _ready_times(plan, replace(compute, backward=compute.backward + taken), costs)
+        ends = finish_times(
+            [
+                Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), start)
+                for bucket, share, start in zip(plan.buckets, shares, ready, strict=True)
+            ]
+        )
+        shares = _shares_before(computed + taken + beside, plan, ready, ends)
+        taken = fsum(
+            costs.taken(bucket.compression) * bucket.nbytes * share
+            for bucket, share in zip(plan.buckets, shares, strict=True)
+        )
+    return communication, max(beside + taken, max(ends, default=0.0) - computed)
+
+
+def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """The share of each bucket's exchange that overlaps the computing, which ends then."""
+    free: dict[int, float] = defaultdict(float)
+    shares = []
+    for bucket, start, finish in zip(plan.buckets, ready, ends, strict=True):
+        start = max(start, free[bucket.communicator])
+        free[bucket.communicator] = finish
+        shares.append(min(1.0, max(0.0, (end - start) / (finish - start))) if finish > start else 1.0)
+    return shares
+
+
+def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
+    """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
+    name, costs = bucket.compression, paths.costs
+    codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
+    return [
+        Phase("processors" if costs.share_processors else "", codec),
+        *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
+    ]
+
+
+def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
+    """Seconds from the start of the step to the last gradient of each bucket."""
+    done, handed, times = 0, 0.0, []
+    for bucket in plan.buckets:
+        done += bucket.nbytes
+        handed += _handing(bucket, costs)
+        times.append(compute.forward + compute.backward * done / max(plan.gradient_bytes, 1) + handed)
+    return times
+
+
+def _handing(bucket: Bucket, costs: Costs) -> float:
+    """Seconds on the computing thread for a bucket."""
+    return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
+
+
+def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
+    """One after the other, overlapping nothing."""
+    return fsum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
+
+
+def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:
+    """The same buckets and strategy on another number of nodes."""
+    cluster = Cluster.imagined(nodes, ranks_per_node)
+    if cluster.world_size < 2:
+        raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
+    if plan.team_size and cluster.world_size % plan.team_size:
+        raise ConversionError(
+            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of {plan.team_size} "
+            "do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+        )
+    return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
+
+
+def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
+    """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
+    flat = replace(plan, team_size=0, averaging=None)
+    found = {"as planned": plan, "flat": flat}
+    if 1 < ranks_per_node < plan.world_size:
+        found["hierarchical"] = replace(flat, team_size=ranks_per_node)
+    values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
+    averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
+    found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
+    return found
+
+
+# When queued work ends: parallel queues, with resources shared evenly among their users. Pure arithmetic.
+
+
+_NOTHING = 1e-15
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``seconds`` of work when alone on ``resource``; an empty name is waiting, which uses no resource."""
+
+    resource: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sequential phases in a queue, starting at ``ready`` (seconds) or later."""
+
+    queue: int
+    phases: tuple[Phase, ...]
+    ready: float
+
+
+def finish_times(tasks: Sequence[Task]) -> list[float]:
+    """Seconds at which each task ends. A queue runs its tasks in list order."""
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        waiting[task.queue].append(index)
+    left = [[phase for phase in task.phases if phase.seconds > 0] for task in tasks]
+    ends = [0.0] * len(tasks)
+    now = 0.0
+    while waiting:
+        for queue in list(waiting):
+            _leave(waiting, queue, tasks, left, ends, now)
+        running = [queue[0] for queue in waiting.values() if tasks[queue[0]].ready <= now + _NOTHING]
+        speeds = _speeds([left[index][0] for index in running])
+        arrivals = [tasks[queue[0]].ready - now for queue in waiting.values() if tasks[queue[0]].ready > now + _NOTHING]
+        ending = [left[index][0].seconds / speed for index, speed in zip(running, speeds, strict=True)]
+        if not (arrivals or ending):
+            break
+        passed = min(arrivals + ending)
+        now += passed
+        for index, speed in zip(running, speeds, strict=True):
+            phase = left[index][0]
+            rest = phase.seconds - passed * speed
+            left[index][:1] = [Phase(phase.resource, rest)] if rest > _NOTHING else []
+    return ends
+
+
+def _leave(
+    waiting: dict[int, list[int]],
+    queue: int,
+    tasks: Sequence[Task],
+    left: list[list[Phase]],
+    ends: list[float],
+    now: float,
+) -> None:
+    """Remove tasks that have ended, or that are ready and empty, from the front of a queue."""
+    while waiting[queue] and not left[waiting[queue][0]] and tasks[waiting[queue][0]].ready <= now + _NOTHING:
+        ends[waiting[queue].pop(0)] = now
+    if not waiting[queue]:
+        del waiting[queue]
+
+
+def _speeds(phases: Sequence[Phase]) -> list[float]:
+    """The speed of each phase: users of a resource get equal shares."""
+    users: dict[str, int] = defaultdict(int)
+    for phase in phases:
+        users[phase.resource] += 1
+    return [1.0 if not phase.resource else 1.0 / users[phase.resource] for phase in phases]

@@ -1,0 +1,257 @@
+"""Traffic and predictions of a plan, as readable text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan.phases import (
+    RECEIVER_BYTES_PER_MESSAGE,
+    SENDER_BYTES_PER_MESSAGE,
+    CollectivePhase,
+    phases_of,
+    sent_by_rank,
+)
+from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.price import Compute, Network, Prediction, alternatives, on_paper, predict
+
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The basis of a price. ``assumed``: the values that were not given, for the reader."""
+
+    network: Network
+    compute: Compute
+    batch_size: int = 0
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One strategy on one size of cluster."""
+
+    nodes: int
+    ranks: int
+    strategy: str
+    leaving_bytes: float
+    """Payload that the busiest node sends to others per step."""
+    prediction: Prediction
+    wins: bool
+    """The shortest step of this size of cluster."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """All predictions for one plan; the ``warm_up`` fields are None without LocalSGD's warm-up."""
+
+    plan: CommPlan
+    conditions: Conditions
+    traffic: Traffic
+    prediction: Prediction
+    warm_up_traffic: Traffic | None
+    warm_up: Prediction | None
+    paper: tuple[PaperRow, ...]
+
+    @property
+    def steps_between_synchronisations(self) -> int:
+        return self.plan.averaging.period if self.plan.averaging else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Bytes, seconds and bytes per second; everything is predicted."""
+        return {
+            "steps_between_synchronisations": self.steps_between_synchronisations,
+            "conditions": asdict(self.conditions),
+            "traffic_per_step": self.traffic.to_json(),
+            "prediction": asdict(self.prediction),
+            "warm_up_traffic_per_step": self.warm_up_traffic.to_json() if self.warm_up_traffic else None,
+            "warm_up_prediction": asdict(self.warm_up) if self.warm_up else None,
+            "on_paper": [asdict(row) for row in self.paper],
+        }
+
+
+def price(plan: CommPlan, cluster: Cluster, conditions: Conditions, nodes_on_paper: Sequence[int] = ()) -> Pricing:
+    """Price ``plan`` on ``cluster``, and for other numbers of nodes with the same number of ranks each."""
+    network, compute, batch = conditions.network, conditions.compute, conditions.batch_size
+    warms_up = plan.averaging is not None and plan.averaging.warm_steps > 0
+    ranks_per_node = len(cluster.ranks_on_node(0))
+    return Pricing(
+        plan,
+        conditions,
+        traffic(plan, cluster),
+        predict(plan, cluster, network, compute, batch),
+        traffic(plan, cluster, warm_up=True) if warms_up else None,
+        predict(plan, cluster, network, compute, batch, warm_up=True) if warms_up else None,
+        tuple(row for nodes in nodes_on_paper for row in _paper(plan, nodes, ranks_per_node, conditions)),
+    )
+
+
+def _paper(plan: CommPlan, nodes: int, ranks_per_node: int, conditions: Conditions) -> list[PaperRow]:
+    larger, cluster = on_paper(plan, nodes, ranks_per_node)
+    named = alternatives(larger, ranks_per_node)
+    # "as planned" is one of the others too: thousands of ranks are not priced twice.
+    priced = {
+        other: (
+            predict(other, cluster, conditions.network, conditions.compute, conditions.batch_size),
+            traffic(other, cluster).most_leaving,
+        )
+        for other in set(named.values())
+    }
+    shortest = min(prediction.step for prediction, _ in priced.values())
+    return [
+        PaperRow(nodes, cluster.world_size, name, leaving, prediction, prediction.step == shortest)
+        for name, (prediction, leaving) in ((name, priced[other]) for name, other in named.items())
+    ]
+
+
+def describe(pricing: Pricing) -> str:
+    """Traffic, prediction and the table of hypothetical clusters, as text."""
+    averaging = pricing.plan.averaging
+    period = pricing.steps_between_synchronisations
+    mean = f", mean of a period of {period}" if averaging else ""
+    lines = [
+        f"steps between synchronisations: {period}"
+        + (
+            f" ({averaging.schedule}; {averaging.warm_steps} warm-up steps synchronise every step)" if averaging else ""
+        ),
+        "",
+        *_traffic_lines(f"predicted traffic per step{mean}", pricing.traffic),
+    ]
+    if pricing.warm_up_traffic:
+        lines += _traffic_lines("predicted traffic per warm-up step", pricing.warm_up_traffic)
+    lines += ["", *_conditions_lines(pricing.conditions)]
+    lines.append(_prediction_line(f"predicted step{mean}", pricing.prediction))
+    if pricing.warm_up:
+        lines.append(_prediction_line("predicted warm-up step", pricing.warm_up))
+    if pricing.paper:
+        lines += ["", *_paper_lines(pricing.paper)]
+    return "\n".join(lines)
+
+
+def _traffic_lines(title: str, found: Traffic) -> list[str]:
+    low, high = (f"{nbytes / MEGABYTE:.3f} MB" for nbytes in (min(found.sent), found.most_sent))
+    return [
+        f"{title} (payload; Gloo's and TCP's headers come on top):",
+        f"  sent by a rank: {high}" + (f" (the least: {low})" if low != high else ""),
+        f"  between nodes: {found.most_leaving / MEGABYTE:.3f} MB leave a node, and {max(found.protocol):.0f} bytes of "
+        "Gloo's headers",
+        f"  inside a node: {found.most_inside / MEGABYTE:.3f} MB",
+    ]
+
+
+def _conditions_lines(conditions: Conditions) -> list[str]:
+    links = {"between nodes": conditions.network.between, "inside a node": conditions.network.inside}
+    lines = [
+        f"{where}: {link.latency_seconds * 1e6:g} us, {link.bytes_per_second * 8 / 1e6:g} Mb/s"
+        for where, link in links.items()
+    ]
+    lines.append(f"computing: {conditions.compute.total * 1e3:g} ms")
+    assumed = f" (assumed, not given: {', '.join(conditions.assumed)})" if conditions.assumed else ""
+    return ["; ".join(lines) + assumed]
+
+
+def _prediction_line(title: str, found: Prediction) -> str:
+    rate = f"; {found.samples_per_second:.0f} samples/s" if found.samples_per_second else ""
+    return (
+        f"{title}: {found.step * 1e3:.3f} ms = {found.compute * 1e3:.3f} computing + {found.exposed * 1e3:.3f} exposed "
+        f"of {found.communication * 1e3:.3f} communication{rate}"
+    )
+
+
+def _paper_lines(rows: Sequence[PaperRow]) -> list[str]:
+    lines = [
+        "predicted on paper (* = shortest step; LocalSGD trains differently, so compare its accuracy too):",
+        f"{'nodes':>6} {'ranks':>6}  {'strategy':<21} {'MB leave a node':>15} {'exposed ms':>11} {'step ms':>10} "
+        f"{'efficiency':>10}",
+    ]
+    for row in rows:
+        efficiency = (
+            f"{row.prediction.compute / row.prediction.step:>10.1%}" if row.prediction.compute else f"{'-':>10}"
+        )
+        lines.append(
+            f"{row.nodes:>6} {row.ranks:>6}  {row.strategy:<21} {row.leaving_bytes / MEGABYTE:>15.3f} "
+            f"{row.prediction.exposed * 1e3:>11.3f} {row.prediction.step * 1e3:>10.3f} {efficiency}"
+            f"{' *' if row.wins else ''}"
+        )
+    return lines
+
+
+# Bytes per rank and per link of one step, from a plan and a cluster: pure arithmetic; all numbers are predictions.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Predicted bytes of one step: payload, and separately Gloo's headers. Those of TCP and Ethernet come on top."""
+
+    sent: tuple[float, ...]
+    """Payload that each rank sends, to any rank."""
+    leaving: tuple[float, ...]
+    """Payload that each node sends to other nodes."""
+    entering: tuple[float, ...]
+    """Payload that each node gets from other nodes."""
+    inside: tuple[float, ...]
+    """Payload that the ranks of each node send one another."""
+    protocol: tuple[float, ...]
+    """Bytes of Gloo's headers that each node sends to other nodes."""
+
+    @property
+    def most_sent(self) -> float:
+        return max(self.sent)
+
+    @property
+    def most_leaving(self) -> float:
+        return max(self.leaving)
+
+    @property
+    def most_inside(self) -> float:
+        return max(self.inside)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(values) for name, values in asdict(self).items()}
+
+
+def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
+    """The mean update of training; with ``warm_up``, an update of LocalSGD's warm-up, in which gradients are sent.
+
+    LocalSGD: the bytes of an averaging over the updates of a period (for doubling and adaptive schedules: of
+    ``local_sgd_steps``, the period that doubling ends with and adapting starts with).
+    """
+    share = 1 / plan.averaging.period if plan.averaging is not None and not warm_up else 1.0
+    return _counted(plan.phases(warm_up), cluster, share)
+
+
+def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
+    """Payload bytes that each rank sends in the averaging of each fragment; empty without LocalSGD."""
+    if plan.averaging is None:
+        return []
+    return [
+        sent_by_rank(
+            [
+                phase
+                for sent in plan.averaging.collectives_of(part)
+                for phase in phases_of(plan.world_size, plan.team_size, sent)
+            ],
+            plan.world_size,
+        )
+        for part in range(len(plan.averaging.parts))
+    ]
+
+
+def _counted(phases: Sequence[CollectivePhase], cluster: Cluster, share: float) -> Traffic:
+    node = [rank.node_index for rank in cluster.ranks]
+    sent = [0.0] * cluster.world_size
+    leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
+    for phase in phases:
+        for (sender, receiver), flow in phase.flows().items():
+            sent[sender] += flow.nbytes * share
+            if node[sender] == node[receiver]:
+                inside[node[sender]] += flow.nbytes * share
+                continue
+            leaving[node[sender]] += flow.nbytes * share
+            entering[node[receiver]] += flow.nbytes * share
+            protocol[node[sender]] += SENDER_BYTES_PER_MESSAGE * flow.messages * share
+            protocol[node[receiver]] += RECEIVER_BYTES_PER_MESSAGE * flow.messages * share
+    return Traffic(tuple(sent), tuple(leaving), tuple(entering), tuple(inside), tuple(protocol))

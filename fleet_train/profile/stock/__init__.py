@@ -1,1 +1,0 @@
-"""Settings of Fleet's own strategy objects, read as the corresponding knobs."""

@@ -1,0 +1,211 @@
+"""VisualDL's server as a child process: on this machine only by default, and without internet access."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import IO
+
+from fleet_train.cluster import network
+from fleet_train.errors import FleetTrainError, printable
+from fleet_train.train import dashboard_server
+
+_START_TIMEOUT_SECONDS = 30.0
+_STOP_TIMEOUT_SECONDS = 5.0
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class DashboardUnusable(FleetTrainError):
+    """VisualDL is not installed, does not start, or has ended."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """The runs below the folders: each folder with a `metrics.jsonl`, in order. Raises FleetTrainError for none."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise FleetTrainError(
+                f"--logdir {folder}: there is no such folder; give a run's --output_dir or one above it"
+            )
+    # A run's visualdl/ is the folder for VisualDL itself.
+    above = [folder.parent if folder.name == "visualdl" else folder for folder in folders]
+    runs = sorted({path.parent for folder in above for path in folder.rglob("metrics.jsonl")})
+    if not runs:
+        named = ", ".join(map(str, folders))
+        raise FleetTrainError(
+            f"--logdir {named}: no run below it; a run's --output_dir has a metrics.jsonl once it trains"
+        )
+    return runs
+
+
+def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], None]) -> int:
+    """`port`, or the next free one if it is in use and was not requested. Raises FleetTrainError if it was."""
+    if network.port_is_free(host, port):
+        return port
+    owner = network.port_owner(port, host)
+    by = f" by {owner.program} (process {owner.pid})" if owner.pid else ""
+    free = next((other for other in range(port + 1, port + 100) if network.port_is_free(host, other)), None)
+    if is_asked_for or free is None:
+        hint = f"; --port {free} is free" if free else f"; is {host} an address of this machine?"
+        raise FleetTrainError(f"--port {port}: in use on {host}{by}{hint}")
+    say(f"port {port} is in use{by}; taking {free}")
+    return free
+
+
+def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
+    """Names and addresses under which readers may request the page; ``allowed_hosts``: those that only the user
+    knows."""
+    own = [*network.local_addresses(), socket.gethostname()] if host in _EVERY_ADDRESS else []
+    return sorted({"127.0.0.1", "localhost", "::1", host, *own, *map(dashboard_server.name_in, allowed_hosts)})
+
+
+class Dashboard:
+    """Use as a context manager: on exit, the server and its children are ended."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        host: str,
+        port: int,
+        in_child: Callable[[], None] | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        """`in_child` is called in the new process, before it becomes the server. `allowed_hosts`: see `names_of`."""
+        self.address = f"http://{host}:{port}"
+        # Without --disable-telemetry it reports to Baidu at each start, and overwrites its own code on request.
+        self._command = [
+            *(sys.executable, dashboard_server.__file__, json.dumps(names_of(host, allowed_hosts))),
+            *("--logdir", *map(str, folders)),
+            *("--host", host, "--port", str(port), "--disable-telemetry"),
+        ]
+        self._in_child = in_child
+        self._output: IO[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Dashboard:
+        """Raises DashboardUnusable if the page does not answer."""
+        if importlib.util.find_spec("visualdl") is None:
+            raise DashboardUnusable("VisualDL is not installed: python -m pip install visualdl")
+        self._output = tempfile.TemporaryFile()
+        self._server = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=self._in_child,
+        )
+        try:
+            self._wait_until_the_page_answers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self) -> None:
+        """Never returns; raises DashboardUnusable when the server has ended."""
+        assert self._server is not None
+        self._server.wait()
+        raise DashboardUnusable(f"VisualDL's server has ended: {self._last_line()}")
+
+    def stop(self) -> None:
+        """End the server and its child processes."""
+        if self._server is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._server.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._server.wait(_STOP_TIMEOUT_SECONDS)
+        if self._output is not None:
+            self._output.close()
+
+    def _wait_until_the_page_answers(self) -> None:
+        assert self._server is not None
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+        while not self._answers():
+            if self._server.poll() is not None:
+                raise DashboardUnusable(f"VisualDL does not start: {self._last_line()}")
+            if time.monotonic() > deadline:
+                raise DashboardUnusable(f"VisualDL's page does not answer within {_START_TIMEOUT_SECONDS:g} s")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        # It answers 500 to a client that sends no language; every browser sends one.
+        request = urllib.request.Request(f"{self.address}/app/index", headers={"Accept-Language": "en"})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(request, timeout=5) as answer:
+                return b"VisualDL" in answer.read()
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _last_line(self) -> str:
+        assert self._output is not None
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+# A run's numbers as a table with small curves, for a terminal without a browser.
+
+
+_MOST = 1e300
+_LEVELS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+
+Curves = dict[str, list[float]]
+
+
+def read_curves(path: Path) -> tuple[int, Curves]:
+    """The last step and the values of each curve of a `metrics.jsonl`, in order; an incomplete last line is ignored."""
+    step, curves = 0, Curves()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(record, dict) or "kind" in record or not isinstance(record.get("step"), int):
+            continue
+        step = record["step"]
+        for tag, value in record.items():
+            if "/" in tag and isinstance(value, (int, float)) and abs(value) < _MOST:
+                curves.setdefault(printable(tag), []).append(float(value))
+    return step, curves
+
+
+def sparkline(values: list[float], width: int = _CURVE_WIDTH) -> str:
+    """`values` as at most `width` blocks, the lowest as the lowest block; each block is a mean of its share."""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(_LEVELS[min(len(_LEVELS) - 1, int((mean - low) / span * len(_LEVELS)))] for mean in means)
+
+
+def table(run: Path) -> str:
+    """One line per curve: its name, the newest, lowest and highest value, and a sparkline."""
+    step, curves = read_curves(run / "metrics.jsonl")
+    if not curves:
+        return f"{run}: no record yet"
+    width = max(map(len, curves))
+    lines = [f"{run}, step {step}", f"{'':{width}}  {'newest':>10}  {'lowest':>10}  {'highest':>10}"]
+    for tag, values in sorted(curves.items()):
+        numbers = "  ".join(f"{value:>10.4g}" for value in (values[-1], min(values), max(values)))
+        lines.append(f"{tag:{width}}  {numbers}  {sparkline(values)}")
+    return "\n".join(lines)

@@ -1,0 +1,237 @@
+"""Evaluation divided over the ranks: exact sums, each sample counted once, for any shard sizes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet_train import errors, fleet
+from fleet_train.data import Loader
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a dataset, equal on every rank."""
+
+    values: dict[str, float]
+    """By name, such as `loss` and `accuracy`."""
+    num_samples: int
+    confusion: NDArray[np.int64] | None = None
+    """Counts [classes, classes]: row = true class, column = predicted class. None if not requested."""
+    mistakes: list[Mistake] = field(default_factory=list)
+    """From rank 0's share, on rank 0 only: misclassified images, the most confident first."""
+
+    @property
+    def loss(self) -> float:
+        return self.values.get("loss", math.nan)
+
+    @property
+    def accuracy(self) -> float:
+        return self.values.get("accuracy", math.nan)
+
+
+class Evaluator(Protocol):
+    """The interface that a `Trainer` calls after an epoch, on all ranks, once their parameters are equal."""
+
+    def __call__(self, exe: Any) -> Evaluation: ...
+
+
+class ProgramEvaluator:
+    """Runs a static program over a dataset.
+
+    Args:
+        program: reads the trained parameters by name; made under `paddle.utils.unique_name.guard()` like the training
+            program, with `layer.eval()`. It has no collectives: ranks may have different numbers of batches.
+        sums: name -> program value with one element: the sum over the samples of a batch. The result is the mean.
+        loader: feeds of this rank's share; over all ranks each sample once.
+        confusion: program value [classes, classes] with the counts of a batch, row = true class; None = not counted.
+        probabilities: program value [batch, classes], to find mistakes in feeds `features`, `labels`; None = not looked
+            for.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        sums: Mapping[str, Any],
+        loader: Loader,
+        confusion: Any = None,
+        probabilities: Any = None,
+    ) -> None:
+        self._program = program
+        self._sums = dict(sums)
+        self._confusion = [] if confusion is None else [confusion]
+        # One rank reports: the others need not fetch them.
+        self._probabilities = [] if probabilities is None or not fleet.is_first_worker() else [probabilities]
+        self._loader = loader
+
+    def __call__(self, exe: Any) -> Evaluation:
+        # float64 holds counts exactly up to 2**53.
+        totals = np.zeros(len(self._sums) + 1, dtype=np.float64)
+        confusions = [np.zeros(value.shape, dtype=np.int64) for value in self._confusion]
+        mistakes: list[Mistake] = []
+        fetches = [*self._sums.values(), *self._confusion, *self._probabilities]
+        with self._loader.epoch(0) as batches:
+            for step, feed in enumerate(batches):
+                fetched = iter(exe.run(self._program, feed=feed, fetch_list=fetches))
+                sums = [float(value.item()) for value in islice(fetched, len(self._sums))]
+                totals += [*sums, len(self._loader.indices(step))]
+                for confusion in confusions:
+                    confusion += next(fetched).astype(np.int64)
+                for probabilities in fetched:
+                    mistakes = worst(mistakes, feed, probabilities)
+        *sums, count = fleet.all_reduce(totals, op="sum").tolist()
+        values = {name: total / count for name, total in zip(self._sums, sums, strict=True)}
+        summed = [fleet.all_reduce(confusion, op="sum") for confusion in confusions]
+        return Evaluation(values, int(count), summed[0] if summed else None, mistakes)
+
+
+# The images that an evaluation misclassified with the most confidence: they show wrong labels and hard classes.
+
+
+MOST = 24
+
+
+@dataclass(frozen=True)
+class Mistake:
+    image: NDArray[np.float32]
+    """[channels, height, width], the network's input."""
+    true_class: int
+    predicted_class: int
+    confidence: float
+    """The probability of the predicted class."""
+
+
+def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: NDArray[np.float32]) -> list[Mistake]:
+    """At most 24 of `mistakes` and those of one more batch, the most confident first.
+
+    `feed`: `features` [batch, channels, height, width], `labels` [batch]; `probabilities`: [batch, classes]. Features
+    that are not images (another number of dimensions, or neither 1 nor 3 channels) give none.
+    """
+    images, labels = np.asarray(feed["features"]), np.asarray(feed["labels"]).reshape(-1)
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        return []
+    predicted = probabilities.argmax(axis=1)
+    found = [
+        Mistake(images[index].copy(), int(labels[index]), int(predicted[index]), float(probabilities[index].max()))
+        for index in np.flatnonzero(predicted != labels)
+    ]
+    return sorted([*mistakes, *found], key=lambda mistake: -mistake.confidence)[:MOST]
+
+
+# Lets rank 0 read its disk and share the answer, so that all ranks continue or stop for the same reason.
+
+
+_SYNC_SECONDS = 1.0
+"""Seconds between two synchronization points of all ranks while one of them works."""
+
+
+def ask_first_worker(question: Callable[[], Any]) -> Any:
+    """Rank 0's answer (a JSON value) on every rank; if the call raises there, it raises on every rank.
+
+    Otherwise the other ranks would wait in the next collective after an error on rank 0.
+    """
+    answer: dict[str, Any] = {}
+    if fleet.is_first_worker():
+        try:
+            answer = {"value": question()}
+        except errors.FleetTrainError as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        except OSError as error:
+            way_out = "make that writable, with room left, or give another folder"
+            answer = {"error": "CheckpointError", "message": f"rank 0 cannot use its disk: {error}; {way_out}"}
+    answer = share(answer)
+    if "error" in answer:
+        told: errors.FleetTrainError = getattr(errors, answer["error"])(answer["message"])
+        told.failed_rank = 0
+        raise told
+    return answer["value"]
+
+
+def share(value: Any) -> Any:
+    """Rank 0's JSON value on every rank."""
+    return fleet.gather(value)[0]
+
+
+def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:
+    """Run ``work`` on the ranks that pass it; its JSON value, or the problem, by rank. All ranks call it.
+
+    It may take long: it runs in a thread, while all ranks synchronize every second, so that no rank times out.
+    CheckpointError on every rank, naming the ranks that have not finished, after ``most_seconds``.
+    """
+    deadline = time.monotonic() + most_seconds
+    outcome: dict[str, Any] = {"value": None, "problem": None}
+
+    def run() -> None:
+        assert work is not None
+        try:
+            outcome["value"] = work()
+        except (errors.FleetTrainError, OSError) as error:
+            outcome["problem"] = str(error)
+        except BaseException as error:
+            outcome["problem"] = repr(error)
+
+    thread = threading.Thread(target=run, name="fleet_train copies", daemon=True)
+    if work is not None:
+        thread.start()
+    while True:
+        if work is not None:
+            thread.join(_SYNC_SECONDS)
+        mine = {"done": not thread.is_alive(), "is_late": time.monotonic() > deadline}
+        told: list[dict[str, Any]] = fleet.gather(mine | outcome)
+        busy = [f"rank {rank} ({fleet.worker_endpoints()[rank]})" for rank, each in enumerate(told) if not each["done"]]
+        if not busy:
+            return told
+        if any(each["is_late"] for each in told):
+            late = errors.CheckpointError(
+                f"{', '.join(busy)} has not read, sent or removed a checkpoint within {most_seconds:g} s: its disk "
+                "does not answer, or is too slow. Give a slow disk longer (--checkpoint_timeout)"
+            )
+            late.failed_rank = [each["done"] for each in told].index(False)
+            raise late
+
+
+# The result of `Trainer.fit`.
+
+
+@dataclass
+class Outcome:
+    """Equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
+
+    steps: int = 0
+    epochs: int = 0
+    train_loss: float = math.nan
+    """Mean of the fetched losses of the last epoch, over all ranks; without those that were not finite."""
+    evaluation: Evaluation | None = None
+    """The last evaluation."""
+    samples: int = 0
+    train_seconds: float = 0.0
+    checkpoint: Path | None = None
+    skipped_updates: int = 0
+    """Since the beginning of the run; in LocalSGD's local steps the sum over the ranks."""
+
+    @property
+    def test_loss(self) -> float:
+        return math.nan if self.evaluation is None else self.evaluation.loss
+
+    @property
+    def test_accuracy(self) -> float:
+        return math.nan if self.evaluation is None else self.evaluation.accuracy
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all ranks, of the training steps of this call; the time excludes evaluation and checkpoints."""
+        return self.samples / self.train_seconds if self.train_seconds else 0.0
+
+    def line(self) -> str:
+        """The epoch's one line."""
+        accuracy = "" if math.isnan(self.test_accuracy) else f"  test accuracy {self.test_accuracy:.4f}"
+        return f"train loss {self.train_loss:.4f}{accuracy}  {self.samples_per_second:.0f} samples/s"

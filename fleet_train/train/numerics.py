@@ -1,0 +1,271 @@
+"""NaN and infinity: skips updates, keeps statistics usable, and names the samples of a loss."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle import _C_ops
+
+from fleet_train import fleet
+from fleet_train.convert.passes.blocks import run_if
+from fleet_train.data.datasets import Arrays
+from fleet_train.errors import ConversionError, NotFinite, ProfileError
+from fleet_train.plan.compressions import compression_of
+from fleet_train.profile import Profile
+
+Pairs = list[tuple[Any, Any]]
+_NAMED_SAMPLES = 64
+
+
+class SkipNotFinite:
+    """Skips an update whose averaged gradients hold NaN or infinity, and counts it.
+
+    One rank's NaN is in the average, which is equal on all ranks, so all skip the same update without a message. In
+    LocalSGD's local steps there is no average, and a rank skips only its own update. With gradient merge the update of
+    all its micro-batches is skipped.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = ""
+
+    def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
+        """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
+        present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        one = paddle.full([1], 1.0, "float32")
+        values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], one)
+        zero = paddle.nn.initializer.Constant(0.0)
+        skipped = paddle.pir.core.create_persistable_value(paddle.int64, [1], "skipped_updates", initializer=zero)
+        paddle.assign(skipped + found.reshape([1]).astype("int64"), skipped)
+        self._skipped = skipped.name
+        checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
+        return run_if(paddle.logical_not(found), lambda: update(checked))
+
+    def count(self) -> int:
+        """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
+        return int(np.asarray(paddle.static.global_scope().find_var(self._skipped).get_tensor()).item())
+
+
+def refuse_to_skip_with(profile: Profile) -> None:
+    """Raise ProfileError for a profile that keeps state of a gradient beyond the skipped update."""
+    if compression_of(profile.compression).keeps_nan:
+        raise ProfileError(
+            f"--on_nan skip with compression: {profile.compression}: the unsent part of a gradient is kept and sent "
+            "later, so that one NaN would stay in it forever; use --on_nan stop, or compression: none or bf16"
+        )
+    if profile.use_local_sgd and profile.local_sgd_schedule == "adaptive":
+        raise ProfileError(
+            "--on_nan skip with local_sgd_schedule: adaptive: its next period is computed from the loss, which would "
+            "be NaN; use --on_nan stop, or a constant or doubling schedule"
+        )
+
+
+def keep_statistics_finite(program: Any) -> None:
+    """Append to a finished program: untrained values (batch norm's running statistics) that would end a run of the
+    program with NaN or infinity keep their previous values.
+
+    The forward pass updates them before any gradient is checked.
+    """
+    block = program.global_block()
+    names = statistics_of(program)
+    kept = [each for each in block.all_parameters() if each.name in names]
+    with paddle.static.program_guard(program, paddle.static.Program()):
+        for value in kept:
+            paddle.pir.set_insertion_point_after(value.get_defining_op())
+            before = paddle.assign(value)
+            paddle.pir.reset_insertion_point_to_end()
+            paddle.assign(paddle.where(paddle.isfinite(value).all(), value, before), value)
+
+
+class LossWatch:
+    """Checks this rank's fetched losses and reacts to one that is not finite."""
+
+    def __init__(self, skipping: SkipNotFinite | None) -> None:
+        self._skipping = skipping
+        self._looked_at = 0
+
+    def look(self, loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> None:
+        """Raises NotFinite naming rank, step and samples; if updates are skipped, this rank prints a message
+        instead."""
+        before, self._looked_at = self._looked_at, step
+        if math.isfinite(loss):
+            return
+        told = describe_loss(loss, step, indices, batch)
+        if self._skipping is not None:
+            print(f"fleet_train: {told}; this update is skipped on every rank", file=sys.stderr, flush=True)
+            return
+        unseen = f" (last checked before: the loss of step {before}, see fetch_frequency)"
+        raise NotFinite(
+            f"{told}{unseen if before + 1 < step else ''}; this step is not saved, the last checkpoint is unchanged. "
+            "Look at these samples, try a lower learning rate or a warm-up, or skip such updates (--on_nan skip)"
+        )
+
+    def skipped(self) -> int:
+        """Skipped updates since the beginning of the run; with LocalSGD of all ranks together. All ranks call it."""
+        if self._skipping is None:
+            return 0
+        counts: list[int] = fleet.gather(self._skipping.count())
+        return sum(counts) if fleet.profile().use_local_sgd else max(counts)
+
+
+def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> str:
+    """Which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
+    text = f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; its batch: samples {_listed(indices)}"
+    for name, values in batch.items():
+        broken = indices[~_finite_per_sample(np.asarray(values))]
+        if len(broken):
+            text += f"; '{name}' itself is not finite in samples {_listed(broken)}"
+    return text
+
+
+def _finite_per_sample(values: NDArray[Any]) -> NDArray[np.bool_]:
+    finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
+    return np.asarray(finite.reshape(len(values), -1).all(axis=1))
+
+
+def _listed(indices: NDArray[Any]) -> str:
+    shown = ", ".join(str(index) for index in indices[:_NAMED_SAMPLES].tolist())
+    return shown if len(indices) <= _NAMED_SAMPLES else f"{shown} and {len(indices) - _NAMED_SAMPLES} more"
+
+
+# A moving average of the weights, kept in the program: checkpoints contain it, and a resumed run continues it.
+
+
+class WeightAverage:
+    """average = decay * average + (1 - decay) * weights after every update, for all parameters that are trained.
+
+    It starts at zero and is read divided by 1 - decay**updates, so that early averages are unbiased. Updates
+    that are skipped, and micro-batches without one, do not count. With LocalSGD each rank averages its own weights; the
+    mean of these averages, which is read, is the average of the mean weights. Source: Polyak and Juditsky 1992; the
+    correction is that of Kingma and Ba 2015.
+    """
+
+    def __init__(self, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise ConversionError(f"decay={decay} of a weight average: it must be above 0 and below 1")
+        self.decay = decay
+        self._names: dict[str, str] = {}
+        self._updates = ""
+
+    def follow(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
+        """For `DistributedOptimizer.around_update`."""
+        operators = update(pairs)
+        for parameter, gradient in pairs:
+            if gradient is None:
+                continue
+            average = _persistable(f"{parameter.name}@average", parameter.dtype, parameter.shape)
+            paddle.assign(average * self.decay + parameter * (1.0 - self.decay), average)
+            self._names[parameter.name] = average.name
+        updates = _persistable("weight_average_updates", paddle.int64, [1])
+        paddle.assign(updates + 1, updates)
+        self._updates = updates.name
+        return operators
+
+    def weights(self) -> dict[str, NDArray[Any]]:
+        """The averaged weights by parameter, equal on every rank. All ranks call it."""
+        averages = self._of_this_rank()
+        if fleet.profile().use_local_sgd and fleet.worker_num() > 1:
+            return {
+                name: fleet.all_reduce(each, op="sum") / each.dtype.type(fleet.worker_num())
+                for name, each in averages.items()
+            }
+        return averages
+
+    def _of_this_rank(self) -> dict[str, NDArray[Any]]:
+        updates = int(_read(self._updates).item())
+        if updates == 0:
+            return {parameter: _read(parameter) for parameter in self._names}
+        correction = 1.0 - self.decay**updates
+        averages = {parameter: _read(name) for parameter, name in self._names.items()}
+        return {name: (each / correction).astype(each.dtype) for name, each in averages.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the program's parameters are the averaged weights; afterwards they are restored."""
+        averaged = self.weights()
+        trained = {name: _read(name) for name in averaged}
+        _write(averaged)
+        try:
+            yield
+        finally:
+            _write(trained)
+
+
+def _persistable(name: str, dtype: Any, shape: Any) -> Any:
+    zero = paddle.nn.initializer.Constant(0.0)
+    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
+
+
+def _read(name: str) -> NDArray[Any]:
+    return np.array(paddle.static.global_scope().find_var(name).get_tensor())
+
+
+def _write(arrays: dict[str, NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        paddle.static.global_scope().find_var(name).get_tensor().set(array, fleet.place())
+
+
+# Values that are not trained but updated during training: batch norm's running mean and variance.
+
+
+def statistics_of(program: Any) -> list[str]:
+    """Names of the float parameters of `program` that are not trained, sorted."""
+    values = program.global_block().all_parameters()
+    # The learning rate is also such a parameter, but has no dimensions.
+    return sorted(
+        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
+    )
+
+
+def describe_statistics(program: Any) -> str | None:
+    """A note on batch norm's statistics in this job, or None."""
+    if fleet.worker_num() == 1 or not statistics_of(program):
+        return None
+    if fleet.profile().sync_batch_norm:
+        return "batch norm: over the batches of all ranks (sync_batch_norm)"
+    if fleet.profile().use_local_sgd:
+        return "batch norm: each rank over its own batch; running statistics are averaged with the parameters"
+    return "batch norm: each rank over its own batch; running statistics are averaged for evaluations and checkpoints"
+
+
+# Random streams that depend only on (seed, rank, step).
+#
+# Dropout at step N of rank R draws the same mask in an uninterrupted and in a resumed run, on any number of machines:
+# a checkpoint needs no generator state, only the seed and the step.
+
+
+# Paddle's switches for kernels whose results depend on timing. A build without a GPU has none of them: its kernels give
+# the same bits in every run anyway.
+_DETERMINISTIC = {
+    "FLAGS_cudnn_deterministic": True,
+    "FLAGS_cudnn_exhaustive_search": False,
+    "FLAGS_embedding_deterministic": 1,
+}
+
+
+def stream_seed(seed: int, rank: int, step: int) -> int:
+    """A 63-bit seed; neighbouring ranks and steps give unrelated ones (which seed + rank would not)."""
+    return int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def seed_process(seed: int, rank: int) -> None:
+    """Seed Python's and numpy's global generators, differently on each rank, for code that still uses them."""
+    own = stream_seed(seed, rank, 0)
+    random.seed(own)
+    np.random.seed(own % 2**32)
+
+
+def use_deterministic_kernels() -> list[str]:
+    """Set the switches that the installed Paddle has; returns their names."""
+    known = paddle.base.core.globals().keys()
+    flags = {name: value for name, value in _DETERMINISTIC.items() if name in known}
+    if flags:
+        paddle.set_flags(flags)
+    return sorted(flags)
