@@ -258,7 +258,7 @@ class GatheredMethod:
 ENGINE = Example(
     "flux",
     {
-        "fleet_train/cluster/engines/flux.py": (
+        "fleet_train/cluster/flux.py": (
             Insertion(
                 '''"""Flux: a task of ``flux run``. Variables: flux-framework.readthedocs.io, flux-environment(7)."""
 
@@ -286,7 +286,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
         ),
         "fleet_train/cluster/engines.py": (
             Insertion("flux, ", before="kubernetes, mpi"),
-            Insertion('    ("flux", flux.read),\n', before='    ("torchrun", torchrun.read),'),
+            Insertion('    ("flux", flux.read),\n', before='    ("torchrun", started.read_torchrun),'),
         ),
         "tests/unit/cluster/test_engines.py": (
             Insertion(

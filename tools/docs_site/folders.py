@@ -1,7 +1,7 @@
 """Write, or check, ``docs/layout.md``: the contents of each folder of the package.
 
-``python -m tools.docs_site.folders`` writes it; ``--check`` fails if it is out of date, or if a folder's ``__init__``
-has no docstring to quote.
+``python -m tools.docs_site.folders`` writes it; ``--check`` fails if it is out of date, if a folder's ``__init__`` has
+no docstring to quote, or if a folder or a file is larger, or smaller, than the section "Mass" of docs/design.md allows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import argparse
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = "fleet_train"
 HEAD = """# Where things are
@@ -26,6 +28,16 @@ another box does. A box that is not a folder of the table is a single module.
 | folder | what lives there |
 | --- | --- |
 """
+MOST_LINES, LEAST_LINES, LEAST_FILES = 500, 60, 4
+# Files that have to exist under their names, however short they are.
+_SHORT = frozenset({"__init__.py", "__main__.py"})
+
+
+class Mass(NamedTuple):
+    """The Python files of a folder, without its subfolders, and their lines."""
+
+    files: int
+    lines: int
 
 
 def first_sentence(text: str) -> str:
@@ -51,19 +63,59 @@ def dotted_name(folder: Path, root: Path) -> str:
     return ".".join(folder.relative_to(root).parts)
 
 
+def lines_of(path: Path) -> int:
+    """The number of lines of a file, as ``wc -l`` counts them."""
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def mass_of(folder: Path) -> Mass:
+    """What a folder's own files weigh."""
+    files = list(folder.glob("*.py"))
+    return Mass(len(files), sum(map(lines_of, files)))
+
+
 def page(root: Path) -> str:
     """The text of ``docs/layout.md``."""
     rows = ((folder.relative_to(root).as_posix(), first_sentence(docstring_of(folder))) for folder in folders(root))
     return HEAD + "".join(f"| `{name}/` | {sentence} |\n" for name, sentence in rows)
 
 
+def budgets(design: str) -> dict[str, Mass]:
+    """Rows ``| `folder/` | files | lines |`` below the heading "Mass" of docs/design.md: what each folder may have."""
+    section = re.search(r"^## Mass$(.*?)(?=^## |\Z)", design, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `([\w/]+)/` \| (\d+) \| ([\d,]+) \|", section[1] if section else "", re.MULTILINE)
+    return {folder: Mass(int(files), int(lines.replace(",", ""))) for folder, files, lines in rows}
+
+
+def excesses(root: Path) -> Iterator[str]:
+    """One line for each folder above its budget, or without one, and for each file that is too long or too short."""
+    allowed = budgets((root / "docs" / "design.md").read_text(encoding="utf-8"))
+    for folder in folders(root):
+        name, mass = folder.relative_to(root).as_posix(), mass_of(folder)
+        if name not in allowed:
+            yield f'{name}/: has no budget in the section "Mass" of docs/design.md'
+        elif mass.files > allowed[name].files or mass.lines > allowed[name].lines:
+            most = allowed[name]
+            yield (
+                f"{name}/: {mass.files} files with {mass.lines:,} lines; docs/design.md allows {most.files} with "
+                f"{most.lines:,}: make it smaller, or raise the number in a commit that says why"
+            )
+        if mass.files < LEAST_FILES:
+            yield f"{name}/: {mass.files} files; a folder has at least {LEAST_FILES}"
+        for path in sorted(folder.glob("*.py")):
+            lines = lines_of(path)
+            if lines > MOST_LINES or (lines < LEAST_LINES and path.name not in _SHORT):
+                yield f"{name}/{path.name}: {lines} lines; a file has {LEAST_LINES} to {MOST_LINES}"
+
+
 def problems(root: Path) -> list[str]:
-    """One line for each folder without a docstring, and one if the page is out of date."""
+    """One line for each folder without a docstring or above its budget, and one if the page is out of date."""
     silent = [
         f"{folder.relative_to(root)}/__init__.py: needs a docstring that says what the folder contains"
         for folder in folders(root)
         if not docstring_of(folder)
     ]
+    silent += excesses(root)
     written = root / "docs" / "layout.md"
     if not written.is_file() or written.read_text(encoding="utf-8") != page(root):
         silent.append("docs/layout.md is out of date; run: python -m tools.docs_site.folders")
@@ -76,8 +128,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.docs_site.folders", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    root = Path(__file__).resolve().parents[2]
-    if not parser.parse_args(arguments).check:
+    parser.add_argument("--mass", action="store_true", help="write nothing; print each folder's files and lines")
+    root, given = Path(__file__).resolve().parents[2], parser.parse_args(arguments)
+    if given.mass:
+        masses = {folder.relative_to(root).as_posix(): mass_of(folder) for folder in folders(root)}
+        total = Mass(sum(mass.files for mass in masses.values()), sum(mass.lines for mass in masses.values()))
+        for name, mass in (*masses.items(), (f"{len(masses)} folders", total)):
+            print(f"{name:<32}{mass.files:>5} files{mass.lines:>8,} lines")
+        return 0
+    if not given.check:
         (root / "docs" / "layout.md").write_text(page(root), encoding="utf-8")
         print("wrote docs/layout.md")
         return 0
