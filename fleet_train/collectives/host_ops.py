@@ -86,18 +86,12 @@ _ONEDNN_FLAGS = ("FLAGS_use_onednn", "FLAGS_use_mkldnn")
 _PADDLES_OWN = ("py_op.", "builtin.parameter", "pd_op.data", "pd_op.feed", "pd_op.assign")
 
 
-def switch_onednn_off() -> list[str]:
-    """Unset the flags that make oneDNN compute float32 on CPUs; returns the names of those that were set.
+def onednn_flags() -> list[str]:
+    """The flags that are set and make oneDNN compute float32 on CPUs. They must be off where ranks communicate.
 
     They hold for dynamic mode, too, where views and collectives read oneDNN's memory layout as it is.
+    ``paddle.get_flags`` raises for a flag that this build of Paddle lacks.
     """
-    names = _set_onednn_flags()
-    paddle.set_flags(dict.fromkeys(names, False))
-    return names
-
-
-def _set_onednn_flags() -> list[str]:
-    """Those that are set, of the flags that this build of Paddle has; ``paddle.get_flags`` raises for another."""
     known = paddle.base.core.globals().keys()
     flags = paddle.get_flags([name for name in _ONEDNN_FLAGS if name in known])
     return [name for name, is_set in flags.items() if is_set]
@@ -108,7 +102,7 @@ def _in_paddles_layout(value: Any) -> Any:
     bfloat16."""
     if not isinstance(paddle.framework._current_expected_place_(), paddle.CPUPlace):
         return value
-    if value.dtype != paddle.bfloat16 and not _set_onednn_flags():
+    if value.dtype != paddle.bfloat16 and not onednn_flags():
         return value
     made_by = value.get_defining_op()
     return value if made_by and made_by.name().startswith(_PADDLES_OWN) else paddle.assign(value)

@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from fleet_train.compat.loading import DataFeeder, Feed
+from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import session
 from fleet_train.convert.calls import values_of_all
 from fleet_train.convert.profile_settings import say
@@ -124,7 +125,7 @@ class QueueDataset:
             yield feeder.feed(batch)
 
     def _samples(self) -> Iterable[Sample]:
-        dtypes = [str(value.dtype).rpartition(".")[2].lower() for value in self._inputs]
+        dtypes = [dtype_of(value) for value in self._inputs]
         for path in self._files:
             for number, line in enumerate(_lines(path, self._command), 1):
                 yield _parsed(line, dtypes, f"{path}:{number}")

@@ -6,7 +6,6 @@ An iterable one yields feeds for ``exe.run(feed=...)``. The others feed the prog
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from fleet_train.compat.parameters import dtype_of
+from fleet_train.convert import replaced
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
@@ -101,7 +102,7 @@ class ProgramLoader(GeneratorLoader):
         self._ready: Prefetcher[Feed] | None = None
         self._program = paddle.static.default_main_program()  # kept: a value does not keep its program alive
         _LOADERS.add(self)
-        _feed_by_loaders()
+        replaced.before_each_run(_feed_by_loaders)
 
     @property
     def is_started(self) -> bool:
@@ -135,20 +136,13 @@ class ProgramLoader(GeneratorLoader):
 _LOADERS = weakref.WeakSet[ProgramLoader]()
 
 
-@functools.cache
-def _feed_by_loaders() -> None:
-    """From now on executors ask the loaders of a program for what is not fed by hand."""
-    run = paddle.static.Executor.run
-
-    @functools.wraps(run)
-    def run_with_loaders(executor: Any, program: Any = None, feed: Any = None, *args: Any, **options: Any) -> Any:
-        main = program or paddle.static.default_main_program()
-        block = main.global_block() if isinstance(main, paddle.static.Program) else None
-        for loader in sorted(_LOADERS, key=lambda one: not one.is_started):
-            feed = loader.completed(block, feed)
-        return run(executor, program, feed, *args, **options)
-
-    paddle.static.Executor.run = run_with_loaders
+def _feed_by_loaders(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    """Before a run: ask the loaders of the program for what is not fed by hand."""
+    main = program or paddle.static.default_main_program()
+    block = main.global_block() if isinstance(main, paddle.static.Program) else None
+    for loader in sorted(_LOADERS, key=lambda each: not each.is_started):
+        feed = loader.completed(block, feed)
+    return feed, fetch_list
 
 
 def from_generator(
@@ -244,7 +238,7 @@ class DataFeeder:
         del place, program
         if names := [value for value in feed_list if isinstance(value, str)]:
             raise ConversionError(f"DataFeeder: give the input variables instead of their names {names}")
-        self._inputs = [(_name(value), _sizes(value), _dtype(value)) for value in feed_list]
+        self._inputs = [(str(value.name), [int(size) for size in value.shape], dtype_of(value)) for value in feed_list]
 
     def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, np.ndarray[Any, Any]]:
         """Arrays by input name, in the input's dtype; flat samples take the input's shape."""
@@ -270,15 +264,3 @@ def _sample(entry: Any, name: str, sizes: Sequence[int], dtype: str) -> np.ndarr
     if sample.size != math.prod(sizes):
         raise ConversionError(f"DataFeeder: a sample of {name!r} has {sample.size} values, its shape is {list(sizes)}")
     return sample.reshape(sizes)
-
-
-def _name(value: Any) -> str:
-    return str(value.name)
-
-
-def _sizes(value: Any) -> list[int]:
-    return [int(size) for size in value.shape]
-
-
-def _dtype(value: Any) -> str:
-    return str(value.dtype).rpartition(".")[2].lower()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import paddle
 from paddle.base.libpaddle import pir
 
+from fleet_train.convert import replaced
 from fleet_train.errors import ConversionError
 
 _VALUES = "_fleet_train_values"
@@ -28,7 +27,7 @@ def clone_for_test(program: Any) -> Any:
         if operator.has_attr("is_test"):
             operator.set_bool_attr("is_test", True)
     setattr(values.copy, _VALUES, values)
-    _translate_fetches()
+    replaced.before_each_run(_translate_fetches)
     return values.copy
 
 
@@ -55,7 +54,7 @@ class _Values:
         """``fetch_list`` with the copy's values. Raises ConversionError for one that the copy does not have."""
         if not isinstance(fetch_list, (list, tuple)):
             return self._translated(fetch_list, "fetch_list")
-        return [self._translated(one, f"fetch_list[{index}]") for index, one in enumerate(fetch_list)]
+        return [self._translated(value, f"fetch_list[{index}]") for index, value in enumerate(fetch_list)]
 
     def _translated(self, value: Any, where: str) -> Any:
         if not isinstance(value, pir.Value) or value.get_defining_op().get_parent_block().program == self.copy:
@@ -71,13 +70,13 @@ class _Values:
 def _learns(operator: Any, learning: Collection[int]) -> bool:
     """Whether an operator computes a gradient, talks to other ranks, or takes what those in ``learning`` made."""
     return any(
-        one.name().endswith("_grad")
-        or one.name().startswith("py_op.fleet_train")
+        inner.name().endswith("_grad")
+        or inner.name().startswith("py_op.fleet_train")
         or any(
             source.get_defining_op() is not None and source.get_defining_op().id() in learning
-            for source in one.operands_source()
+            for source in inner.operands_source()
         )
-        for one in _all_below([operator])
+        for inner in _all_below([operator])
     )
 
 
@@ -89,23 +88,10 @@ def _all_below(operators: list[Any]) -> Iterator[Any]:
             yield from _all_below(block.ops)
 
 
-def _translate_fetches() -> None:
-    """Let ``Executor.run`` fetch from a copy what the script knows as a value of the program.
+def _translate_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    """Before a run: fetch from a copy what the script knows as a value of the program.
 
-    A fetched value of another program ends the process. Executors may be older than the copy: the class is changed.
+    A fetched value of another program ends the process.
     """
-    run = paddle.static.Executor.run
-    if hasattr(run, _VALUES):
-        return
-
-    @functools.wraps(run)
-    def translating(
-        self: Any, program: Any = None, feed: Any = None, fetch_list: Any = None, *more: Any, **named: Any
-    ) -> Any:
-        values = getattr(program, _VALUES, None)
-        if values is not None and fetch_list is not None:
-            fetch_list = values.translated(fetch_list)
-        return run(self, program, feed, fetch_list, *more, **named)
-
-    setattr(translating, _VALUES, True)
-    paddle.static.Executor.run = translating
+    values = getattr(program, _VALUES, None)
+    return feed, fetch_list if values is None or fetch_list is None else values.translated(fetch_list)

@@ -146,6 +146,5 @@ def measure_cluster(seconds: float) -> MeasuredCluster:
 
     say(f"measuring {cluster.world_size} ranks on {cluster.node_num} nodes for about {seconds:g} s")
     found = probe(job, seconds, say)
-    exits.watch(None)
-    job.leave()
+    exits.leave(job)
     return MeasuredCluster(cluster, found.get("between nodes"), found.get("inside a node"))

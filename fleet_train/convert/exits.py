@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleet_train.cluster.store.reports import exit_status
-from fleet_train.collectives.job import Job
+from fleet_train.convert import replaced
 from fleet_train.errors import (
     ClusterError,
     FleetTrainError,
@@ -27,6 +29,9 @@ from fleet_train.errors import (
     WorkerFailed,
 )
 
+if TYPE_CHECKING:  # it imports Paddle, which is not checked yet
+    from fleet_train.collectives.job import Job
+
 # Their message is complete; a traceback through Paddle would hide it.
 _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
 
@@ -36,32 +41,43 @@ _exit_code: int | None = None
 _noted: tuple[BaseException, BaseException] | None = None  # the exception that ends this rank, and its cause
 _is_said = False  # our own hook has printed it
 _installed = False
-_listens = False
-_teardown_is_skipped = False
-_python_exit = sys.exit
+_earlier_hook: Callable[..., Any] = sys.__excepthook__
 
 
 def install() -> None:
-    """Hook the uncaught-exception handler, the normal exit and forks; once per process."""
-    global _installed
+    """Hook the uncaught-exception handler, the normal exit and forks, until ``put_back``."""
+    global _installed, _earlier_hook
     if not _installed:
         _installed = True
-        sys.excepthook = _on_uncaught
+        _earlier_hook = replaced.replace(sys, "excepthook", _on_uncaught)
         atexit.register(_on_exit)
-        # A child that collects an executor of its parent's crashes: the executor's threads were not forked.
-        os.register_at_fork(after_in_child=gc.freeze)
+        _freeze_in_children()
 
 
-def watch(job: Job | None) -> None:
+def watch(job: Job) -> None:
     """From now on the end of this process is reported to ``job``."""
     global _job, _pid
     _job, _pid = job, os.getpid()
-    if job is not None and job.world_size > 1:
+    install()
+    if job.world_size > 1:
         _skip_teardown_of_libraries()
         _listen_for_uncaught()
-        sys.exit = _exit  # type: ignore[assignment]
-    elif sys.exit is _exit:
-        sys.exit = _python_exit
+        replaced.replace(sys, "exit", _exit)
+
+
+def leave(job: Job) -> None:
+    """Leave the watched job, and put back everything that the package has replaced in this process.
+
+    Where an error of ours is being handled, as in ``finally: fleet.shutdown()``, it may be what ends the process and is
+    still to be printed: then everything stays.
+    """
+    global _installed, _job
+    _job = None
+    job.leave()
+    if not isinstance(sys.exc_info()[1], FleetTrainError):
+        atexit.unregister(_on_exit)
+        replaced.put_back()
+        _installed = False
 
 
 def _watched() -> Job | None:
@@ -69,6 +85,13 @@ def _watched() -> Job | None:
     return _job if os.getpid() == _pid else None
 
 
+@functools.cache
+def _freeze_in_children() -> None:
+    """A child that collects an executor of its parent's crashes: the executor's threads were not forked."""
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
+@functools.cache
 def _skip_teardown_of_libraries() -> None:
     """End the process right after Python's exit, with its exit status; once per process.
 
@@ -77,11 +100,8 @@ def _skip_teardown_of_libraries() -> None:
     the status; this one is ``_exit`` itself. Python's own exit handlers and flushes run before it. (A forked child
     keeps it: it has none of the threads that the libraries would wait for.)
     """
-    global _teardown_is_skipped
-    if not _teardown_is_skipped:
-        _teardown_is_skipped = True
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
 
 
 def report(error: BaseException) -> None:
@@ -112,12 +132,10 @@ def _root_of(error: BaseException, job: Job) -> BaseException:
     return error
 
 
+@functools.cache
 def _listen_for_uncaught() -> None:
     """Intercept every uncaught exception before its hook runs, whichever hook that is; once per process."""
-    global _listens
-    if not _listens:
-        _listens = True
-        sys.addaudithook(_on_audit)
+    sys.addaudithook(_on_audit)
 
 
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -149,12 +167,12 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     cause = _note(error)
     if cause is None:
         if not isinstance(error, FleetTrainError):
-            sys.__excepthook__(kind, error, traceback)
+            _earlier_hook(kind, error, traceback)
         return
     if isinstance(cause, _ONE_LINE):
         _say(cause)
     else:
-        sys.__excepthook__(kind, error, traceback)
+        _earlier_hook(kind, error, traceback)
     _is_said = True
     if isinstance(cause, FleetTrainError):
         raise SystemExit(cause.exit_code)

@@ -30,35 +30,15 @@ from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.step_notes import Communication  # noqa: E402
 from fleet_train.convert import (  # noqa: E402
     metrics,
+    rewrite,
     session,
 )
 from fleet_train.convert.calls import (  # noqa: E402
     UtilBase,
-    agree,
-    all_reduce,
-    all_reduce_worker,
-    barrier_worker,
-    gather,
-    gone_workers,
-    init_worker,
-    is_coordinator,
-    is_first_worker,
-    is_server,
-    is_worker,
-    local_rank,
-    node_num,
-    nranks,
-    place,
-    rank,
-    rank_in_node,
-    server_endpoints,
-    server_num,
-    stop_worker,
+    meet,
+    reduce,
     unknown,
-    worker_endpoints,
-    worker_index,
-    worker_num,
-    world_size,
+    values_of_all,
 )
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.profile_settings import (  # noqa: E402
@@ -79,6 +59,7 @@ from fleet_train.convert.session import current as _current  # noqa: E402
 from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
 from fleet_train.convert.strategy import (  # noqa: E402
     DistributedStrategy,
+    needed,
     one_of,
 )
 from fleet_train.plan import CommPlan  # noqa: E402
@@ -350,5 +331,142 @@ def loss_scale() -> float | None:
 
 
 def shutdown() -> None:
-    """Leave the job gracefully; called automatically at exit. A process of a multi-process job cannot join again."""
+    """Leave the job gracefully; called automatically at exit. A process of a multi-process job cannot join again.
+
+    Everything that was replaced in this process (``convert/replaced.py``) is put back: save before it.
+    """
     session.end()
+
+
+def place() -> Any:
+    """The device of this rank: ``CUDAPlace`` of its GPU on a GPU build, else ``CPUPlace``."""
+    return _current().job.place
+
+
+def worker_index() -> int:
+    """This process's rank, 0 .. worker_num() - 1. Also ``rank``."""
+    return _current().job.cluster.rank
+
+
+def worker_num() -> int:
+    """The number of processes of the job (world size). Also ``nranks``, ``world_size``."""
+    return _current().job.world_size
+
+
+def local_rank() -> int:
+    """This process's index on its node. Also ``rank_in_node``."""
+    return _current().job.cluster.local_rank
+
+
+def node_num() -> int:
+    """The number of nodes of the job."""
+    return _current().job.cluster.node_num
+
+
+def is_first_worker() -> bool:
+    """Whether this is rank 0, the one that reports and saves."""
+    return worker_index() == 0
+
+
+def is_worker() -> bool:
+    """True: every process trains, there are no parameter servers."""
+    _current()
+    return True
+
+
+def is_server() -> bool:
+    """False: there are no parameter servers."""
+    _current()
+    return False
+
+
+def is_coordinator() -> bool:
+    """False: there is no coordinator of federated learning."""
+    _current()
+    return False
+
+
+def server_num() -> int:
+    """0: there are no parameter servers."""
+    _current()
+    return 0
+
+
+def server_endpoints(to_string: bool = False) -> list[str] | str:
+    """Empty: there are no parameter servers."""
+    _current()
+    return "" if to_string else []
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """``host:port`` of every rank, by rank; with ``to_string`` joined by commas."""
+    endpoints = _current().job.cluster.endpoints
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def gone_workers() -> dict[int, str]:
+    """Ranks that have left the job (``left``) or are lost, and how, as currently recorded in the job's store. From any
+    thread.
+
+    Raises WorkerFailed if the store does not answer. Empty in a job of one process.
+    """
+    return _current().job.gone()
+
+
+def init_worker(scopes: Any = None) -> None:
+    """Does nothing: a worker without parameter servers is ready after ``init``."""
+    del scopes  # Fleet's signature
+    _current()
+
+
+def stop_worker() -> None:
+    """Does nothing: there are no servers, and a rank leaves the job when its script ends (``shutdown``)."""
+    _current()
+
+
+def barrier_worker(timeout_seconds: float | None = None) -> None:
+    """Wait for all ranks, at most ``timeout_seconds`` (default: the join timeout).
+
+    Raises WorkerFailed naming the ranks that did not arrive, died or left.
+    """
+    meet("fleet.barrier_worker()", timeout_seconds)
+
+
+def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, mode: str | None = None) -> Any:
+    """Reduce a numpy array over all ranks; every rank gets the result, same shape and dtype.
+
+    ``op`` (Fleet's ``mode``): ``sum`` (the default), ``max``, ``min`` or ``mean``. dtypes: float32, float64, int32,
+    int64. All ranks call it in the same order. Raises ConversionError when the ranks pass different shapes, dtypes or
+    operations.
+    """
+    values = np.asarray(needed("all_reduce", input=input, array=array))
+    operation = one_of("all_reduce", mode=mode, op=op) or "sum"
+    return reduce("fleet.all_reduce()", values, operation)
+
+
+def all_reduce_worker(input: Any, output: Any) -> None:
+    """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
+    output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+
+
+def agree(name: str, value: Any) -> None:
+    """Stop every rank with ScheduleMismatch unless all pass the same JSON value: ``agree("steps", len(loader))``.
+
+    For values that all ranks must share and fleet_train cannot see. All ranks call it in the same order.
+    """
+    with _current().job.inside(f"fleet.agree({name!r})"):
+        rewrite.agree(_current().job, name, value)
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON value of every rank, by rank, on every rank. For small values, not for tensors: it goes through the
+    store.
+
+    All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not arrive, died or left.
+    """
+    return values_of_all("fleet.gather()", value)
+
+
+rank = worker_index
+nranks = world_size = worker_num
+rank_in_node = local_rank

@@ -10,8 +10,9 @@ import paddle
 from paddle import nn, optimizer
 
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import HeldValues, emit_finish, switch_onednn_off
+from fleet_train.collectives.host_ops import HeldValues, emit_finish, onednn_flags
 from fleet_train.collectives.job import Job
+from fleet_train.convert import replaced
 from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
 from fleet_train.convert.passes.gradient_merge import MergedGradients
 from fleet_train.convert.passes.pipeline import ProgramPasses
@@ -19,7 +20,6 @@ from fleet_train.convert.profile_settings import (
     fitted_to,
     leaves_one_process_alone,
     owner_of,
-    pass_settings,
     refuse_beside_another_optimizer,
     refuse_clip_of_sums,
     refuse_on_this_device,
@@ -41,63 +41,11 @@ from fleet_train.convert.rewrite import (
     summed_over_uses,
     uses_a_name_twice,
 )
-from fleet_train.convert.state.program_state import begun_tensor, make_start_equal, names_stored_by
+from fleet_train.convert.state.program_state import make_start_equal, refuse_foreign_startup
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
 from fleet_train.profile import Profile
-
-# Whether an optimizer updates each parameter separately, so that some can be updated while other gradients are sent.
-
-
-# Exactly these classes, not subclasses, which may read all gradients at once.
-_EACH_ALONE = (
-    optimizer.SGD,
-    optimizer.Momentum,
-    optimizer.Adam,
-    optimizer.AdamW,
-    optimizer.Adamax,
-    optimizer.Adagrad,
-    optimizer.Adadelta,
-    optimizer.RMSProp,
-    optimizer.Lamb,
-)
-_CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
-
-
-def updates_each_alone(inner: Any) -> bool:
-    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
-
-    Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
-    """
-    return (
-        type(inner) in _EACH_ALONE
-        and type(inner._grad_clip) in _CLIPS_EACH_ALONE
-        and not getattr(inner, "_use_multi_tensor", False)
-    )
-
-
-# Whether a startup program belongs to a main program.
-
-
-def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
-    """Raise ConversionError if ``startups``, that of minimize and the default one, initialize no parameter of ``main``,
-    and nothing else has.
-
-    This happens with ``minimize(loss)`` outside the ``program_guard`` in which the network was built: learning rate and
-    accumulators would go into a program that the script never runs, and start values would not be made equal.
-    """
-    names = {parameter.name for parameter in main.global_block().all_parameters()}
-    scope = paddle.static.global_scope()
-    if not names or any(names & names_stored_by(startup) for startup in startups):
-        return
-    if any(begun_tensor(scope, name) is not None for name in names):
-        return
-    raise ConversionError(
-        f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "
-        "call minimize inside `with paddle.static.program_guard(main, startup)`, or pass startup_program=startup"
-    )
-
 
 # Calls of Paddle's mixed-precision optimizer that scripts make after ``minimize``.
 
@@ -166,7 +114,7 @@ class DistributedOptimizer(AmpCalls):
         profile, fitted = fitted_to(job.engine, profile)
         say(fitted, job.cluster.rank)
         wrapped, self._dgc = take_over_momentum(inner, profile, job.world_size)
-        self._passes = ProgramPasses(pass_settings(profile), job)
+        self._passes = ProgramPasses(profile, job)
         say(self._passes.notices, job.cluster.rank)
         self._profile = profile
         self._job = job
@@ -282,7 +230,8 @@ class DistributedOptimizer(AmpCalls):
             self._updated = self._updated_in(main, merged, merged.pairs)
             self._on_converted(main, startup, None, None)
             return operators
-        if flags := switch_onednn_off():
+        if flags := onednn_flags():
+            replaced.set_flags(dict.fromkeys(flags, False))
             say(
                 [f"{' and '.join(flags)}: switched off, because ranks would send values in oneDNN's memory layout"],
                 self._rank,
@@ -415,3 +364,30 @@ def _program_of(loss: Any) -> Any:
 
 def _startup_or_default(startup_program: Any) -> Any:
     return startup_program if startup_program is not None else paddle.static.default_startup_program()
+
+
+# Exactly these classes, not subclasses, which may read all gradients at once.
+_EACH_ALONE = (
+    optimizer.SGD,
+    optimizer.Momentum,
+    optimizer.Adam,
+    optimizer.AdamW,
+    optimizer.Adamax,
+    optimizer.Adagrad,
+    optimizer.Adadelta,
+    optimizer.RMSProp,
+    optimizer.Lamb,
+)
+_CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
+
+
+def updates_each_alone(inner: Any) -> bool:
+    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
+
+    Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
+    """
+    return (
+        type(inner) in _EACH_ALONE
+        and type(inner._grad_clip) in _CLIPS_EACH_ALONE
+        and not getattr(inner, "_use_multi_tensor", False)
+    )

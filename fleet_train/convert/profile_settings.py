@@ -13,10 +13,8 @@ import paddle
 from fleet_train.collectives.engine import Engine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance
-from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaling
-from fleet_train.convert.passes.pipeline import PassSettings
-from fleet_train.convert.passes.precision import MixedPrecision
-from fleet_train.convert.passes.recompute import Recompute
+from fleet_train.convert import replaced
+from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Conditions, choose, decline, needs_link
@@ -26,31 +24,9 @@ from fleet_train.profile import KNOBS, Profile, check_flags
 from fleet_train.profile.knobs import AUTO, shown
 
 
-def pass_settings(profile: Profile) -> PassSettings:
-    """The settings of the passes that this profile asks for."""
-    return PassSettings(
-        precision=MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32),
-        loss_scaling=LossScaling(
-            profile.amp_init_loss_scaling,
-            profile.amp_dynamic_loss_scaling,
-            profile.amp_incr_every_n_steps,
-            profile.amp_decr_every_n_nan_or_inf,
-            profile.amp_incr_ratio,
-            profile.amp_decr_ratio,
-        ),
-        merge=GradientMerge(profile.accumulate_steps),
-        recompute=_recompute(profile),
-        sync_batch_norm=profile.sync_batch_norm,
-    )
-
-
-def _recompute(profile: Profile) -> Recompute:
-    return Recompute(profile.recompute_segments, tuple(profile.recompute_checkpoints), profile.recompute_every_blocks)
-
-
 def leaves_one_process_alone(profile: Profile) -> bool:
     """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
-    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not _recompute(profile).is_on
+    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
 
 
 def refuse_on_this_device(profile: Profile, place: Any) -> None:
@@ -167,7 +143,7 @@ def apply_environment(profile: Profile) -> list[str]:
     late = sorted(missing.keys() - flags.keys())
     os.environ.update({name: missing[name] for name in late})
     if flags:
-        paddle.set_flags(flags)
+        replaced.set_flags(flags)
     notices = []
     if kept:
         notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import weakref
@@ -19,7 +18,7 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import is_link
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import join
-from fleet_train.convert import exits
+from fleet_train.convert import exits, replaced
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.blocks import nested_operators
 from fleet_train.convert.passes.norm_arithmetic import make_norms_plain, makers_of, remove_unused
@@ -148,9 +147,7 @@ def end() -> None:
     global _session, _has_left_a_job
     if _session is not None:
         _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
-        exits.watch(None)
-        watch(None)
-        _session.job.leave()
+        exits.leave(_session.job)
         _session = None
 
 
@@ -177,34 +174,20 @@ _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
 _NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
 
-_paddles_run: Callable[..., Any] | None = None  # while it is replaced
-_first_run: Callable[[Any], None] | None = None
-_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``."""
 
+def watch(first_run: Callable[[Any], None]) -> None:
+    """From now on ``first_run`` is called with each program before it runs as it is now for the first time."""
+    # Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``.
+    seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-def watch(first_run: Callable[[Any], None] | None) -> None:
-    """From now on ``first_run`` is called with each program before it runs as it is now for the first time; None puts
-    Paddle's method back, unless somebody else has replaced it meanwhile."""
-    global _paddles_run, _first_run
-    _first_run = first_run
-    _seen.clear()
-    if first_run is not None and _paddles_run is None:
-        _paddles_run = paddle.static.Executor.run
-        paddle.static.Executor.run = functools.update_wrapper(_run, _paddles_run)
-    elif first_run is None and paddle.static.Executor.run is _run:
-        paddle.static.Executor.run, _paddles_run = _paddles_run, None
+    def look(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+        about = paddle.static.default_main_program() if program is None else program
+        if isinstance(about, paddle.static.Program) and seen.get(about) != about.num_ops():
+            seen[about] = about.num_ops()
+            first_run(about)
+        return feed, fetch_list
 
-
-def _run(self: Any, program: Any = None, *arguments: Any, **options: Any) -> Any:
-    assert _paddles_run is not None
-    about = paddle.static.default_main_program() if program is None else program
-    if _first_run is not None and isinstance(about, paddle.static.Program):
-        operators = about.num_ops()
-        if _seen.get(about) != operators:
-            _seen[about] = operators
-            _first_run(about)
-    return _paddles_run(self, program, *arguments, **options)
+    replaced.before_each_run(look)
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
@@ -234,13 +217,13 @@ def _parameter(update: Any) -> str:
 def _line_of(operator: Any) -> str:
     """The script's line that made an operator, such as ``train.py, line 12 (optimizer.minimize(loss))``."""
     stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
-    found = ""
+    place = ""
     for index, line in enumerate(stack):
         frame = _FRAME.match(line)
         if frame is not None and not frame[1].startswith(_NOT_THE_SCRIPT):
             code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
-            found = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
-    return found
+            place = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
+    return place
 
 
 # Makes Paddle save a converted program as the program of one card, without our operators.
@@ -254,7 +237,7 @@ def _line_of(operator: Any) -> str:
 _OURS = "fleet_train_"
 _NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
 
-_original: Callable[..., Any] | None = None
+_original: Callable[..., Any] = paddle.base.core.serialize_pir_program
 _is_drifting: Callable[[Any], bool] = bool
 
 
@@ -262,13 +245,10 @@ def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
     """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
     global _original, _is_drifting
     _is_drifting = is_drifting
-    if _original is None:
-        _original = paddle.base.core.serialize_pir_program
-        paddle.base.core.serialize_pir_program = _serialize
+    _original = replaced.replace(paddle.base.core, "serialize_pir_program", _serialize)
 
 
 def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
-    assert _original is not None
     if not any(_is_ours(operator) for operator in program.global_block().ops):
         return _original(program, *arguments, **options)
     if _is_drifting(program):
@@ -287,7 +267,7 @@ def for_one_card(program: Any) -> Any:
     local: dict[str, list[Any]] = {}
     for operator in ours:
         _bypass(operator, local)
-    forward, backward = ([one for one in ours if _kind(one)[0] == kind] for kind in ("gather", "total"))
+    forward, backward = ([operator for operator in ours if _kind(operator)[0] == kind] for kind in ("gather", "total"))
     if forward:
         make_norms_plain(reference, forward, backward)
     for operator in reversed(ours):
@@ -319,8 +299,8 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
 
 def _kind(operator: Any) -> tuple[str, str]:
     """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
-    found = _NAME.search(operator.name())
-    return (found[1], found[2] or "") if found else ("", "")
+    match = _NAME.search(operator.name())
+    return (match[1], match[2] or "") if match else ("", "")
 
 
 def _is_ours(operator: Any) -> bool:

@@ -209,26 +209,9 @@ def _counters(sock: socket.socket) -> Sent:
 HEADERS_BYTES = 28
 """Headers of IPv4 and UDP; sizes here are those of whole packets, like an interface's MTU."""
 SIZES = (
-    576,
-    1000,
-    1280,
-    1380,
-    1400,
-    1420,
-    1440,
-    1450,
-    1472,
-    1480,
-    1492,
-    1500,
-    2000,
-    4000,
-    8000,
-    8500,
-    8900,
-    8950,
-    9000,
-)
+    576, 1000, 1280, 1380, 1400, 1420, 1440, 1450, 1472, 1480, 1492,
+    1500, 2000, 4000, 8000, 8500, 8900, 8950, 9000,
+)  # fmt: skip
 _TRIES, _WAIT_SECONDS = 3, 0.35
 # linux/in.h; Python has no names for them before 3.14.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_PMTUDISC_PROBE, _IP_MTU = 10, 2, 3, 14

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from fleet_train.doctor.facts import (
     Options,
     exit_code,
     from_json,
-    to_json,
     verdict,
 )
 from fleet_train.doctor.judge import judge
@@ -164,7 +163,7 @@ class Examiner:
             seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
             echoes, streams = peer_group.measure_pairs(present, seconds)
             report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
-        peer_group.state.put(f"report/{self.participants.index}", to_json(report))
+        peer_group.state.put(f"report/{self.participants.index}", asdict(report))
 
     def _with_shared_folders(self, state: ReplicatedState, facts: NodeFacts) -> NodeFacts:
         marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here")}
@@ -178,7 +177,7 @@ class Examiner:
         return replace(facts, folders=shared)
 
     def _group(self, peer_group: PeerGroup, present: list[int]) -> None:
-        peer_group.state.put(f"group/{self.participants.index}", to_json(self._form(peer_group.state, sorted(present))))
+        peer_group.state.put(f"group/{self.participants.index}", asdict(self._form(peer_group.state, sorted(present))))
 
     def _form(self, state: ReplicatedState, present: list[int]) -> GroupResult:
         from fleet_train.doctor.peer_group import form

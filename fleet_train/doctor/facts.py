@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,14 +226,10 @@ class Examination:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"
 
 
-def to_json(value: Any) -> dict[str, Any]:
-    return asdict(value)
-
-
 def from_json(kind: type[T], data: Any) -> T:
     """Raises ValueError for anything but a ``kind``: it may come from another machine."""
-    found: T = _reader(kind).validate_python(data)
-    return found
+    value: T = _reader(kind).validate_python(data)
+    return value
 
 
 def _reader(kind: type[Any]) -> Any:
@@ -266,27 +262,25 @@ class Finding:
     @property
     def line(self) -> str:
         threshold = f" ({self.threshold})" if self.threshold else ""
-        fix = f"; mend: {self.fix}" if self.fix and self.level != PASS else ""
+        fix = f"; fix: {self.fix}" if self.fix and self.level != PASS else ""
         return f"{self.level}  {self.id}  {' -> '.join(self.hosts)}: {self.measured}{threshold}{fix}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """0: no FAIL; 6: a node did not connect; 1: anything else has failed."""
-    failed = [one for one in findings if one.level == FAIL]
-    if any(one.id == ABSENT for one in failed):
+    failed = [finding for finding in findings if finding.level == FAIL]
+    if any(finding.id == ABSENT for finding in failed):
         return JoinTimeout.exit_code
     return 1 if failed else 0
 
 
 def verdict(findings: Sequence[Finding], seconds: float) -> str:
     """The last line."""
-    numbers = {level: sum(one.level == level for one in findings) for level in (FAIL, WARN, PASS)}
+    numbers = {level: sum(finding.level == level for finding in findings) for level in (FAIL, WARN, PASS)}
     counted = ", ".join(f"{number} {level}" for level, number in numbers.items() if number)
-    word = "SICK" if numbers[FAIL] else "FIT, with warnings" if numbers[WARN] else "FIT"
-    failed = list(dict.fromkeys(f"{one.id} on {' -> '.join(one.hosts)}" for one in findings if one.level == FAIL))
+    word = "FAIL" if numbers[FAIL] else "FIT, with warnings" if numbers[WARN] else "FIT"
+    failed = [f"{finding.id} on {' -> '.join(finding.hosts)}" for finding in findings if finding.level == FAIL]
+    failed = list(dict.fromkeys(failed))
     named = f": {'; '.join(failed[:4])}{f'; and {len(failed) - 4} more' if len(failed) > 4 else ''}" if failed else ""
     return f"{word}{named} ({counted or 'nothing was examined'}, in {seconds:.0f} s)"
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fleet_train.doctor import judge_network
-from fleet_train.doctor import judge_network as pairs
 from fleet_train.doctor.facts import (
     FAIL,
     PASS,
@@ -198,129 +196,14 @@ def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
-# Findings of GPUs. Tested on recorded outputs only, never on a GPU.
-
-
-GROUP = "gpus"
-MEMORY_USED_WARN = 1 << 30
-"""Memory in use of a GPU before a job: another process computes on it."""
-
-
-def gpu_findings(examined: Examination) -> Iterator[Finding]:
-    found = {i: report.facts.gpus for i, report in examined.reports.items() if report.facts.gpus is not None}
-    for index, one in found.items():
-        yield from _of_node(examined.host(index), one)
-    drivers = {index: ", ".join(sorted({gpu.driver for gpu in one.found})) for index, one in found.items()}
-    yield from _same(
-        examined, "gpu_driver", "driver", drivers, "sudo apt-get install the same nvidia-driver everywhere"
-    )
-    versions = {index: one.nccl for index, one in found.items()}
-    yield from _same(examined, "nccl", "NCCL", versions, "pip install the same paddlepaddle-gpu everywhere")
-    counts = {index: f"{len(one.found)} x {_models(one)}" for index, one in found.items()}
-    yield from _same(examined, "gpu_models", "GPUs", counts, "nvidia-smi -L; start with --selected_gpus")
-
-
-def _models(found: Gpus) -> str:
-    return ", ".join(sorted({gpu.name for gpu in found.found})) or "nothing"
-
-
-def _of_node(host: str, found: Gpus) -> Iterator[Finding]:
-    if found.error:
-        fix = "sudo dmesg | grep -i nvrm; reboot if the driver hangs"
-        yield Finding(GROUP, "gpu", FAIL, (host,), found.error, "nvidia-smi answers", fix)
-        return
-    for gpu in found.found:
-        place = (f"{host} GPU {gpu.index}",)
-        if gpu.ecc_errors:
-            told, fix = f"{gpu.ecc_errors} uncorrected ECC errors", f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            yield Finding(GROUP, "ecc", FAIL, place, told, "none", fix)
-        if gpu.links_down:
-            told, fix = f"{gpu.links_down} NVLinks are inactive", f"nvidia-smi nvlink --status -i {gpu.index}"
-            yield Finding(GROUP, "nvlink", WARN, place, told, "none", fix)
-        if gpu.memory_used > MEMORY_USED_WARN:
-            told, fix = f"{size(gpu.memory_used)} are in use already", "nvidia-smi, and end the processes there"
-            yield Finding(GROUP, "gpu_memory", WARN, place, told, size(MEMORY_USED_WARN), fix)
-    yield Finding(GROUP, "gpu", PASS, (host,), f"{len(found.found)} x {_models(found)}", "nvidia-smi answers")
-
-
-def _same(examined: Examination, id: str, name: str, values: dict[int, str], fix: str) -> Iterator[Finding]:
-    values = {index: value for index, value in values.items() if value}
-    usual = Counter(values.values()).most_common(1)[0][0] if values else ""
-    for index, value in values.items():
-        level = PASS if value == usual else FAIL
-        host = (examined.host(index),)
-        yield Finding(GROUP, id, level, host, f"{name}: {value}", f"{usual}, as on most nodes", fix)
-
-
-# Findings of the software that the nodes would run, which must be the same on all.
-
-
-@dataclass(frozen=True)
-class _Rule:
-    id: str
-    name: str
-    read: Callable[[Software], str]
-    level: str
-    """Of a node that differs."""
-    fix: str
-
-
-def _short_python(found: Software) -> str:
-    return ".".join(found.python.split(".")[:2])
-
-
-_RULES = (
-    _Rule("python", "Python", _short_python, FAIL, "python -m venv with the same Python as on the other nodes"),
-    _Rule("paddle", "Paddle", lambda one: one.paddle, FAIL, "pip install paddlepaddle==3.3.1 on every node"),
-    _Rule("fleet_train", "fleet_train", lambda one: one.fleet_train, FAIL, "pip install the same version everywhere"),
-    _Rule("numpy", "numpy", lambda one: one.numpy, WARN, "pip install the same numpy on every node"),
-    _Rule(
-        "package", "the files of fleet_train (digest)", lambda one: one.package_digest, FAIL,
-        "git status in the checkout, or pip install --force-reinstall the same package on every node",
-    ),
-    _Rule("profile", "the profile (digest)", lambda one: one.profile, FAIL, "copy the profile to every node"),
-    _Rule("script", "the script (digest)", lambda one: one.script, FAIL, "copy the script to every node"),
-)  # fmt: skip
-
-
-def software_findings(examined: Examination) -> Iterator[Finding]:
-    found = {i: report.facts.software for i, report in examined.reports.items() if report.facts.software is not None}
-    for index, one in found.items():
-        for error in one.errors:
-            yield Finding("software", "profile_or_script", FAIL, (examined.host(index),), error, "can be read", "ls -l")
-        if not one.paddle:
-            fix = "pip install paddlepaddle==3.3.1 (CPU), or see requirements-gpu.txt"
-            yield Finding("software", "paddle", FAIL, (examined.host(index),), "Paddle is not installed", "3.3", fix)
-    for rule in _RULES:
-        yield from _compare(examined, {index: rule.read(one) for index, one in found.items()}, rule)
-
-
-def _compare(examined: Examination, values: dict[int, str], rule: _Rule) -> Iterator[Finding]:
-    """A node differs if its value is not that of the majority; of equally many, the lowest node's value counts."""
-    values = {index: value for index, value in values.items() if value}
-    if not values:
-        return
-    counts = Counter(values.values())
-    usual = max(counts, key=lambda value: (counts[value], -min(i for i, v in values.items() if v == value)))
-    first = next(index for index, value in values.items() if value == usual)
-    for index, value in values.items():
-        measured = f"{rule.name}: {value}"
-        if value == usual:
-            yield Finding("software", rule.id, PASS, (examined.host(index),), measured, "the same on all nodes")
-            continue
-        told = f"{measured}, but {usual} on {examined.host(first)}"
-        host = (examined.host(index),)
-        yield Finding("software", rule.id, rule.level, host, told, "the same on all nodes", rule.fix)
-
-
 def judge(examined: Examination, groups: Sequence[str]) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if "network" not in groups and len(examined.addresses) > 1:
-        found += judge_network.absent(examined)
+        findings += judge_network.absent(examined)
     for group, read in _READERS.items():
         if group in groups:
-            found += read(examined)
-    return found
+            findings += read(examined)
+    return findings
 
 
 def group(examined: Examination) -> Iterator[Finding]:
@@ -330,14 +213,109 @@ def group(examined: Examination) -> Iterator[Finding]:
         if result.skipped:
             yield Finding("group", "group", WARN, host, f"not formed: {result.skipped}", "formed", fix)
         else:
-            told = f"{result.words} ({result.seconds:.0f} s)"
-            yield Finding("group", "group", PASS if result.ok else FAIL, host, told, "exact sums", fix)
+            measured = f"{result.words} ({result.seconds:.0f} s)"
+            yield Finding("group", "group", PASS if result.ok else FAIL, host, measured, "exact sums", fix)
+
+
+# Of the software: what must be the same on all nodes, how it is read, the level of a node that differs, and the fix.
+_SAME: tuple[tuple[str, str, Callable[[Software], str], str, str], ...] = (
+    (
+        "python", "Python", lambda software: ".".join(software.python.split(".")[:2]), FAIL,
+        "python -m venv with the same Python as on the other nodes",
+    ),
+    ("paddle", "Paddle", lambda software: software.paddle, FAIL, "pip install paddlepaddle==3.3.1 on every node"),
+    (
+        "fleet_train", "fleet_train", lambda software: software.fleet_train, FAIL,
+        "pip install the same version everywhere",
+    ),
+    ("numpy", "numpy", lambda software: software.numpy, WARN, "pip install the same numpy on every node"),
+    (
+        "package", "the files of fleet_train (digest)", lambda software: software.package_digest, FAIL,
+        "git status in the checkout, or pip install --force-reinstall the same package on every node",
+    ),
+    ("profile", "the profile (digest)", lambda software: software.profile, FAIL, "copy the profile to every node"),
+    ("script", "the script (digest)", lambda software: software.script, FAIL, "copy the script to every node"),
+)  # fmt: skip
+
+
+def _software(examined: Examination) -> Iterator[Finding]:
+    of_nodes = {i: report.facts.software for i, report in examined.reports.items() if report.facts.software is not None}
+    for index, software in of_nodes.items():
+        for error in software.errors:
+            yield Finding("software", "profile_or_script", FAIL, (examined.host(index),), error, "can be read", "ls -l")
+        if not software.paddle:
+            fix = "pip install paddlepaddle==3.3.1 (CPU), or see requirements-gpu.txt"
+            yield Finding("software", "paddle", FAIL, (examined.host(index),), "Paddle is not installed", "3.3", fix)
+    for id, name, read, level, fix in _SAME:
+        values = {index: read(software) for index, software in of_nodes.items()}
+        yield from _compared(examined, "software", id, name, values, fix, level)
+
+
+def _compared(
+    examined: Examination, group: str, id: str, name: str, values: Mapping[int, str], fix: str, level: str = FAIL
+) -> Iterator[Finding]:
+    """``values`` of the nodes that have one: ``level`` for each that is not that of the majority; of equally many, the
+    lowest node's value counts."""
+    values = {index: value for index, value in values.items() if value}
+    if not values:
+        return
+    counts = Counter(values.values())
+    usual = max(counts, key=lambda value: (counts[value], -min(i for i, v in values.items() if v == value)))
+    first = next(index for index, value in values.items() if value == usual)
+    for index, value in values.items():
+        host, measured = (examined.host(index),), f"{name}: {value}"
+        if value == usual:
+            yield Finding(group, id, PASS, host, measured, "the same on all nodes")
+        else:
+            different = f"{measured}, but {usual} on {examined.host(first)}"
+            yield Finding(group, id, level, host, different, "the same on all nodes", fix)
+
+
+MEMORY_USED_WARN = 1 << 30
+"""Memory in use of a GPU before a job: another process computes on it."""
+
+
+def _gpus(examined: Examination) -> Iterator[Finding]:
+    of_nodes = {i: report.facts.gpus for i, report in examined.reports.items() if report.facts.gpus is not None}
+    for index, gpus in of_nodes.items():
+        yield from _of_gpus(examined.host(index), gpus)
+    drivers = {index: ", ".join(sorted({gpu.driver for gpu in gpus.found})) for index, gpus in of_nodes.items()}
+    yield from _compared(
+        examined, "gpus", "gpu_driver", "driver", drivers, "sudo apt-get install the same nvidia-driver everywhere"
+    )
+    versions = {index: gpus.nccl for index, gpus in of_nodes.items()}
+    yield from _compared(examined, "gpus", "nccl", "NCCL", versions, "pip install the same paddlepaddle-gpu everywhere")
+    counts = {index: f"{len(gpus.found)} x {_models(gpus)}" for index, gpus in of_nodes.items()}
+    yield from _compared(examined, "gpus", "gpu_models", "GPUs", counts, "nvidia-smi -L; start with --selected_gpus")
+
+
+def _models(gpus: Gpus) -> str:
+    return ", ".join(sorted({gpu.name for gpu in gpus.found})) or "nothing"
+
+
+def _of_gpus(host: str, gpus: Gpus) -> Iterator[Finding]:
+    if gpus.error:
+        fix = "sudo dmesg | grep -i nvrm; reboot if the driver hangs"
+        yield Finding("gpus", "gpu", FAIL, (host,), gpus.error, "nvidia-smi answers", fix)
+        return
+    for gpu in gpus.found:
+        place = (f"{host} GPU {gpu.index}",)
+        if gpu.ecc_errors:
+            measured, fix = f"{gpu.ecc_errors} uncorrected ECC errors", f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
+            yield Finding("gpus", "ecc", FAIL, place, measured, "none", fix)
+        if gpu.links_down:
+            measured, fix = f"{gpu.links_down} NVLinks are inactive", f"nvidia-smi nvlink --status -i {gpu.index}"
+            yield Finding("gpus", "nvlink", WARN, place, measured, "none", fix)
+        if gpu.memory_used > MEMORY_USED_WARN:
+            measured, fix = f"{size(gpu.memory_used)} are in use already", "nvidia-smi, and end the processes there"
+            yield Finding("gpus", "gpu_memory", WARN, place, measured, size(MEMORY_USED_WARN), fix)
+    yield Finding("gpus", "gpu", PASS, (host,), f"{len(gpus.found)} x {_models(gpus)}", "nvidia-smi answers")
 
 
 _READERS = {
     "machine": machine_findings,
-    "software": software_findings,
-    "network": lambda one: [*judge_network.network_findings(one), *pairs.pair_findings(one)],
-    "gpus": gpu_findings,
+    "software": _software,
+    "network": judge_network.network_findings,
+    "gpus": _gpus,
     "group": group,
 }

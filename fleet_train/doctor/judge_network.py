@@ -1,4 +1,5 @@
-"""Findings of one node's network: its name, routes, ports and variables; and nodes that did not connect."""
+"""Findings of the network: of each node its name, routes, ports and variables; nodes that did not connect; of ordered
+pairs of nodes their ports, MTU, clocks, latency, bandwidth and retransmits."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ def network_findings(examined: Examination) -> Iterator[Finding]:
             yield variables(examined, index, found)
     if several:
         yield from cards(examined)
+    yield from of_pairs(examined)
 
 
 def absent(examined: Examination) -> Iterator[Finding]:
@@ -162,9 +164,6 @@ def cards(examined: Examination) -> Iterator[Finding]:
         yield Finding(GROUP, "card", level, (examined.host(index),), told, f"{fastest} Mb/s, the fastest one's", fix)
 
 
-# Findings of ordered pairs of nodes: ports, MTU, clocks, latency, bandwidth, retransmits.
-
-
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
@@ -178,7 +177,7 @@ RETRANSMITS_WARN, RETRANSMITS_FAIL = 0.01, 0.05
 FEWEST_SEGMENTS = 100
 
 
-def pair_findings(examined: Examination) -> Iterator[Finding]:
+def of_pairs(examined: Examination) -> Iterator[Finding]:
     for index, report in examined.reports.items():
         yield from ports(examined, index, report.tries)
         yield from mtus(examined, index, report.datagrams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -95,15 +96,13 @@ class PeerGroup:
     def _sync(self, node: int) -> bool:
         for port in self._candidates(node):
             try:
-                with dialled(
-                    self.participants.addresses[node], port, self.participants.access, self.participants.index
-                ) as channel:
-                    _, told = channel.ask({"do": "sync"}, self.state.keys())
-                    if not isinstance(told, dict):
+                with self._dialled(node, port) as channel:
+                    _, answer = channel.ask({"do": "sync"}, self.state.keys())
+                    if not isinstance(answer, dict):
                         raise ProtocolError("the answer is empty")
-                    self.state.take(dict(told["values"]))
-                    channel.ask({"do": "tell"}, self.state.beyond(map(str, told["keys"])))
-                    if set(told["keys"]) | set(told["values"]) >= set(self.state.keys()):
+                    self.state.take(dict(answer["values"]))
+                    channel.ask({"do": "tell"}, self.state.beyond(map(str, answer["keys"])))
+                    if set(answer["keys"]) | set(answer["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
                     self._ports[node] = port
                     return True
@@ -113,13 +112,16 @@ class PeerGroup:
                 self._ports.pop(node, None)
         return False
 
+    def _dialled(self, node: int, port: int) -> contextlib.AbstractContextManager[Channel]:
+        return dialled(self.participants.addresses[node], port, self.participants.access, self.participants.index)
+
     def _candidates(self, node: int) -> list[int]:
         """The port on which the node answered last; else all on which its doctor may listen."""
         if node in self._ports:
             return [self._ports[node]]
-        told = self.state.get(f"here/{node}") or {}
-        ports = told.get("open", self.participants.ports[node])
-        return [*ports, *([told["extra"]] if "extra" in told else [])]
+        answer = self.state.get(f"here/{node}") or {}
+        ports = answer.get("open", self.participants.ports[node])
+        return [*ports, *([answer["extra"]] if "extra" in answer else [])]
 
     def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
         """For all nodes at once."""
@@ -134,8 +136,8 @@ class PeerGroup:
         """Every port of every other node on which a doctor listens."""
         wanted = []
         for node in sorted(set(present) - {self.participants.index}):
-            told = self._reported(node)
-            wanted += [(node, int(port)) for port in (*told["open"], told["extra"])]
+            answer = self._reported(node)
+            wanted += [(node, int(port)) for port in (*answer["open"], answer["extra"])]
         if not wanted:
             return ()
         with ThreadPoolExecutor(min(64, len(wanted)), "doctor dials") as pool:
@@ -143,9 +145,7 @@ class PeerGroup:
 
     def _try(self, node: int, port: int) -> PortTry:
         try:
-            with dialled(
-                self.participants.addresses[node], port, self.participants.access, self.participants.index
-            ) as channel:
+            with self._dialled(node, port) as channel:
                 seen = str(channel.ask({"do": "who"})[0].get("seen_as", ""))[:60]
         except Refused as refusal:
             return PortTry(node, port, "another program" if refusal.kind == "job" else "open", str(refusal)[:300])
@@ -157,12 +157,12 @@ class PeerGroup:
     def sweep(self, present: Iterable[int], mtus: dict[int, int]) -> tuple[Datagrams, ...]:
         """``mtus``: of this node's interface to each other node."""
 
-        def one(node: int) -> Datagrams:
+        def sweep_to(node: int) -> Datagrams:
             port, mtu = int(self._reported(node)["udp"]), mtus.get(node) or 1500
             address, source = self.participants.addresses[node], self.participants.access.source
             return Datagrams(node, *datagrams.sweep_packet_sizes(address, port, source, self.responder.nonce, mtu), mtu)
 
-        return tuple(self._each(sorted(set(present) - {self.participants.index}), one).values())
+        return tuple(self._each(sorted(set(present) - {self.participants.index}), sweep_to).values())
 
     def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
         """Latency, clocks and bandwidth of the pairs that this node initiates: with higher nodes that it can reach, and
@@ -170,15 +170,15 @@ class PeerGroup:
         began = time.monotonic()
         flow = stream_seconds(len(present), seconds)
         echoes: list[Echo] = []
-        found: list[Stream] = []
+        transfers: list[Stream] = []
         for pairs in rounds(present):
             other = next((a + b - self.participants.index for a, b in pairs if self.participants.index in (a, b)), None)
             if other is None or not self._begins(other) or time.monotonic() - began > seconds:
                 continue
             echo, both = self._measure(other, flow)
             echoes += [echo] if echo else []
-            found += both
-        return echoes, found
+            transfers += both
+        return echoes, transfers
 
     def _begins(self, other: int) -> bool:
         if other not in self._ports:
@@ -186,23 +186,20 @@ class PeerGroup:
         return other > self.participants.index or other not in self.responder.callers
 
     def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
-        own, address, port = self.participants.index, self.participants.addresses[other], self._ports[other]
+        own, port = self.participants.index, self._ports[other]
         echo: Echo | None = None
         try:
-            with dialled(address, port, self.participants.access, own) as channel:
-                echo = measure_echo(channel, other, self.responder.clock)
+            with self._dialled(other, port) as channel:
+                echo = _echo(channel, other, self.responder.clock)
         except ERRORS:
             pass
         both = []
         for outgoing in (True, False):
             source, target = (own, other) if outgoing else (other, own)
             try:
-                with (
-                    self.responder.my_turn() as alone,
-                    dialled(address, port, self.participants.access, own) as channel,
-                ):
-                    found = measure_stream(channel, source, target, outgoing, seconds)
-                    both.append(found if alone else replace(found, alone=False))
+                with self.responder.my_turn() as alone, self._dialled(other, port) as channel:
+                    transfer = _stream(channel, source, target, outgoing, seconds)
+                    both.append(transfer if alone else replace(transfer, alone=False))
             except TimeoutError:
                 both.append(Stream(source, target, 0.0, error="stalled"))
             except ERRORS as error:
@@ -210,49 +207,46 @@ class PeerGroup:
         return echo, both
 
     def _reported(self, node: int) -> dict[str, Any]:
-        told = self.state.get(f"here/{node}")
-        complete = isinstance(told, dict) and {"open", "extra", "udp"} <= told.keys()
-        return told if complete else {"open": [], "extra": 0, "udp": 0}
-
-
-# Measurements between this node and another one, over an authenticated connection.
+        answer = self.state.get(f"here/{node}")
+        complete = isinstance(answer, dict) and {"open", "extra", "udp"} <= answer.keys()
+        return answer if complete else {"open": [], "extra": 0, "udp": 0}
 
 
 _PINGS = 40
 _PINGS_SECONDS = 0.4
 
 
-def measure_echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
+def _echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
     """Median round trip of a small message; how far this node's clock is ahead, from the fastest one (as NTP)."""
     times: list[float] = []
     best = (float("inf"), 0.0)
     began = time.perf_counter()
     while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < _PINGS_SECONDS):
         before, start = clock(), time.perf_counter()
-        told = channel.ask({"do": "ping"})[0].get("clock")
+        answer = channel.ask({"do": "ping"})[0].get("clock")
         took = time.perf_counter() - start
-        if not isinstance(told, (int, float)):
+        if not isinstance(answer, (int, float)):
             raise ProtocolError("no clock")
         times.append(took)
-        best = min(best, (took, before + took / 2 - told))
+        best = min(best, (took, before + took / 2 - answer))
     return Echo(target, statistics.median(times), best[1], best[0] / 2)
 
 
-def measure_stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: float) -> Stream:
+def _stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: float) -> Stream:
     """Raises TimeoutError if bytes do not arrive, OSError, ProtocolError."""
     do = "stream to you" if outgoing else "stream to me"
     alone = channel.ask({"do": do, "seconds": seconds})[0].get("ready") is True
     if outgoing:
         sent = streams.send_stream(channel.sock, seconds)
         channel.sock.settimeout(WORD_SECONDS)
-        told = channel.hear()[0]
-        speed, best = _number(told.get("speed")), _number(told.get("best"))
+        answer = channel.hear()[0]
+        speed, best = _number(answer.get("speed")), _number(answer.get("best"))
         return Stream(source, target, speed, best, sent.segments, sent.retransmits, alone=alone)
     channel.say({"do": "go"})
     received = streams.receive_stream(channel.sock, seconds)
     channel.sock.settimeout(WORD_SECONDS)
-    told = channel.hear()[0]
-    segments, retransmits = int(_number(told.get("segments"))), int(_number(told.get("retransmits")))
+    answer = channel.hear()[0]
+    segments, retransmits = int(_number(answer.get("segments"))), int(_number(answer.get("retransmits")))
     return Stream(source, target, received.mean, received.best, segments, retransmits, alone=alone)
 
 
@@ -262,21 +256,18 @@ def _number(value: object) -> float:
     return float(value)
 
 
-# The order in which pairs of nodes are measured: each node is in one pair at a time. Pure.
-
-
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Every pair once, in as few rounds as possible (the circle method of tournaments); the smaller number first."""
     seats: list[int | None] = [*sorted(nodes)]
     if len(seats) % 2:
         seats.append(None)
-    found = []
+    result = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        result.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return result
 
 
 def stream_seconds(nodes: int, left_seconds: float) -> float:

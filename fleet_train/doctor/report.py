@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fleet_train.doctor import judge, measure_folders, measure_machine
 from fleet_train.doctor.channel import connect, outcome_of
-from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, to_json, verdict
+from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
 from fleet_train.launch.node import Node
 
@@ -76,8 +76,8 @@ def as_json(examined: Examination, findings: Sequence[Finding], seconds: float) 
         "exit_code": exit_code(findings),
         "seconds": round(seconds, 1),
         "nodes": list(examined.addresses),
-        "findings": [one.to_json() for one in findings],
-        "facts": to_json(examined),
+        "findings": [asdict(finding) for finding in findings],
+        "facts": asdict(examined),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -162,6 +162,11 @@ HEADS = {
     "role_maker": "fleet_train.role_maker",
     "DistributedStrategy": "fleet_train.DistributedStrategy",
 }
+_REPLACED = {
+    "fleet": "paddle.distributed.fleet",
+    "role_maker": f"{FLEET}base.role_maker",
+    "DistributedStrategy": f"{FLEET}DistributedStrategy",
+}
 _WRAPPERS = set(ACTIVATIONS.values())
 
 
@@ -173,18 +178,11 @@ def shown(name: str) -> str:
     )
 
 
-def brings(head: str) -> Callable[[str], bool]:
+def may_bring(head: str, name: str) -> bool:
     """Whether an import of this name may share ``head``: ours, or an old one that the new one replaces."""
     if head == "paddle":
-        return lambda name: name == "paddle"
-    return lambda name: (
-        canonical(name)
-        in {
-            "paddle.distributed.fleet" if head == "fleet" else "",
-            f"{FLEET}base.role_maker" if head == "role_maker" else "",
-            f"{FLEET}DistributedStrategy" if head == "DistributedStrategy" else "",
-        }
-    )
+        return name == "paddle"
+    return canonical(name) == _REPLACED.get(head, "")
 
 
 def call_of(rule: To) -> str:
@@ -261,32 +259,3 @@ def marks_in(path: str, text: str) -> list[Mark]:
                 below += 1
             found.append(Mark(path, below + 1, match["what"], match["do"]))
     return found
-
-
-# ``fetch_list=[loss.name]`` -> ``fetch_list=[loss]``: Paddle 3 takes values, also of parameters, by no name.
-
-
-def without_names(node: cst.BaseExpression) -> cst.BaseExpression:
-    """A list display, tuple or comprehension of ``x.name`` as one of ``x``; other elements stay."""
-    if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
-        return node.with_changes(elements=[one.with_changes(value=_value(one.value)) for one in node.elements])
-    if isinstance(node, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
-        return node.with_changes(elt=_value(node.elt))
-    return node
-
-
-def texts_in(node: cst.BaseExpression) -> list[str]:
-    """Names given as strings: ``["mean_0.tmp_0"]``."""
-    elements = node.elements if isinstance(node, (cst.List, cst.Tuple, cst.Set)) else ()
-    return [one.value.value for one in elements if isinstance(one.value, cst.SimpleString)]
-
-
-def _value(node: cst.BaseExpression) -> cst.BaseExpression:
-    if isinstance(node, cst.Attribute) and node.attr.value == "name":
-        return node.value
-    return node
-
-
-def appended_without_name(call: cst.Call) -> cst.Call:
-    """``list.append(x.name)`` as ``list.append(x)``."""
-    return call.with_changes(args=[one.with_changes(value=_value(one.value)) for one in call.args])

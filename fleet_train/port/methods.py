@@ -6,9 +6,8 @@ import re
 
 import libcst as cst
 
-from fleet_train.port import calls
-from fleet_train.port.calls import HEADS, brings, dotted, source
-from fleet_train.port.facts import is_block, means_only, parameter_arguments
+from fleet_train.port.calls import dotted, source
+from fleet_train.port.facts import is_block, parameter_arguments
 from fleet_train.port.transformer import Transformer, keyword
 
 _BY_HAND = {
@@ -63,7 +62,7 @@ def rewritten(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
     elif method == "append" and script.names_one_of(
         script.facts.fetch_lists | script.facts.parameter_lists, function.value
     ):
-        return calls.appended_without_name(updated)
+        return appended_without_name(updated)
     return updated
 
 
@@ -74,7 +73,7 @@ def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) ->
         return None
     if "dataset" not in named and len(original.args) - len(named) < 2:
         return None
-    if not means_only("compat", HEADS["compat"], original, script.scope_of, brings("compat")):
+    if not script.may_write("compat", original):
         return None
     script.needed.add("compat")
     function = cst.ensure_type(updated.func, cst.Attribute)
@@ -144,7 +143,7 @@ def _fetching(
 ) -> cst.Call:
     if fetched is None:
         return updated
-    for text in calls.texts_in(fetched.value):
+    for text in texts_in(fetched.value):
         script.mark(original, f"fetching {text}", "fetch the Python variable: values have no names today")
     return _without_names(original, updated, [fetched], shift)
 
@@ -159,14 +158,14 @@ def with_parameters(script: Transformer, original: cst.Call, updated: cst.Call, 
 
 def mark_parameters(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> None:
     """A mark for each name of a parameter in a list."""
-    for text in calls.texts_in(value):
+    for text in texts_in(value):
         script.mark(node, f"the parameter {text}", _BY_NAME)
 
 
 def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg], shift: int = 0) -> cst.Call:
     """The call with values instead of names in these arguments; ``updated`` has ``shift`` more arguments in front."""
     kept = [
-        one.with_changes(value=calls.without_names(one.value)) if old in arguments else one
+        one.with_changes(value=without_names(one.value)) if old in arguments else one
         for old, one in zip(original.args, updated.args[shift:], strict=True)
     ]
     return updated.with_changes(args=[*updated.args[:shift], *kept])
@@ -184,3 +183,32 @@ def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
             for one in updated.args
         ]
     )
+
+
+# `fetch_list=[loss.name]` -> `fetch_list=[loss]`: Paddle 3 takes values, also of parameters, by no name.
+
+
+def without_names(node: cst.BaseExpression) -> cst.BaseExpression:
+    """A list display, tuple or comprehension of ``x.name`` as one of ``x``; other elements stay."""
+    if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
+        return node.with_changes(elements=[one.with_changes(value=_value(one.value)) for one in node.elements])
+    if isinstance(node, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
+        return node.with_changes(elt=_value(node.elt))
+    return node
+
+
+def texts_in(node: cst.BaseExpression) -> list[str]:
+    """Names given as strings: ``["mean_0.tmp_0"]``."""
+    elements = node.elements if isinstance(node, (cst.List, cst.Tuple, cst.Set)) else ()
+    return [one.value.value for one in elements if isinstance(one.value, cst.SimpleString)]
+
+
+def _value(node: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(node, cst.Attribute) and node.attr.value == "name":
+        return node.value
+    return node
+
+
+def appended_without_name(call: cst.Call) -> cst.Call:
+    """``list.append(x.name)`` as ``list.append(x)``."""
+    return call.with_changes(args=[one.with_changes(value=_value(one.value)) for one in call.args])

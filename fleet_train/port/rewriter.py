@@ -7,7 +7,7 @@ from typing import cast
 
 import libcst as cst
 
-from fleet_train.port import calls, methods, transformer
+from fleet_train.port import methods, transformer
 from fleet_train.port.calls import HEADS, Undecided, call_of, dotted, outer_names, rewritten, shown, source
 from fleet_train.port.facts import Meaning, index, is_run, means_only
 from fleet_train.port.index import FLEET, canonical, is_module, is_old
@@ -140,7 +140,7 @@ class Rewriter(Transformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         meaning = self.meaning_of(original_node.func)
         rule = self.rule_of(original_node.func)
-        updated_node = enables_pir_in_call(self, original_node, updated_node)
+        updated_node = _flag_in_call(self, original_node, updated_node)
         if meaning is not None:
             updated_node = methods.with_parameters(self, original_node, updated_node, canonical(meaning.name))
         if meaning is None or rule is None:
@@ -192,18 +192,18 @@ class Rewriter(Transformer):
         fetched = any(self.names_one_of(self.facts.fetch_lists, target) for target in targets)
         learned = any(self.names_one_of(self.facts.parameter_lists, target) for target in targets)
         if fetched:
-            for text in calls.texts_in(original_node.value):
+            for text in methods.texts_in(original_node.value):
                 self.mark(original_node, f"fetching {text}", "fetch the Python variable: values have no names today")
         elif learned:
             methods.mark_parameters(self, original_node, original_node.value)
         if fetched or learned:
-            return updated_node.with_changes(value=calls.without_names(updated_node.value))
+            return updated_node.with_changes(value=methods.without_names(updated_node.value))
         for target in targets:
             self._mark_build_field(target)
-        return enables_pir_in_assignment(self, original_node, updated_node)
+        return _flag_in_assignment(self, original_node, updated_node)
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
-        return enables_pir_in_dictionary(self, original_node, updated_node)
+        return _flag_in_dictionary(self, original_node, updated_node)
 
     def _mark_build_field(self, target: cst.BaseExpression) -> None:
         """A field that a BuildStrategy of today does not have; ours, in fleet scripts, knows the old ones."""
@@ -247,17 +247,15 @@ class Rewriter(Transformer):
         if not self.facts.is_fleet_script:
             return updated_node
         if not isinstance(self.parent_of(original_node), cst.If):  # an elif belongs to its if
-            result = opened_guards(updated_node)
+            result = _opened(updated_node)
             if result is not None:
                 return result
-        if hides_a_save(updated_node):
-            self.mark(original_node, *GUARD_BY_HAND)
+        if _hides_a_save(updated_node):
+            self.mark(original_node, *_SAVE_BY_HAND)
         return updated_node
 
 
-# ``FLAGS_enable_pir_api``: without PIR nothing of this package works, so what switched it off switches it on.
-
-
+# Without PIR nothing of this package works: what switched it off switches it on.
 _FLAG = "FLAGS_enable_pir_api"
 _ON = {
     "0": "1",
@@ -267,34 +265,34 @@ _ON = {
 _SETTERS = ("setdefault", "putenv")
 
 
-def enables_pir_in_assignment(script: Transformer, original: cst.Assign, updated: cst.Assign) -> cst.Assign:
+def _flag_in_assignment(script: Transformer, original: cst.Assign, updated: cst.Assign) -> cst.Assign:
     """``os.environ["FLAGS_enable_pir_api"] = "0"``."""
     targets = [target.target for target in original.targets]
-    if not any(isinstance(target, cst.Subscript) and _is_flag(index(target)) for target in targets):
+    if not any(isinstance(target, cst.Subscript) and _is_pir_flag(index(target)) for target in targets):
         return updated
-    return updated.with_changes(value=_on(script, original, updated.value))
+    return updated.with_changes(value=_switched_on(script, original, updated.value))
 
 
-def enables_pir_in_dictionary(
-    script: Transformer, original: cst.DictElement, updated: cst.DictElement
-) -> cst.DictElement:
+def _flag_in_dictionary(script: Transformer, original: cst.DictElement, updated: cst.DictElement) -> cst.DictElement:
     """``paddle.set_flags({"FLAGS_enable_pir_api": 0})``."""
     return (
-        updated.with_changes(value=_on(script, original, updated.value)) if _is_flag(source(original.key)) else updated
+        updated.with_changes(value=_switched_on(script, original, updated.value))
+        if _is_pir_flag(source(original.key))
+        else updated
     )
 
 
-def enables_pir_in_call(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
+def _flag_in_call(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
     """``os.environ.setdefault("FLAGS_enable_pir_api", "0")``, ``os.environ.update(FLAGS_enable_pir_api="0")``."""
     first = original.args[0].value if len(original.args) == 2 else None
     sets = (
         isinstance(original.func, cst.Attribute)
         and original.func.attr.value in _SETTERS
         and isinstance(first, cst.SimpleString)
-        and _is_flag(first.value)
+        and _is_pir_flag(first.value)
     )
     arguments = [
-        new.with_changes(value=_on(script, original, new.value))
+        new.with_changes(value=_switched_on(script, original, new.value))
         if (sets and position == 1) or (old.keyword is not None and old.keyword.value == _FLAG)
         else new
         for position, (old, new) in enumerate(zip(original.args, updated.args, strict=True))
@@ -302,11 +300,11 @@ def enables_pir_in_call(script: Transformer, original: cst.Call, updated: cst.Ca
     return updated.with_changes(args=arguments)
 
 
-def _is_flag(text: str) -> bool:
+def _is_pir_flag(text: str) -> bool:
     return text in (f'"{_FLAG}"', f"'{_FLAG}'")
 
 
-def _on(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> cst.BaseExpression:
+def _switched_on(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> cst.BaseExpression:
     text = source(value)
     if text in _ON:
         return cst.parse_expression(_ON[text])
@@ -315,20 +313,18 @@ def _on(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> cs
     return value
 
 
-# ``if fleet.worker_index() == 0:`` around a save: the save is a collective call, in which only rank 0 writes.
-
-
+# `if fleet.worker_index() == 0:` around a save, which is a collective call in which only rank 0 writes.
 _RANK = re.compile(
     r"(fleet\.(worker_index|rank)\(\)|(\w+\.)*(trainer_id|rank|worker_index|worker_id)(\(\))?"
     r"|int\(os\.(environ|getenv).*PADDLE_TRAINER_ID.*\))"
 )
 _ABOUT_RANKS = re.compile(r"\b(local_rank|rank|trainer_id|worker_index|worker_id|is_first_worker)\b|PADDLE_TRAINER_ID")
 _FIRST = re.compile(r"(\w+\.)*is_first_worker\(\)")
-SAVES = ("save_persistables", "save_inference_model")
-GUARD_BY_HAND = ("a save below a rank's condition", "move it out of the `if`: every rank must call it, rank 0 writes")
+_SAVES = ("save_persistables", "save_inference_model")
+_SAVE_BY_HAND = ("a save below a rank's condition", "move it out of the `if`: every rank must call it, rank 0 writes")
 
 
-def is_rank_test(node: cst.BaseExpression) -> bool:
+def _is_rank_test(node: cst.BaseExpression) -> bool:
     """Whether an expression asks if this is the first rank."""
     text = re.sub(r"\s", "", source(node))
     if _FIRST.fullmatch(text):
@@ -339,37 +335,37 @@ def is_rank_test(node: cst.BaseExpression) -> bool:
     return bool(rank and _RANK.fullmatch(rank["left"] or rank["right"]))
 
 
-def without_rank(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
+def _without_rank(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
     """(whether a rank was asked for, what is left of the condition; None = nothing)."""
-    if is_rank_test(node):
+    if _is_rank_test(node):
         return True, None
     if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):
-        if is_rank_test(node.left):
+        if _is_rank_test(node.left):
             return True, node.right
-        left_asked, left = without_rank(node.left)
-        if is_rank_test(node.right):
+        left_asked, left = _without_rank(node.left)
+        if _is_rank_test(node.right):
             return True, node.left
         if left_asked and left is not None:
             return True, node.with_changes(left=left)
     return False, node
 
 
-def is_save(node: cst.CSTNode) -> bool:
+def _is_save(node: cst.CSTNode) -> bool:
     """Whether a statement is one call of a collective save of fleet, after it was rewritten."""
     if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
         return False
     expression = node.body[0]
     if not isinstance(expression, cst.Expr) or not isinstance(expression.value, cst.Call):
         return False
-    return source(expression.value.func) in {f"fleet.{name}" for name in SAVES}
+    return source(expression.value.func) in {f"fleet.{name}" for name in _SAVES}
 
 
-def opened_guards(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | None:
+def _opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | None:
     """The statements without the rank's condition; None if that would change more than the saves."""
-    asked, rest = without_rank(node.test)
+    asked, rest = _without_rank(node.test)
     if not asked or node.orelse is not None or not isinstance(node.body, cst.IndentedBlock):
         return None
-    if not node.body.body or not all(is_save(one) for one in node.body.body):
+    if not node.body.body or not all(_is_save(one) for one in node.body.body):
         return None
     if rest is not None:
         return node.with_changes(test=rest)
@@ -382,8 +378,8 @@ def opened_guards(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.B
     return cst.FlattenSentinel([first, *(one for one in others if isinstance(one, cst.SimpleStatementLine))])
 
 
-def hides_a_save(node: cst.If) -> bool:
+def _hides_a_save(node: cst.If) -> bool:
     """Whether a save is somewhere below a condition about ranks."""
     return bool(_ABOUT_RANKS.search(source(node.test))) and any(
-        f"fleet.{name}(" in source(part) for name in SAVES for part in (node.body, node.orelse) if part is not None
+        f"fleet.{name}(" in source(part) for name in _SAVES for part in (node.body, node.orelse) if part is not None
     )

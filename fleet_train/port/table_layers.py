@@ -11,24 +11,12 @@ from fleet_train.port.rules import Rule, To, Todo
 
 _F = "paddle.nn.functional."
 _MATH = "exp log abs square sqrt rsqrt floor ceil sin cos tanh reciprocal"
-_FUNCTIONS = {
-    "relu": "relu",
-    "sigmoid": "sigmoid",
-    "softplus": "softplus",
-    "softsign": "softsign",
-    "logsigmoid": "log_sigmoid",
-}
+_FUNCTIONS = {name: name for name in ("relu", "sigmoid", "softplus", "softsign")} | {"logsigmoid": "log_sigmoid"}
+_LOGICAL = ("logical_and", "logical_or")
 _COMPARISONS = "equal not_equal less_equal greater_than greater_equal"
-_ELEMENTWISE = {
-    "add": "add",
-    "sub": "subtract",
-    "mul": "multiply",
-    "div": "divide",
-    "max": "maximum",
-    "min": "minimum",
-    "pow": "pow",
-}
-_REDUCTIONS = {"mean": "mean", "max": "max", "min": "min", "prod": "prod", "all": "all", "any": "any"}
+_ELEMENTWISE = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "pow": "pow"}
+_ELEMENTWISE |= {"max": "maximum", "min": "minimum"}
+_REDUCTIONS = {name: name for name in ("mean", "max", "min", "prod", "all", "any")} | {"sum": "sum"}
 _COMPAT = (
     "batch_norm conv2d conv2d_transpose cos_sim create_parameter embedding fc flatten group_norm layer_norm lrn mul "
     "one_hot pool2d"  # same names
@@ -45,6 +33,8 @@ _DECAYS = {
     "noam_decay": "paddle.optimizer.lr.NoamDecay(d_model, warmup_steps, learning_rate)",
     "linear_lr_warmup": "paddle.optimizer.lr.LinearWarmup(learning_rate, warmup_steps, start_lr, end_lr)",
 }
+_DROPOUT = {f"{quote}upscale_in_train{quote}": '"upscale_in_train"' for quote in "'\""}
+_DROPOUT |= {f"{quote}downgrade_in_infer{quote}": '"downscale_in_infer"' for quote in "'\""}
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
 
 SPECTRAL_NORM = "paddle.nn.SpectralNorm(weight.shape, dim, power_iters, eps)(weight)"
@@ -111,15 +101,13 @@ LAYERS: dict[str, Rule] = {
         f"reduce_{old}": To(f"paddle.{new}", "input>x / dim>axis keep_dim>keepdim name")
         for old, new in _REDUCTIONS.items()
     },
-    "reduce_sum": To("paddle.sum", "input>x / dim>axis keep_dim>keepdim name"),
     "cumsum": Todo("paddle.cumsum(x, axis=-1): without an axis it flattens today; exclusive and reverse are gone"),
     "clip_by_norm": Todo("x * paddle.clip(max_norm / paddle.linalg.norm(x), max=1.0)"),
     "l2_normalize": Todo("paddle.nn.functional.normalize(x, axis=axis, epsilon=...): epsilon is inside another root"),
     # Comparisons
     **{name: To(f"paddle.{name}", "x y / cond-None", hand=f"paddle.{name}(x, y)") for name in _COMPARISONS.split()},
     "less_than": To("paddle.less_than", "x y / force_cpu- cond-None", hand="paddle.less_than(x, y)"),
-    "logical_and": To("paddle.logical_and", "x y / out-None name", hand="paddle.logical_and(x, y)"),
-    "logical_or": To("paddle.logical_or", "x y / out-None name", hand="paddle.logical_or(x, y)"),
+    **{name: To(f"paddle.{name}", "x y / out-None name", hand=f"paddle.{name}(x, y)") for name in _LOGICAL},
     "logical_not": To("paddle.logical_not", "x / out-None name", hand="paddle.logical_not(x)"),
     # Shapes
     "transpose": To("paddle.transpose", "x perm name"),
@@ -194,16 +182,7 @@ LAYERS: dict[str, Rule] = {
     "dropout": To(
         _F + "dropout",
         'x dropout_prob>p / is_test-False seed-None|0 name dropout_implementation>mode="downscale_in_infer"',
-        values={
-            "dropout_implementation": {
-                f"{quote}{old}{quote}": f'"{new}"'
-                for quote in "'\""
-                for old, new in (
-                    ("downgrade_in_infer", "downscale_in_infer"),
-                    ("upscale_in_train", "upscale_in_train"),
-                )
-            }
-        },
+        values={"dropout_implementation": _DROPOUT},
         otherwise="compat.dropout",
     ),
     # Control flow
@@ -314,37 +293,24 @@ REGULARIZERS: dict[str, Rule] = {
 _SEED = "seed-0"
 _SEEDED = "leave out seed= and call paddle.seed(...) once before the network is built"
 
+
+def _uniform_or_normal(kind: str, fans: str) -> To:
+    uniform, normal = f"paddle.nn.initializer.{kind}Uniform", f"paddle.nn.initializer.{kind}Normal"
+    return To(
+        "",
+        f"uniform- / {fans} {_SEED}",
+        choose=("uniform", {"": uniform, "True": uniform, "False": normal}),
+        hand=f"{uniform} or {kind}Normal, without seed= (paddle.seed)",
+    )
+
+
 INITIALIZERS: dict[str, Rule] = {
     "Constant": To("paddle.nn.initializer.Constant", "value / force_cpu-"),
     "Uniform": To("paddle.nn.initializer.Uniform", f"low high / {_SEED} diag_num-0", hand=_SEEDED),
     "Normal": To("paddle.nn.initializer.Normal", f"loc>mean scale>std / {_SEED}", hand=_SEEDED),
     "TruncatedNormal": To("paddle.nn.initializer.TruncatedNormal", f"loc>mean scale>std / {_SEED}", hand=_SEEDED),
-    "Xavier": To(
-        "",
-        f"uniform- / fan_in fan_out {_SEED}",
-        choose=(
-            "uniform",
-            {
-                "": "paddle.nn.initializer.XavierUniform",
-                "True": "paddle.nn.initializer.XavierUniform",
-                "False": "paddle.nn.initializer.XavierNormal",
-            },
-        ),
-        hand="paddle.nn.initializer.XavierUniform or XavierNormal, without seed= (paddle.seed)",
-    ),
-    "MSRA": To(
-        "",
-        f"uniform- / fan_in {_SEED}",
-        choose=(
-            "uniform",
-            {
-                "": "paddle.nn.initializer.KaimingUniform",
-                "True": "paddle.nn.initializer.KaimingUniform",
-                "False": "paddle.nn.initializer.KaimingNormal",
-            },
-        ),
-        hand="paddle.nn.initializer.KaimingUniform or KaimingNormal, without seed= (paddle.seed)",
-    ),
+    "Xavier": _uniform_or_normal("Xavier", "fan_in fan_out"),
+    "MSRA": _uniform_or_normal("Kaiming", "fan_in"),
     "Bilinear": To("paddle.nn.initializer.Bilinear", ""),
     "NumpyArray": To("paddle.nn.initializer.Assign", "value"),
 }

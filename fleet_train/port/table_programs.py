@@ -11,26 +11,15 @@ DATASETS = ("QueueDataset", "InMemoryDataset", "DatasetFactory")
 GENERATORS = ("MultiSlotDataGenerator", "MultiSlotStringDataGenerator")
 _STATE = "paddle.static.save(program, prefix) / paddle.static.load(program, prefix)"
 
+_STATIC = (
+    "Executor Program Variable append_backward cpu_places cuda_places default_main_program default_startup_program "
+    "device_guard global_scope gradients name_scope program_guard scope_guard"
+)
+_LOAD_STATE = To("paddle.static.load_program_state", "model_path var_list")
+_SET_STATE = To("paddle.static.set_program_state", "program state_dict")
+
 PROGRAMS: dict[str, Rule] = {
-    **{
-        name: To(f"paddle.static.{name}")
-        for name in (
-            "Executor",
-            "Program",
-            "Variable",
-            "append_backward",
-            "cpu_places",
-            "cuda_places",
-            "default_main_program",
-            "default_startup_program",
-            "device_guard",
-            "global_scope",
-            "gradients",
-            "name_scope",
-            "program_guard",
-            "scope_guard",
-        )
-    },
+    **{name: To(f"paddle.static.{name}") for name in _STATIC.split()},
     "CPUPlace": To("paddle.CPUPlace"),
     "CUDAPlace": To("paddle.CUDAPlace"),
     "CUDAPinnedPlace": To("paddle.CUDAPinnedPlace"),
@@ -86,22 +75,12 @@ PROGRAMS: dict[str, Rule] = {
     "io.batch": To("paddle.batch", "reader batch_size drop_last"),
     "io.save": To("paddle.static.save", "program model_path"),
     "save": To("paddle.static.save", "program model_path"),
-    **{
-        f"{module}{name}": To(f"paddle.static.{name}", arguments)
-        for module in ("", "io.")
-        for name, arguments in (
-            ("load_program_state", "model_path var_list"),
-            ("set_program_state", "program state_dict"),
-        )
-    },
+    **{f"{module}load_program_state": _LOAD_STATE for module in ("", "io.")},
+    **{f"{module}set_program_state": _SET_STATE for module in ("", "io.")},
     "io.load": To("paddle.static.load", "program model_path executor var_list"),
     "load": To("paddle.static.load", "program model_path executor var_list"),
-    "io.save_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read"),
-    "io.load_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read"),
-    "io.save_params": Todo(_STATE),
-    "io.load_params": Todo(_STATE),
-    "io.save_vars": Todo(_STATE),
-    "io.load_vars": Todo(_STATE),
+    **{f"io.{do}_persistables": Todo(f"{_STATE}; files of Paddle 1.x are not read") for do in ("save", "load")},
+    **{f"io.{name}": Todo(_STATE) for name in ("save_params", "load_params", "save_vars", "load_vars")},
     "io.save_inference_model": Todo("paddle.static.save_inference_model(path_prefix, feed_vars, fetch_vars, executor)"),
     "io.load_inference_model": Todo("paddle.static.load_inference_model(path_prefix, executor)"),
     **{
@@ -194,15 +173,7 @@ FACADE: dict[str, Rule] = {
     "load_check_point": Todo("fleet.load_persistables(exe, dirname) and a file of your own for the epoch"),
     "save": Todo("fleet.save_persistables(exe, dirname) or fleet.save_inference_model(exe, dirname, feeds, targets)"),
     "meta_optimizers": Todo("the profile's knobs: python -m fleet_train profiles"),
-    **{
-        name: Todo(_SERVERS)
-        for name in (
-            "init_server",
-            "run_server",
-            "server_index",
-            "shrink",
-        )
-    },
+    **{name: Todo(_SERVERS) for name in ("init_server", "run_server", "server_index", "shrink")},
 }
 
 ROLE_MAKERS: dict[str, Rule] = {
@@ -210,11 +181,7 @@ ROLE_MAKERS: dict[str, Rule] = {
     "UserDefinedCollectiveRoleMaker": To("role_maker.UserDefinedCollectiveRoleMaker", "current_id worker_endpoints"),
     **{
         name: Todo("role_maker.PaddleCloudRoleMaker(is_collective=True): the launcher sets the ranks")
-        for name in (
-            "UserDefinedRoleMaker",
-            "MPISymetricRoleMaker",
-            "GeneralRoleMaker",
-        )
+        for name in ("UserDefinedRoleMaker", "MPISymetricRoleMaker", "GeneralRoleMaker")
     },
 }
 

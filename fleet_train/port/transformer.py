@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, Scope, ScopeProvider
 
 from fleet_train.port import calls
-from fleet_train.port.calls import HEADS, Undecided, as_keyword, brings, dotted, source
+from fleet_train.port.calls import HEADS, Undecided, as_keyword, dotted, may_bring, source
 from fleet_train.port.facts import Facts, Meaning, meaning_of, means_only, names_one_of
 from fleet_train.port.index import is_old, rule_of
 from fleet_train.port.rules import Rule
@@ -52,7 +53,7 @@ class Transformer(cst.CSTTransformer):
 
     def may_write(self, head: str, node: cst.CSTNode) -> bool:
         """Whether ``head`` means at ``node`` what our imports bind to it."""
-        return means_only(head, HEADS[head], node, self.scope_of, brings(head))
+        return means_only(head, HEADS[head], node, self.scope_of, partial(may_bring, head))
 
     # Marks
 

@@ -17,7 +17,7 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.collectives.join import probe
-from fleet_train.convert import session
+from fleet_train.convert import replaced, session
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
@@ -89,7 +89,7 @@ class Steps:
 
     def watch(self) -> None:
         """Observe every executor of this process from now on."""
-        original = paddle.static.Executor.run
+        original: Callable[..., Any]
 
         def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
             is_step = session.current().main_program is not None and self._is_converted(program)
@@ -98,7 +98,7 @@ class Steps:
                 self._again = lambda: original(executor, program, *arguments, **named)
             return original(executor, program, *arguments, **named)
 
-        paddle.static.Executor.run = run
+        original = replaced.replace(paddle.static.Executor, "run", run)
 
     def _is_converted(self, program: Any) -> bool:
         # Scripts may wrap it (CompiledProgram); None is the default main program.

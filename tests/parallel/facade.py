@@ -15,6 +15,17 @@ from fleet_train.profile import Profile
 from tests.parallel.small_training import RANK, build, state, train
 from tests.support.worker import digest, report
 
+FLAG = "FLAGS_use_mkldnn"
+ORIGINALS = (sys.exit, paddle.static.Executor.run, paddle.base.core.serialize_pir_program)
+
+
+def replaced() -> list[str]:
+    """What in this process is not as it was before ``fleet.init``."""
+    now = (sys.exit, paddle.static.Executor.run, paddle.base.core.serialize_pir_program)
+    names = [before.__name__ for before, after in zip(ORIGINALS, now, strict=True) if after is not before]
+    names += ["excepthook"] if sys.excepthook is not sys.__excepthook__ else []
+    return names + [name for name in (FLAG,) if not paddle.get_flags(name)[name]]
+
 
 def message_of(action: Any) -> str:
     try:
@@ -102,6 +113,7 @@ def export(folder: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     paddle.enable_static()
+    paddle.set_flags({FLAG: True})
     paddle.seed(7 + RANK)
     report(RANK, early=message_of(fleet.worker_num))
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
@@ -126,7 +138,9 @@ def main() -> None:
     other_model(folder / "good")
     backward_and_apply_apart()
     export(folder / "exported")
+    report(RANK, replaced_in_job=replaced())
     fleet.shutdown()
+    report(RANK, replaced_after=replaced())
     report(RANK, after=message_of(fleet.init))
 
 

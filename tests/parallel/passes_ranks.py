@@ -15,15 +15,14 @@ from paddle.nn import functional as F
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaler, LossScaling, merge_gradients
+from fleet_train.convert.passes.gradient_merge import LossScaler, merge_gradients
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
-from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
+from fleet_train.convert.passes.pipeline import ProgramPasses
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
-from fleet_train.convert.passes.recompute import Recompute
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
-from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
+from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, loss_scaling, relative_difference
 
 STEPS, SAMPLES_PER_RANK, SEEDS = 10, 6, (0, 1, 2)
 # A bias in front of a batch norm and its velocity hold rounding noise only.
@@ -168,7 +167,7 @@ class Inner:
 
 
 def scaled(inner: Any, loss: Any) -> None:
-    scaler = LossScaler(LossScaling(decr_every_n_nan_or_inf=1, decr_ratio=0.5))
+    scaler = LossScaler(loss_scaling(decr_every_n_nan_or_inf=1, decr_ratio=0.5))
     wrapped = Inner(inner, lambda pairs: scaler.apply(pairs, inner.apply_gradients))
     optimizer = fleet.distributed_optimizer(wrapped, Profile())
     optimizer.apply_gradients(optimizer.backward(scaler.scaled(loss)))
@@ -195,7 +194,7 @@ def overflow_on_one_rank() -> dict[str, Any]:
 
 def merged(accumulate_steps: int) -> Callable[[Any, Any], None]:
     def minimize(inner: Any, loss: Any) -> None:
-        found = merge_gradients(inner.backward(loss), GradientMerge(accumulate_steps))
+        found = merge_gradients(inner.backward(loss), accumulate_steps)
         wrapped = Inner(inner, lambda pairs: found.apply(lambda: inner.apply_gradients(pairs)))
         fleet.distributed_optimizer(wrapped, Profile()).apply_gradients(found.pairs)
 
@@ -253,9 +252,9 @@ class WithPasses(DistributedOptimizer):
     """The facade's optimizer as it will be, on a program that takes every pass (float16's scale in float32)."""
 
     def backward(self, loss: Any, *_: Any) -> Any:
-        settings = PassSettings(merge=GradientMerge(2), recompute=Recompute(4), sync_batch_norm=True)
-        self.passes = ProgramPasses(settings, self._job)
-        self.passes._scaler = LossScaler(LossScaling())
+        profile = Profile(accumulate_steps=2, recompute_segments=4, sync_batch_norm=True)
+        self.passes = ProgramPasses(profile, self._job)
+        self.passes._scaler = LossScaler(Profile())
         return self.passes.backward(loss, lambda _: self._inner.backward(self.passes._scaler.scaled(loss)))
 
     def apply_gradients(self, params_grads: Any) -> Any:
@@ -294,7 +293,7 @@ def together() -> dict[str, Any]:
 
 
 def merged_alone(inner: Any, loss: Any) -> None:
-    found = merge_gradients(inner.backward(loss), GradientMerge(2))
+    found = merge_gradients(inner.backward(loss), 2)
     found.apply(lambda: inner.apply_gradients(found.pairs))
 
 

@@ -18,7 +18,7 @@ from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
-from fleet_train.convert.passes.gradient_merge import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import LossScaler
 from fleet_train.profile import Profile
 from fleet_train.selftest.training import (
     BATCH_NORM,
@@ -38,6 +38,7 @@ from tests.parallel.strategies import LARGE, sgd, without_decay
 from tests.parity.networks import NETWORKS
 from tests.support.late import install_tripwire, late_engine
 from tests.support.worker import report
+from tests.unit.passes.training import loss_scaling
 
 STEPS = 12
 Arrays = dict[str, np.ndarray]
@@ -120,7 +121,7 @@ class ScaledLoss:
         self._learning_rate = inner._learning_rate
 
     def minimize(self, loss: Any, _: Any) -> None:
-        scaler = LossScaler(LossScaling(incr_every_n_steps=4, decr_every_n_nan_or_inf=1, decr_ratio=0.5))
+        scaler = LossScaler(loss_scaling(incr_every_n_steps=4, decr_every_n_nan_or_inf=1, decr_ratio=0.5))
         inner = Scaled(self._inner, lambda pairs: scaler.apply(pairs, self._inner.apply_gradients))
         optimizer = fleet.distributed_optimizer(inner, self._profile)
         optimizer.apply_gradients(optimizer.backward(scaler.scaled(loss)))

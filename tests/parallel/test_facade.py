@@ -44,6 +44,12 @@ def test_init_after_shutdown_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["after"].startswith("ConversionError: this process has left its job")
 
 
+def test_shutdown_puts_back_everything_that_was_replaced(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["replaced_in_job"] == ["exit", "run", "serialize_pir_program", "excepthook", "FLAGS_use_mkldnn"]
+        assert rank["replaced_after"] == []
+
+
 def test_all_reduce_keeps_shape_and_dtype(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         np.testing.assert_array_equal(rank["sums"], np.array([[3.0, 1.0]], "float32"), strict=True)

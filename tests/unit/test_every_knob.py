@@ -22,7 +22,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.fragments import OuterOptimizer
-from fleet_train.convert.profile_settings import pass_settings
+from fleet_train.convert.passes.precision import MixedPrecision
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
@@ -76,6 +76,13 @@ def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
     return settings
 
 
+# The passes read them from the profile themselves; what they do is in tests/parallel/knob_effects_table.py.
+READ_BY_PASSES = [name for name in KNOBS if name.startswith(("amp_", "recompute_"))] + [
+    "accumulate_steps",
+    "sync_batch_norm",
+]
+
+
 def evidence(profile: Profile) -> dict[str, Any]:
     """What the rest of the package does for a profile; nothing that is merely kept is in it."""
     plan = build_plan(GRADIENTS, CLUSTER, profile)
@@ -86,7 +93,8 @@ def evidence(profile: Profile) -> dict[str, Any]:
         "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
         "trained": trained(profile),
         "outer step": outer_steps(profile),
-        "passes": pass_settings(profile),
+        "precision": MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32),
+        "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
         "environment": profile.worker_environment(),
     }
 

@@ -12,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert.passes.gradient_merge import LossScaler, LossScaling
+from fleet_train.convert.passes.gradient_merge import LossScaler
 from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
 from tests.support.inference import infer
+from tests.unit.passes.training import loss_scaling
 
 
 class Network:
@@ -64,7 +65,7 @@ def with_profile(**settings: Any) -> Callable[[Any], Any]:
 
 def with_loss_scale(loss: Any) -> None:
     optimizer = paddle.optimizer.Momentum(0.1)
-    scaler = LossScaler(LossScaling(incr_every_n_steps=2))
+    scaler = LossScaler(loss_scaling(incr_every_n_steps=2))
     scaler.apply(optimizer.backward(scaler.scaled(loss)), optimizer.apply_gradients)
 
 

@@ -29,8 +29,7 @@ def operators_behind(value: Any) -> list[Any]:
         if operator is None or operator.id() in found:
             continue
         found[operator.id()] = operator
-        users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
-        waiting += [source for user in users for source in inputs_of(user)]
+        waiting += all_inputs_of(operator)
     block = value.get_defining_op().get_parent_block()
     return [operator for operator in block.ops if operator.id() in found]
 
@@ -38,6 +37,12 @@ def operators_behind(value: Any) -> list[Any]:
 def inputs_of(operator: Any) -> list[Any]:
     """The given operands: an optional one that is missing (dropout's seed) is an empty value."""
     return [source for source in operator.operands_source() if source.initialized()]
+
+
+def all_inputs_of(operator: Any) -> list[Any]:
+    """Those of ``operator`` and of the operators in its sub-blocks."""
+    users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
+    return [source for user in users for source in inputs_of(user)]
 
 
 # A part of the program that runs only in some steps.

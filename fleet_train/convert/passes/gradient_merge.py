@@ -7,7 +7,7 @@ the sums and communication still overlaps the last backward pass. Only the updat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -16,19 +16,9 @@ from paddle import _C_ops
 from fleet_train.convert.passes.blocks import run_if
 from fleet_train.convert.rewrite import in_ready_order
 from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
 
 Pairs = list[tuple[Any, Any]]
-
-
-@dataclass(frozen=True)
-class GradientMerge:
-    """``accumulate_steps``: micro-batches per update, their gradients averaged. 1 = an update every step."""
-
-    accumulate_steps: int = 1
-
-    def __post_init__(self) -> None:
-        if self.accumulate_steps < 1:
-            raise ConversionError(f"accumulate_steps={self.accumulate_steps}: must be 1 micro-batch or more per update")
 
 
 @dataclass(frozen=True)
@@ -57,17 +47,21 @@ class MergedGradients:
         return run_if(self.boundary, update_and_empty)
 
 
-def merge_gradients(params_grads: Sequence[tuple[Any, Any]], settings: GradientMerge) -> MergedGradients:
+def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: int) -> MergedGradients:
     """Append the sum over micro-batches after each gradient of the current program.
+
+    ``accumulate_steps``: micro-batches per update, their gradients averaged; 1 = an update every step.
 
     The sums and the count of micro-batches are persistable: a checkpoint in the middle of an update continues it.
     The pairs keep their order; a parameter without a gradient keeps None.
     """
-    if settings.accumulate_steps == 1:
+    if accumulate_steps < 1:
+        raise ConversionError(f"accumulate_steps={accumulate_steps}: must be 1 micro-batch or more per update")
+    if accumulate_steps == 1:
         return MergedGradients(list(params_grads), None, ())
     ready = in_ready_order(params_grads)
     paddle.pir.set_insertion_point(ready[0].value.get_defining_op())
-    boundary = _count_micro_batches(settings.accumulate_steps)
+    boundary = _count_micro_batches(accumulate_steps)
     means: dict[str, Any] = {}
     buffers = []
     for item in ready:
@@ -75,7 +69,7 @@ def merge_gradients(params_grads: Sequence[tuple[Any, Any]], settings: GradientM
         buffer = _persistable_zeros(item.value.dtype, item.value.shape, f"{item.parameter.name}@gradient_merge")
         total = buffer + item.value
         paddle.assign(total, buffer)
-        means[item.parameter.name] = total.scale(1.0 / settings.accumulate_steps)
+        means[item.parameter.name] = total.scale(1.0 / accumulate_steps)
         buffers.append(buffer)
     paddle.pir.reset_insertion_point_to_end()
     pairs = [(parameter, means.get(parameter.name)) for parameter, _ in params_grads]
@@ -103,42 +97,18 @@ def _persistable_zeros(dtype: Any, shape: Sequence[int], name: str) -> Any:
 # so all ranks skip the same updates and keep the same scale.
 
 
-@dataclass(frozen=True)
-class LossScaling:
-    """Fleet's names and defaults. With ``use_dynamic_loss_scaling`` false the scale stays ``init_loss_scaling``.
+class LossScaler:
+    """The scale of one program and its counters: persistable, so that a checkpoint holds them.
 
-    The scale is multiplied by ``incr_ratio`` after ``incr_every_n_steps`` updates without overflow in a row, by
-    ``decr_ratio`` after ``decr_every_n_nan_or_inf`` overflows in a row (never below 1).
+    With ``amp_dynamic_loss_scaling`` false the scale stays ``amp_init_loss_scaling``. Otherwise it is multiplied by
+    ``amp_incr_ratio`` after ``amp_incr_every_n_steps`` updates without overflow in a row, and by ``amp_decr_ratio``
+    after ``amp_decr_every_n_nan_or_inf`` overflows in a row (never below 1).
     """
 
-    init_loss_scaling: float = 32768.0
-    use_dynamic_loss_scaling: bool = True
-    incr_every_n_steps: int = 1000
-    decr_every_n_nan_or_inf: int = 2
-    incr_ratio: float = 2.0
-    decr_ratio: float = 0.8
-
-    def __post_init__(self) -> None:
-        rules = {
-            "init_loss_scaling": (self.init_loss_scaling >= 1, "1 or more"),
-            "incr_every_n_steps": (self.incr_every_n_steps >= 1, "1 or more"),
-            "decr_every_n_nan_or_inf": (self.decr_every_n_nan_or_inf >= 1, "1 or more"),
-            "incr_ratio": (self.incr_ratio > 1, "more than 1"),
-            "decr_ratio": (0 < self.decr_ratio < 1, "between 0 and 1"),
-        }
-        for field in fields(self):
-            holds, rule = rules.get(field.name, (True, ""))
-            if not holds:
-                raise ConversionError(f"{field.name}={getattr(self, field.name)}: must be {rule}")
-
-
-class LossScaler:
-    """The scale of one program and its counters: persistable, so that a checkpoint holds them."""
-
-    def __init__(self, settings: LossScaling) -> None:
+    def __init__(self, profile: Profile) -> None:
         """Append the scale to the current program. Make it before the backward pass."""
-        self._settings = settings
-        self.scale = _persistable("loss_scaling", paddle.float32, settings.init_loss_scaling)
+        self._profile = profile
+        self.scale = _persistable("loss_scaling", paddle.float32, profile.amp_init_loss_scaling)
         self._good_steps = _persistable("loss_scaling_good_steps", paddle.int32, 0)
         self._bad_steps = _persistable("loss_scaling_bad_steps", paddle.int32, 0)
 
@@ -154,18 +124,18 @@ class LossScaler:
         """
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
         values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], self.scale)
-        settings = self._settings
-        if settings.use_dynamic_loss_scaling:
+        profile = self._profile
+        if profile.amp_dynamic_loss_scaling:
             _C_ops.update_loss_scaling_(
                 values,
                 found,
                 self.scale,
                 self._good_steps,
                 self._bad_steps,
-                settings.incr_every_n_steps,
-                settings.decr_every_n_nan_or_inf,
-                settings.incr_ratio,
-                settings.decr_ratio,
+                profile.amp_incr_every_n_steps,
+                profile.amp_decr_every_n_nan_or_inf,
+                profile.amp_incr_ratio,
+                profile.amp_decr_ratio,
                 False,
             )
         unscaled = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 
@@ -48,50 +48,34 @@ class Norm:
         return 1 if self.data_format.startswith("NC") else len(self.x.shape) - 1
 
 
-class Arithmetic(Protocol):
-    """Emits operators at the current insertion point. Statistics are float32, or float64 where ``x`` is."""
+class Composed:
+    """Composed of single operators, in float32. Like `Kernels`, emits them at the current insertion point."""
 
     def local(self, norm: Norm) -> Local:
         """The statistics of this rank's ``x``."""
-        ...
-
-    def normalised(self, norm: Norm, found: Statistics) -> Any:
-        """``x`` with the mean and variance ``found``, scaled and shifted; its shape and dtype."""
-        ...
-
-    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
-        """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
-        gradients of bias and scale); and the values that ``x_gradient`` needs."""
-        ...
-
-    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        """The gradient of ``x``. ``means``: the two sums of all ranks, over the count of all values."""
-        ...
-
-
-class Composed:
-    """Composed of single operators, in float32."""
-
-    def local(self, norm: Norm) -> Local:
         values = norm.x.cast("float32")
         mean = values.mean(norm.axes)
         variance = (values - norm.spread(mean)).square().mean(norm.axes)
         return Local(norm.x, mean, variance)
 
-    def normalised(self, norm: Norm, found: Statistics) -> Any:
-        centred = norm.x.cast("float32") - norm.spread(found.mean)
-        factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
+    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
+        """``x`` with the mean and variance ``statistics``, scaled and shifted; its shape and dtype."""
+        centred = norm.x.cast("float32") - norm.spread(statistics.mean)
+        factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
         return (centred * norm.spread(factor) + norm.spread(norm.bias)).cast(norm.x.dtype)
 
-    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
-        factor = norm.spread(paddle.rsqrt(found.variance + norm.epsilon))
-        normalised = (norm.x.cast("float32") - norm.spread(found.mean)) * factor
+    def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
+        gradients of bias and scale); and the values that ``x_gradient`` needs."""
+        factor = norm.spread(paddle.rsqrt(statistics.variance + norm.epsilon))
+        normalised = (norm.x.cast("float32") - norm.spread(statistics.mean)) * factor
         incoming = incoming.cast("float32")
         begun = (incoming, normalised, factor)
         return incoming.sum(norm.axes), (incoming * normalised).sum(norm.axes), begun
 
-    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        del found
+    def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        """The gradient of ``x``. ``means``: the two sums of all ranks, over the count of all values."""
+        del statistics
         incoming, normalised, factor = begun
         mean_gradient, mean_product = (norm.spread(mean) for mean in means)
         gradient = (incoming - mean_gradient - normalised * mean_product) * factor * norm.spread(norm.scale)
@@ -117,35 +101,48 @@ class Kernels:
         mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
         return Local(norm.x, mean, made[2])
 
-    def normalised(self, norm: Norm, found: Statistics) -> Any:
-        return _normalised(norm, found, norm.scale, norm.bias)
+    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
+        return _normalised(norm, statistics, norm.scale, norm.bias)
 
-    def gradients(self, norm: Norm, found: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+    def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The gradient with given statistics: its sums are the ones needed, and its gradient of ``x`` is
         ``incoming`` * scale / deviation."""
-        mean, variance = found.mean, found.variance
+        mean, variance = statistics.mean, statistics.variance
         x_gradient, scale_gradient, bias_gradient = paddle._C_ops.batch_norm_grad(
             norm.x, norm.scale, norm.bias, mean, variance, mean, variance, None, incoming,
             0.0, norm.epsilon, norm.data_format, False, True, False,
         )  # fmt: skip
         return bias_gradient, scale_gradient, x_gradient
 
-    def x_gradient(self, norm: Norm, found: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+    def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
         """Minus (mean gradient + normalised * mean product) * scale / deviation, which is also a batch norm."""
-        factor = paddle.rsqrt(found.variance + norm.epsilon) * norm.scale
+        factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
         mean_gradient, mean_product = means
-        return begun - _normalised(norm, found, factor * mean_product, factor * mean_gradient)
+        return begun - _normalised(norm, statistics, factor * mean_product, factor * mean_gradient)
 
 
-def _normalised(norm: Norm, found: Statistics, scale: Any, bias: Any) -> Any:
+def _normalised(norm: Norm, statistics: Statistics, scale: Any, bias: Any) -> Any:
     return paddle._C_ops.batch_norm(
-        norm.x, found.mean, found.variance, scale, bias, False, 0.0, norm.epsilon, norm.data_format, True, False
+        norm.x,
+        statistics.mean,
+        statistics.variance,
+        scale,
+        bias,
+        False,
+        0.0,
+        norm.epsilon,
+        norm.data_format,
+        True,
+        False,
     )[0]
 
 
 def _may_be_one(norm: Norm) -> bool:
     """Whether a batch may hold a single value per channel."""
     return all(norm.x.shape[axis] in (-1, 1) for axis in norm.axes)
+
+
+Arithmetic = Composed | Kernels
 
 
 # Undoes ``sync_norm.py`` in a copy of a program: plain batch norms, for one card.

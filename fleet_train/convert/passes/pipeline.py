@@ -3,81 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import paddle
 
-from fleet_train.collectives.host_ops import emit_hold
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.gradient_merge import (
-    GradientMerge,
-    LossScaler,
-    LossScaling,
-    MergedGradients,
-    merge_gradients,
-)
+from fleet_train.convert.passes.gradient_merge import LossScaler, MergedGradients, merge_gradients
 from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, said_of
-from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+from fleet_train.convert.passes.recompute import recompute_segments, recomputes
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
 from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.profile import Profile
 
 Pairs = list[tuple[Any, Any]]
-
-
-@dataclass(frozen=True)
-class PassSettings:
-    """The passes that the profile asks for; by default none. ``loss_scaling`` is used with float16 only."""
-
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
-    loss_scaling: LossScaling = field(default_factory=LossScaling)
-    merge: GradientMerge = field(default_factory=GradientMerge)
-    recompute: Recompute = field(default_factory=Recompute)
-    sync_batch_norm: bool = False
 
 
 class ProgramPasses:
     """Three calls around the optimizer's work: ``backward``, ``merge``, ``update``, in the current program."""
 
-    def __init__(self, settings: PassSettings, job: Job) -> None:
-        self._settings = settings
+    def __init__(self, profile: Profile, job: Job) -> None:
+        self._profile = profile
+        self._precision = MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32)
         self._job = job
         self._on_gpu = not isinstance(job.place, paddle.CPUPlace)
-        self._synchronizes = settings.sync_batch_norm and job.world_size > 1
+        self._synchronizes = profile.sync_batch_norm and job.world_size > 1
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
         self.exchanges: list[CollectiveSpec] = []
         """The exchanges of synchronised batch norm in one pass; known after ``backward``."""
 
     @property
-    def change_nothing(self) -> bool:
-        """Whether the program is the one that the optimizer alone would make."""
-        return replace(self._settings, sync_batch_norm=self._synchronizes) == PassSettings()
-
-    @property
     def notices(self) -> list[str]:
         """Rank 0's notes on how the settings are carried out on this device."""
-        return said_of(self._settings.precision, self._on_gpu, self._settings.recompute.is_on)
+        return said_of(self._precision, self._on_gpu, recomputes(self._profile))
 
     @property
     def update_each_alone(self) -> bool:
         """Whether ``update`` may be called several times in a step, for some of the parameters each."""
-        return self._settings.merge.accumulate_steps == 1 and self._scaler is None and self._statistics is None
+        return self._profile.accumulate_steps == 1 and self._scaler is None and self._statistics is None
 
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
-        settings = self._settings
-        lower_precision(loss, settings.precision, on_gpu=self._on_gpu, recomputes=settings.recompute.is_on)
+        lower_precision(loss, self._precision, on_gpu=self._on_gpu, recomputes=recomputes(self._profile))
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             arithmetic = Composed() if self._on_gpu else Kernels()
             pairs = synchronize_batch_norms(pairs, self._statistics, arithmetic)
             self.exchanges = self._statistics.exchanges
-        recompute_segments(loss, settings.recompute, emit_hold)
+        recompute_segments(loss, self._profile)
         return pairs
 
     @property
@@ -92,7 +69,7 @@ class ProgramPasses:
 
     def merge(self, pairs: Sequence[tuple[Any, Any]]) -> MergedGradients:
         """Call it before the plan is made: launch operators then follow the sums, not the gradients."""
-        return merge_gradients(pairs, self._settings.merge)
+        return merge_gradients(pairs, self._profile.accumulate_steps)
 
     def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
         """Append ``update(pairs)``, the optimizer's operators, for the steps with an update; returns its result.
@@ -107,12 +84,12 @@ class ProgramPasses:
         return merged.apply(lambda: scaler.apply(averaged, update))
 
     def _scaled(self, loss: Any) -> Any:
-        if self._settings.precision.level == "O0" or self._settings.precision.dtype != "float16":
+        if self._precision.level == "O0" or self._precision.dtype != "float16":
             return loss
         if self._scaler is not None:
             raise ConversionError(
                 "amp dtype float16: backward was called twice on one optimizer; make one optimizer per loss, each has "
                 "its own loss scale"
             )
-        self._scaler = LossScaler(self._settings.loss_scaling)
+        self._scaler = LossScaler(self._profile)
         return self._scaler.scaled(loss)

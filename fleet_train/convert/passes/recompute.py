@@ -12,14 +12,15 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 
-from fleet_train.convert.passes.blocks import inputs_of, nested_operators, operators_behind
+from fleet_train.collectives.host_ops import emit_hold
+from fleet_train.convert.passes.blocks import all_inputs_of, inputs_of, operators_behind
 from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
 
 # Random operators without an attribute "seed". Random values must not be drawn again.
 _RANDOM = frozenset(
@@ -28,64 +29,43 @@ _RANDOM = frozenset(
 _HOLDS_STATE = ("pd_op.data", "pd_op.feed")
 _COMBINE = "builtin.combine"
 
-Hold = Callable[[Sequence[Any], Any], list[Any]]
-"""``hold(values, trigger)`` emits an operator that passes on copies of ``values`` once ``trigger`` exists. Without it
-the executor would run the clones as soon as it can: in the forward pass."""
 
-
-@dataclass(frozen=True)
-class Recompute:
-    """``segments``: number of equal pieces (by operators) into which the forward program is split. 0 or 1 = off.
-
-    ``checkpoints``: split before the first operator that reads the parameter of that name instead (values have no names
-    in PIR programs, parameters do). The last piece is never recomputed: its backward pass follows at once.
-    ``every_blocks``: split before every n-th block instead. A block begins with an operator that reads a
-    parameter of two or more dimensions. 0 = off.
+def recomputes(profile: Profile) -> bool:
+    """Whether a profile asks for recompute: ``recompute_segments`` equal pieces (by operators) of the forward program;
+    or a piece from every operator on that is the first to read one of the parameters ``recompute_checkpoints``
+    (values have no names in PIR programs, parameters do); or one from every ``recompute_every_blocks``-th block on,
+    which begins with an operator that reads a parameter of two or more dimensions. The last piece is never recomputed:
+    its backward pass follows at once.
     """
-
-    segments: int = 0
-    checkpoints: tuple[str, ...] = ()
-    every_blocks: int = 0
-
-    @property
-    def is_on(self) -> bool:
-        return self.segments > 1 or bool(self.checkpoints) or self.every_blocks > 0
-
-    def __post_init__(self) -> None:
-        if self.segments < 0:
-            raise ConversionError(f"recompute segments={self.segments}: use 0 for none, or 2 or more")
-        if self.every_blocks < 0:
-            raise ConversionError(f"recompute every_blocks={self.every_blocks}: use 0 for none, or 1 or more")
-        if (self.segments > 1) + bool(self.checkpoints) + (self.every_blocks > 0) > 1:
-            raise ConversionError("recompute: segments, checkpoints and every_blocks are alternatives; use one")
+    return profile.recompute_segments > 1 or bool(profile.recompute_checkpoints or profile.recompute_every_blocks)
 
 
-def recompute_segments(loss: Any, settings: Recompute, hold: Hold) -> int:
+def recompute_segments(loss: Any, profile: Profile) -> int:
     """Rewrite the current program, after the backward pass and before everything else; returns how many operators run
     twice. Results are the same bit by bit: random operators, operators that write in place (batch norm's running
     statistics) and host operators run once, and their results are kept.
     """
-    if not settings.is_on:
+    if not recomputes(profile):
         return 0
     forward = operators_behind(loss)
     block = loss.get_defining_op().get_parent_block()
     positions = {operator.id(): position for position, operator in enumerate(block.ops)}
     last_forward = max(positions[operator.id()] for operator in forward)
     backward = list(block.ops)[last_forward + 1 :]
-    pieces = _cut([operator for operator in forward if operator.name() != "builtin.parameter"], settings)
-    count = sum(_recompute(piece, forward, backward, hold) for piece in reversed(pieces[:-1]))
+    pieces = _cut([operator for operator in forward if operator.name() != "builtin.parameter"], profile)
+    count = sum(_recompute(piece, forward, backward) for piece in reversed(pieces[:-1]))
     paddle.pir.reset_insertion_point_to_end()
     return count
 
 
-def _cut(operators: Sequence[Any], settings: Recompute) -> list[Sequence[Any]]:
-    if settings.checkpoints:
-        cuts = sorted({_first_reader(operators, name) for name in settings.checkpoints} - {0})
-    elif settings.every_blocks:
+def _cut(operators: Sequence[Any], profile: Profile) -> list[Sequence[Any]]:
+    if profile.recompute_checkpoints:
+        cuts = sorted({_first_reader(operators, name) for name in profile.recompute_checkpoints} - {0})
+    elif profile.recompute_every_blocks:
         starts = [position for position, operator in enumerate(operators) if _reads_weight(operator)]
-        cuts = starts[settings.every_blocks :: settings.every_blocks]
+        cuts = starts[profile.recompute_every_blocks :: profile.recompute_every_blocks]
     else:
-        cuts = list(range(0, len(operators), -(-len(operators) // settings.segments)))[1:]
+        cuts = list(range(0, len(operators), -(-len(operators) // profile.recompute_segments)))[1:]
     return [operators[first:last] for first, last in zip([0, *cuts], [*cuts, len(operators)], strict=True)]
 
 
@@ -100,10 +80,10 @@ def _first_reader(operators: Sequence[Any], parameter: str) -> int:
     raise ConversionError(f"recompute checkpoint {parameter!r}: the loss does not depend on a parameter of that name")
 
 
-def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[Any], hold: Hold) -> int:
+def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[Any]) -> int:
     inside = {operator.id() for operator in piece}
     outside = [operator for operator in forward if operator.id() not in inside]
-    crossing = {source.id for operator in outside for source in _all_inputs(operator)}
+    crossing = {source.id for operator in outside for source in all_inputs_of(operator)}
     piece = [*_combined_outside(piece, inside), *piece]
     makers: dict[int, Any] = {}
     for operator in piece:
@@ -115,7 +95,7 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
     readers = [operator for operator in backward if any(source.id in makers for source in _needed_by(operator))]
     if not readers:
         return 0
-    clones, values = _clone(piece, makers, readers, hold, backward)
+    clones, values = _clone(piece, makers, readers, backward)
     for operator in readers:
         for index in range(operator.num_operands()):
             source = operator.operand_source(index)
@@ -136,14 +116,14 @@ def _is_vector(value: Any) -> bool:
 
 
 def _clone(
-    piece: Sequence[Any], makers: dict[int, Any], readers: Sequence[Any], hold: Hold, backward: Sequence[Any]
+    piece: Sequence[Any], makers: dict[int, Any], readers: Sequence[Any], backward: Sequence[Any]
 ) -> tuple[int, dict[int, Any]]:
     """Clone what ``readers`` need before the first of them: how many operators, and {old value: its clone}."""
     wanted = _closure([source for reader in readers for source in _needed_by(reader)], makers)
     chosen = [operator for operator in piece if operator.id() in wanted]
     first = readers[0]
     paddle.pir.set_insertion_point(first)
-    values = _held_inputs(chosen, makers, first, hold, backward)
+    values = _held_inputs(chosen, makers, first, backward)
     mapping = paddle.pir.IrMapping()
     for operator in chosen:
         for source in inputs_of(operator):
@@ -169,10 +149,11 @@ def _closure(values: Sequence[Any], makers: dict[int, Any]) -> set[int]:
     return wanted
 
 
-def _held_inputs(
-    chosen: Sequence[Any], makers: dict[int, Any], first: Any, hold: Hold, backward: Sequence[Any]
-) -> dict[int, Any]:
-    """The kept values that the clones start from, delayed until the backward pass arrives: {value: delayed value}."""
+def _held_inputs(chosen: Sequence[Any], makers: dict[int, Any], first: Any, backward: Sequence[Any]) -> dict[int, Any]:
+    """The kept values that the clones start from, delayed until the backward pass arrives: {value: delayed value}.
+
+    Otherwise the executor would run the clones as soon as it can: in the forward pass.
+    """
     trigger = _trigger(first, {operator.id() for operator in backward})
     kept = {
         source.id: source
@@ -182,7 +163,7 @@ def _held_inputs(
     }
     if trigger is None or not kept:
         return {}
-    return dict(zip(kept, hold(list(kept.values()), trigger), strict=True))
+    return dict(zip(kept, emit_hold(list(kept.values()), trigger), strict=True))
 
 
 def _trigger(first: Any, in_backward: set[int]) -> Any:
@@ -226,9 +207,4 @@ def _touches_array(operator: Any) -> bool:
 def _needed_by(operator: Any) -> list[Any]:
     """The inputs whose contents are read; of the others (an addition's terms, in its gradient), only the shape is
     read."""
-    return [source for source in _all_inputs(operator) if not operator.is_no_need_buffer(source)]
-
-
-def _all_inputs(operator: Any) -> list[Any]:
-    users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
-    return [source for user in users for source in inputs_of(user)]
+    return [source for source in all_inputs_of(operator) if not operator.is_no_need_buffer(source)]

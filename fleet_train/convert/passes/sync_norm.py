@@ -2,8 +2,11 @@
 
 Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
 by local sums, an exchange, and arithmetic. So no gradient of an exchange must be derived, all exchanges are in the main
-block, and one chain of tokens gives them the same order on every rank. The program keeps what ``plain_norm.py`` needs
-to write it with plain batch norms: further operands of the exchanges, and marks on results. Paddle's own
+block, and one chain of tokens gives them the same order on every rank. Norms share an exchange where no other operator
+has to move: in the forward pass it waits for the last of its norms, if no operator reads the others' results before; in
+the backward pass it is placed at the first of its norms, if the others' inputs already exist. In a residual network
+these are the norm of a shortcut and the last norm of the parallel branch. The program keeps what ``plain_norm.py``
+needs to write it with plain batch norms: further operands of the exchanges, and marks on results. Paddle's own
 ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each device would
 order it against the gradients' collectives independently.
 """
@@ -12,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 
-from fleet_train.collectives.sync_batch_norm import Local, Statistics
-from fleet_train.convert.passes.blocks import inputs_of, nested_operators
+from fleet_train.collectives.sync_batch_norm import RankStatistics, Statistics
+from fleet_train.convert.passes.blocks import all_inputs_of, inputs_of, nested_operators
 from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm, mark_backward, mark_forward
 from fleet_train.errors import ConversionError
 
@@ -25,31 +28,8 @@ _BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.batch_norm")
 _GRADIENT = "pd_op.batch_norm_grad"
 
 
-class StatisticsExchange(Protocol):
-    """Emits the operators that communicate with the other ranks, on their own communicator."""
-
-    def start(self) -> Any:
-        """The first token of the chain, after the barrier of the step."""
-        ...
-
-    def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
-        """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""
-        ...
-
-    def average(
-        self,
-        what: str,
-        sums: Sequence[tuple[Any, Any]],
-        counts: Sequence[Any],
-        chain: Any,
-        unread: Sequence[Any] = (),
-    ) -> tuple[list[tuple[Any, Any]], Any]:
-        """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token."""
-        ...
-
-
 def synchronize_batch_norms(
-    params_grads: Sequence[tuple[Any, Any]], exchange: StatisticsExchange, arithmetic: Arithmetic
+    params_grads: Sequence[tuple[Any, Any]], exchange: RankStatistics, arithmetic: Arithmetic
 ) -> list[tuple[Any, Any]]:
     """Replace every training-mode batch norm of the current program, and its gradient; returns the new pairs.
 
@@ -65,15 +45,15 @@ def synchronize_batch_norms(
     chain = exchange.start()
     owners = {user.id(): operator.id() for operator in forward for user in _gradients_of(operator)}
     backward = [operator for operator in operators if operator.id() in owners]
-    together = groups_of_forward(operators, forward), groups_of_backward(operators, backward)
+    together = _groups_of_forward(operators, forward), _groups_of_backward(operators, backward)
     statistics: dict[int, Statistics] = {}
     for group in together[0]:
-        found, chain = _replace_forward(group, exchange, arithmetic, chain)
-        statistics |= found
+        statistics_of_group, chain = _replace_forward(group, exchange, arithmetic, chain)
+        statistics |= statistics_of_group
     replaced: dict[int, Any] = {}
     for group in together[1]:
-        found_before = [statistics[owners[operator.id()]] for operator in group]
-        results, chain = _replace_backward(group, found_before, exchange, arithmetic, chain)
+        of_forward = [statistics[owners[operator.id()]] for operator in group]
+        results, chain = _replace_backward(group, of_forward, exchange, arithmetic, chain)
         replaced |= results
     for operator in [*reversed(backward), *reversed(forward)]:
         operator.erase()
@@ -113,7 +93,7 @@ def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
 
 
 def _replace_forward(
-    group: Sequence[Any], exchange: StatisticsExchange, arithmetic: Arithmetic, chain: Any
+    group: Sequence[Any], exchange: RankStatistics, arithmetic: Arithmetic, chain: Any
 ) -> tuple[dict[int, Statistics], Any]:
     """Batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
     norms, local = [], []
@@ -123,26 +103,26 @@ def _replace_forward(
         norms.append(_norm_of(operator, (x, scale, bias), running_mean))
         unread = (running_mean, running_variance, norms[-1].scale, norms[-1].bias)
         local.append(replace(arithmetic.local(norms[-1]), unread=unread))
-    found, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
-    for number, (operator, norm, statistics) in enumerate(zip(group, norms, found, strict=True)):
+    combined, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
+    for number, (operator, norm, statistics) in enumerate(zip(group, norms, combined, strict=True)):
         normalised = arithmetic.normalised(norm, statistics)
         mark_forward(normalised, local[number].variance, statistics, number, operator.attrs())
         operator.result(0).replace_all_uses_with(normalised)
         _move_averages(operator, statistics)
-    return {operator.id(): statistics for operator, statistics in zip(group, found, strict=True)}, chain
+    return {operator.id(): statistics for operator, statistics in zip(group, combined, strict=True)}, chain
 
 
-def _move_averages(operator: Any, found: Statistics) -> None:
+def _move_averages(operator: Any, batch: Statistics) -> None:
     _, running_mean, running_variance, _, _ = operator.operands_source()
     share = paddle.full([1], 1.0 - operator.attrs()["momentum"], running_mean.dtype)
-    paddle._C_ops.lerp_(running_mean, found.mean, share)
-    paddle._C_ops.lerp_(running_variance, found.variance, share)
+    paddle._C_ops.lerp_(running_mean, batch.mean, share)
+    paddle._C_ops.lerp_(running_variance, batch.variance, share)
 
 
 def _replace_backward(
     group: Sequence[Any],
     statistics: Sequence[Statistics],
-    exchange: StatisticsExchange,
+    exchange: RankStatistics,
     arithmetic: Arithmetic,
     chain: Any,
 ) -> tuple[dict[int, Any], Any]:
@@ -150,21 +130,21 @@ def _replace_backward(
     alone."""
     paddle.pir.set_insertion_point(group[0])
     norms = [
-        _norm_of(operator, operator.operands_source()[:3], found.mean)
-        for operator, found in zip(group, statistics, strict=True)
+        _norm_of(operator, operator.operands_source()[:3], forward.mean)
+        for operator, forward in zip(group, statistics, strict=True)
     ]
     begun = [
-        arithmetic.gradients(norm, found, operator.operands_source()[-1])
-        for operator, norm, found in zip(group, norms, statistics, strict=True)
+        arithmetic.gradients(norm, forward, operator.operands_source()[-1])
+        for operator, norm, forward in zip(group, norms, statistics, strict=True)
     ]
     sums = [(bias, scale) for bias, scale, _ in begun]
-    counts = [found.count for found in statistics]
+    counts = [forward.count for forward in statistics]
     incoming = [operator.operands_source()[-1] for operator in group]
     means, chain = exchange.average(f"gradient of {_names_of(norms)}", sums, counts, chain, incoming)
     replaced: dict[int, Any] = {}
     parts = zip(group, norms, statistics, begun, means, strict=True)
-    for number, (operator, norm, found, (bias, scale, rest), mean) in enumerate(parts):
-        new = (arithmetic.x_gradient(norm, found, rest, mean), scale, bias)
+    for number, (operator, norm, forward, (bias, scale, rest), mean) in enumerate(parts):
+        new = (arithmetic.x_gradient(norm, forward, rest, mean), scale, bias)
         mark_backward(new[0], mean[0], number)
         for old, value in zip(operator.results(), new, strict=True):
             if old.initialized():
@@ -174,31 +154,20 @@ def _replace_backward(
 
 
 def _names_of(norms: Sequence[Norm]) -> str:
-    return ", ".join(f"'{_name_of(norm.scale)}'" for norm in norms)
-
-
-def _name_of(value: Any) -> str:
-    return str(value.name) if value.has_name else "batch norm"
+    return ", ".join(f"'{norm.scale.name if norm.scale.has_name else 'batch norm'}'" for norm in norms)
 
 
 def _current(gradient: Any, replaced: dict[int, Any]) -> Any:
     return gradient if gradient is None else replaced.get(gradient.id, gradient)
 
 
-# Which batch norms of a program can share an exchange without moving any other operator.
-#
-# In the forward pass an exchange waits for the last of its norms, if no operator reads the others' results before; in
-# the backward pass it is placed at the first of its norms, if the others' inputs already exist. In a residual network
-# these are the norm of a shortcut and the last norm of the parallel branch.
-
-
-def groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
+def _groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
     """``norms``, batch norms among ``operators`` of the main block in their order, by the exchange that they share."""
     chosen = {operator.id() for operator in norms}
     groups: list[list[Any]] = []
     waiting: set[int] = set()
     for operator in operators:
-        if waiting.intersection(source.id for source in _all_inputs(operator)):
+        if waiting.intersection(source.id for source in all_inputs_of(operator)):
             waiting.clear()
         if operator.id() in chosen:
             if not waiting or not _alike(groups[-1][0], operator):
@@ -209,7 +178,7 @@ def groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[li
     return groups
 
 
-def groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
+def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
     """The same for gradient operators."""
     position = {operator.id(): number for number, operator in enumerate(operators)}
     groups: list[list[Any]] = []
@@ -222,11 +191,6 @@ def groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[l
     return groups
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(operator: Any, other: Any) -> bool:
     """An exchange has one dtype."""
-    return bool(one.operand_source(0).dtype == other.operand_source(0).dtype)
-
-
-def _all_inputs(operator: Any) -> list[Any]:
-    users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
-    return [source for user in users for source in inputs_of(user)]
+    return bool(operator.operand_source(0).dtype == other.operand_source(0).dtype)

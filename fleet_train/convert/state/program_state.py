@@ -16,7 +16,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.rewrite import agree, chain_in_program_order
 from fleet_train.convert.state.safetensors_file import Array, Arrays
-from fleet_train.errors import CheckpointError
+from fleet_train.errors import CheckpointError, ConversionError
 
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
 """Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
@@ -251,3 +251,22 @@ def _name(operator: Any) -> str:
 def _is_done(operator: Any) -> bool:
     source = operator.operand_source(0).get_defining_op()
     return source is not None and "fleet_train_broadcast" in source.name()
+
+
+def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
+    """Raise ConversionError if ``startups``, that of minimize and the default one, initialize no parameter of ``main``,
+    and nothing else has.
+
+    This happens with ``minimize(loss)`` outside the ``program_guard`` in which the network was built: learning rate and
+    accumulators would go into a program that the script never runs, and start values would not be made equal.
+    """
+    names = {parameter.name for parameter in main.global_block().all_parameters()}
+    scope = paddle.static.global_scope()
+    if not names or any(names & names_stored_by(startup) for startup in startups):
+        return
+    if any(begun_tensor(scope, name) is not None for name in names):
+        return
+    raise ConversionError(
+        f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "
+        "call minimize inside `with paddle.static.program_guard(main, startup)`, or pass startup_program=startup"
+    )

@@ -27,8 +27,8 @@ from fleet_train.collectives.host_ops import (
     emit_wait,
     is_barrier,
     is_link,
+    onednn_flags,
     passes_a_token,
-    switch_onednn_off,
     token,
 )
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
@@ -262,10 +262,11 @@ def test_loss_is_read_in_paddles_layout_and_variables_are_not_copied(main: Any) 
 
 
 @pytest.mark.usefixtures("onednn")
-def test_flags_of_onednn_are_switched_off_and_named() -> None:
-    assert switch_onednn_off() == ["FLAGS_use_onednn"]
+def test_flags_of_onednn_are_named() -> None:
+    assert onednn_flags() == ["FLAGS_use_onednn"]
+    paddle.set_flags(dict.fromkeys(onednn_flags(), False))
     assert not any(paddle.get_flags(["FLAGS_use_onednn", "FLAGS_use_mkldnn"]).values())
-    assert switch_onednn_off() == []
+    assert onednn_flags() == []
 
 
 def test_nothing_is_copied_where_paddle_computes_itself(main: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,6 @@ from fleet_train.doctor.facts import (
     from_json,
     rate,
     size,
-    to_json,
     verdict,
 )
 from fleet_train.doctor.judge import judge
@@ -223,7 +222,7 @@ def test_exit_codes_and_verdicts() -> None:
     assert [exit_code(found) for found in ([good], [good, odd], [odd, bad])] == [0, 0, 1]
     assert verdict([good, good], 3.2) == "FIT (2 PASS, in 3 s)"
     assert verdict([good, odd], 3.2) == "FIT, with warnings (1 WARN, 1 PASS, in 3 s)"
-    assert verdict([bad, odd], 3.2) == "SICK: memory on a (1 FAIL, 1 WARN, in 3 s)"
+    assert verdict([bad, odd], 3.2) == "FAIL: memory on a (1 FAIL, 1 WARN, in 3 s)"
 
 
 def test_every_finding_but_a_pass_has_a_threshold_and_a_fix() -> None:
@@ -244,8 +243,8 @@ def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
 
 def test_facts_survive_json_and_nonsense_is_refused() -> None:
     report = HEALTHY.reports[1]
-    assert from_json(NodeReport, to_json(report)) == report
-    for nonsense in ({}, {"facts": 1, "present": []}, to_json(report) | {"present": ["x"]}, []):
+    assert from_json(NodeReport, asdict(report)) == report
+    for nonsense in ({}, {"facts": 1, "present": []}, asdict(report) | {"present": ["x"]}, []):
         with pytest.raises(ValueError, match="validation error"):
             from_json(NodeReport, nonsense)
 

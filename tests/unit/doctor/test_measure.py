@@ -11,7 +11,7 @@ import pytest
 from fleet_train.doctor import measure_folders, measure_machine
 from fleet_train.doctor import measure_machine as quota
 from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu
-from fleet_train.doctor.judge import _of_node
+from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
 from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
 
@@ -165,10 +165,10 @@ def test_findings_of_gpus() -> None:
     from fleet_train.doctor.facts import Gpus
 
     found = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
-    levels = {(one.id, one.level, one.hosts) for one in _of_node("node 0", found) if one.level != "PASS"}
+    levels = {(one.id, one.level, one.hosts) for one in _of_gpus("node 0", found) if one.level != "PASS"}
     second = ("node 0 GPU 1",)
     assert levels == {("ecc", "FAIL", second), ("nvlink", "WARN", second), ("gpu_memory", "WARN", second)}
-    (silent,) = _of_node("node 0", Gpus(error="nvidia-smi has not answered within 10 s"))
+    (silent,) = _of_gpus("node 0", Gpus(error="nvidia-smi has not answered within 10 s"))
     assert silent.level == "FAIL"
 
 

@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle.incubate.optimizer import LarsMomentumOptimizer
 
-from fleet_train.convert import session
+from fleet_train.convert import replaced, session
 from fleet_train.convert.passes.blocks import run_if
 
 OPTIMIZERS = {
@@ -54,7 +54,6 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
     before, seen = paddle.static.Executor.run, []
     try:
         session.watch(seen.append)
-        session.watch(seen.append)  # not twice
         exe = paddle.static.Executor()
         with network() as (main, startup, loss), paddle.static.scope_guard(paddle.static.Scope()):
             exe.run(startup)
@@ -65,20 +64,19 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
             exe.run([])
         assert seen == [startup, main]
     finally:
-        session.watch(None)
+        replaced.put_back()
     assert paddle.static.Executor.run is before
 
 
 def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
-    monkeypatch.setattr(session, "_paddles_run", None)
     session.watch(lambda _: ran.append("looked"))
     ours = paddle.static.Executor.run
     monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
     theirs = paddle.static.Executor.run
     paddle.static.Executor().run(paddle.static.Program())
-    session.watch(None)
+    replaced.put_back()
     assert paddle.static.Executor.run is theirs
     paddle.static.Executor().run(paddle.static.Program())
     assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]

@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.convert.passes.gradient_merge import GradientMerge, merge_gradients
+from fleet_train.convert.passes.gradient_merge import merge_gradients
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import Trained, batches, relative_difference
 
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 def minimize_merged(accumulate_steps: int) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
-        merged = merge_gradients(optimizer.backward(loss), GradientMerge(accumulate_steps))
+        merged = merge_gradients(optimizer.backward(loss), accumulate_steps)
         merged.apply(lambda: optimizer.apply_gradients(merged.pairs))
         return merged
 
@@ -107,4 +107,4 @@ def test_one_step_changes_nothing_in_the_program() -> None:
 
 def test_zero_steps_are_refused() -> None:
     with pytest.raises(ConversionError, match="accumulate_steps=0"):
-        GradientMerge(0)
+        merge_gradients([], 0)

@@ -13,21 +13,19 @@ from fleet_train.cluster import Cluster, Rank
 from fleet_train.collectives.job import Job
 from fleet_train.convert import fleet, session
 from fleet_train.convert.passes import pipeline
-from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaling
-from fleet_train.convert.passes.pipeline import PassSettings, ProgramPasses
-from fleet_train.convert.passes.precision import MixedPrecision
-from fleet_train.convert.passes.recompute import Recompute
+from fleet_train.convert.passes.pipeline import ProgramPasses
+from fleet_train.profile import Profile
 from tests.unit.passes.test_sync_norm import normalised
-from tests.unit.passes.training import Trained, batches, relative_difference
+from tests.unit.passes.training import Trained, batches, loss_scaling, relative_difference
 
 
 def alone() -> Job:
     return Job(Cluster((Rank(0, "127.0.0.1", 6170, 0, 0),), 0), paddle.CPUPlace())
 
 
-def minimize_with(settings: PassSettings) -> Any:
+def minimize_with(profile: Profile) -> Any:
     def minimize(optimizer: Any, loss: Any) -> None:
-        passes = ProgramPasses(settings, alone())
+        passes = ProgramPasses(profile, alone())
         merged = passes.merge(passes.backward(loss, optimizer.backward))
         passes.update(merged, merged.pairs, optimizer.apply_gradients)
 
@@ -39,29 +37,14 @@ def momentum() -> Any:
 
 
 def test_default_settings_leave_the_program_as_it_is() -> None:
-    plain, passed = Trained(momentum), Trained(momentum, minimize_with(PassSettings()))
+    plain, passed = Trained(momentum), Trained(momentum, minimize_with(Profile()))
     assert passed.operators() == plain.operators()
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (PassSettings(), True),
-        (PassSettings(sync_batch_norm=True), True),  # one process has nobody to synchronise with
-        (PassSettings(loss_scaling=LossScaling()), True),
-        (PassSettings(merge=GradientMerge(2)), False),
-        (PassSettings(recompute=Recompute(2)), False),
-        (PassSettings(precision=MixedPrecision("O1")), False),
-    ],
-)
-def test_what_changes_nothing(settings: PassSettings, expected: bool) -> None:
-    assert ProgramPasses(settings, alone()).change_nothing is expected
 
 
 def test_merge_and_recompute_train_like_plain_training() -> None:
     paddle.seed(0)
     plain = Trained(momentum, network=normalised)
-    settings = PassSettings(merge=GradientMerge(2), recompute=Recompute(4), sync_batch_norm=True)
+    settings = Profile(accumulate_steps=2, recompute_segments=4, sync_batch_norm=True)
     passed = Trained(momentum, minimize_with(settings), normalised)
     passed.start_from(plain.state())
     for batch in batches(1, 8, seed=0):
@@ -77,10 +60,8 @@ def test_merge_and_recompute_train_like_plain_training() -> None:
 def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     # No CPU computes in float16: the scale is real here, the precision stays.
     monkeypatch.setattr(pipeline, "lower_precision", lambda *_, **__: None)
-    settings = PassSettings(
-        precision=MixedPrecision("O1", "float16"), loss_scaling=LossScaling(256.0, decr_every_n_nan_or_inf=1)
-    )
-    passes = ProgramPasses(settings, alone())
+    profile = loss_scaling(init_loss_scaling=256.0, decr_every_n_nan_or_inf=1)
+    passes = ProgramPasses(profile, alone())
     folder_lock = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
     monkeypatch.setattr(session, "_session", folder_lock)
     assert fleet.loss_scale() is None

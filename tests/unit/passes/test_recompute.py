@@ -11,17 +11,22 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.collectives.host_ops import emit_hold
-from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
 from tests.support.ranks import run_ranks
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
+
+
+def recompute(segments: int, checkpoints: tuple[str, ...], every_blocks: int) -> Profile:
+    settings = {"segments": segments, "checkpoints": list(checkpoints), "every_blocks": every_blocks}
+    return Profile(**{f"recompute_{name}": value for name, value in settings.items() if value})  # type: ignore[arg-type]
 
 
 def minimize_recomputed(segments: int, *checkpoints: str, every_blocks: int = 0) -> Any:
     def minimize(optimizer: Any, loss: Any) -> int:
         pairs = optimizer.backward(loss)
-        count = recompute_segments(loss, Recompute(segments, checkpoints, every_blocks), emit_hold)
+        count = recompute_segments(loss, recompute(segments, checkpoints, every_blocks))
         optimizer.apply_gradients(pairs)
         return count
 
@@ -107,26 +112,17 @@ def test_zero_segments_change_nothing() -> None:
     assert same.operators() == plain.operators()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((-1,), "segments=-1: use 0 for none"),
-        ((2, ("linear_0.w_0",)), "segments, checkpoints and every_blocks are alternatives"),
-        ((0, (), -1), "every_blocks=-1: use 0 for none"),
-        ((0, ("no_such.w_0",)), "'no_such.w_0': the loss does not depend"),
-    ],
-)
-def test_refusals(settings: Any, message: str) -> None:
-    with pytest.raises(ConversionError, match=message):
-        Trained(momentum, lambda _, loss: recompute_segments(loss, Recompute(*settings), emit_hold), deep)
+def test_a_parameter_that_the_loss_does_not_depend_on_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"'no_such.w_0': the loss does not depend"):
+        Trained(momentum, minimize_recomputed(0, "no_such.w_0"), deep)
 
 
 PEAK = """
     import sys
     import numpy as np, paddle
     from paddle import nn
-    from fleet_train.collectives.host_ops import emit_hold
-    from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+    from fleet_train.convert.passes.recompute import recompute_segments
+    from fleet_train.profile import Profile
     from tests.support.worker import report
 
     paddle.enable_static()
@@ -136,7 +132,7 @@ PEAK = """
     loss = hidden.mean()
     optimizer = paddle.optimizer.SGD(0.1)
     pairs = optimizer.backward(loss)
-    recompute_segments(loss, Recompute(int(sys.argv[1])), emit_hold)
+    recompute_segments(loss, Profile(recompute_segments=int(sys.argv[1])))
     optimizer.apply_gradients(pairs)
     exe = paddle.static.Executor(paddle.CPUPlace())
     exe.run(paddle.static.default_startup_program())

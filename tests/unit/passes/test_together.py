@@ -10,12 +10,12 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.collectives.host_ops import emit_hold
-from fleet_train.convert.passes.gradient_merge import GradientMerge, LossScaler, LossScaling, merge_gradients
+from fleet_train.convert.passes.gradient_merge import LossScaler, merge_gradients
 from fleet_train.convert.passes.norm_arithmetic import Kernels
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
-from fleet_train.convert.passes.recompute import Recompute, recompute_segments
+from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.profile import Profile
 from tests.unit.passes.test_precision import convolutional
 from tests.unit.passes.test_recompute import divided
 from tests.unit.passes.test_sync_norm import SameBatchOn, normalised
@@ -25,11 +25,11 @@ from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, rela
 def minimize_with(level: str, segments: int, accumulate_steps: int) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
         lower_precision(loss, MixedPrecision(level), on_gpu=False, recomputes=True)
-        scaler = LossScaler(LossScaling())
+        scaler = LossScaler(Profile())
         pairs = optimizer.backward(scaler.scaled(loss))
         pairs = synchronize_batch_norms(pairs, SameBatchOn(2), Kernels())
-        count = recompute_segments(loss, Recompute(segments), emit_hold)
-        merged = merge_gradients(pairs, GradientMerge(accumulate_steps))
+        count = recompute_segments(loss, Profile(recompute_segments=segments))
+        merged = merge_gradients(pairs, accumulate_steps)
         merged.apply(lambda: scaler.apply(merged.pairs, optimizer.apply_gradients))
         return count
 

@@ -9,9 +9,16 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from fleet_train.profile import Profile
+
 FEATURES, CLASSES = 16, 5
 
 State = dict[str, np.ndarray]
+
+
+def loss_scaling(**settings: Any) -> Profile:
+    """Float16 with these settings of its loss scale (knobs without ``amp_``)."""
+    return Profile(amp_level="O1", amp_dtype="float16", **{f"amp_{name}": value for name, value in settings.items()})
 
 
 def mlp(features: Any) -> Any:
