@@ -21,7 +21,7 @@ from fleet_train.errors import ConversionError, NotFinite
 Folder = str | os.PathLike[str]
 
 _FILES = (
-    "the files' names are fixed (persistables.safetensors, persistables.json); leave filename out, and give each state "
+    "the files' names are fixed (persistables.safetensors, complete.json); leave filename out, and give each state "
     "a dirname of its own"
 )
 _TABLES = "modes are for parameter servers' tables, which are not supported; leave mode out"
@@ -70,7 +70,7 @@ def save_persistables(
 
     Parameters, statistics, optimizer state, and the state of the profile's passes, LocalSGD and compression, including
     state that differs between ranks. With LocalSGD, parameters and optimizer state are averaged first. Writes
-    ``persistables.safetensors``, ``persistables.json`` and, for state that differs between ranks, ``ranks.safetensors``
+    ``persistables.safetensors``, ``complete.json`` and, for state that differs between ranks, ``ranks.safetensors``
     into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write, ScheduleMismatch when the ranks'
     values have diverged: they are compared before, unless divergence_check_steps is 0, and NotFinite instead of saving
     NaN or infinity.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ DEFAULT_LEARNING_RATES = {"sgd": 0.2, "momentum": 0.1, "adam": 0.002, "adamw": 0
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One training run. Sizes are per rank unless the name says global."""
+class TrainConfig(TrainerSettings, LoaderSettings):
+    """One training run: the loop's and the loaders' settings, and those of what is around them. Sizes are per rank
+    unless the name says global.
+    """
 
     model: str = "cnn"
     data: str = "digits"
@@ -35,22 +37,11 @@ class TrainConfig:
     """Image folder, used instead of `data`."""
     image_size: int = 224
     """Images of data_dir become [3, image_size, image_size]."""
-    augment: str = "auto"
-    """Random change of training batches, from fleet_train.data.AUGMENTATIONS."""
-    loader: str = "auto"
-    workers: int | None = None
-    prefetch_depth: int = 2
-    shard_by: str = "sample"
-    uneven: str = "truncate"
-    last_batch: str = "merge"
-    """These six: see fleet_train.data.LoaderSettings."""
     max_corrupt: float = DEFAULT_MAX_CORRUPT
     """Unreadable images that are tolerated: below 1 a share of all, from 1 on a number."""
     strategy: str | None = None
     """Profile name or file. None = the launcher's, else single_node or multi_node, by the cluster."""
     epochs: int = 20
-    batch_size: int = 32
-    """Samples per rank and micro-batch; without gradient merge a step is one."""
     learning_rate: float | None = None
     """Peak rate. None = the optimizer's entry in DEFAULT_LEARNING_RATES."""
     scale_lr: bool = False
@@ -75,12 +66,7 @@ class TrainConfig:
     lr_power: float = 2.0
     """Power of the polynomial schedule."""
     warmup_epochs: float = 0.0
-    seed: int = 0
     output_dir: str = "runs/train"
-    checkpoint_every: int = 0
-    """Epochs between two checkpoints. 0 = only at the end."""
-    checkpoint_every_steps: int = 0
-    """Steps between two checkpoints within epochs. 0 = none."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
@@ -92,12 +78,6 @@ class TrainConfig:
     checkpoint_copies: int = 1
     """Number of nodes that keep each checkpoint in their own output_dir, including the first one. 1 = only the
     first."""
-    evaluate_every: int = 1
-    """Epochs between two evaluations; the last epoch is always evaluated."""
-    log_every: int = 10
-    """Steps between two metric records."""
-    straggler_factor: float = 1.5
-    """A rank is reported when its steps take this many times the median of the others. 0 = never."""
     on_nan: str = "stop"
     """Reaction to a loss or gradient that is NaN or infinite: stop, or skip the update on every rank."""
     deterministic: bool = False
@@ -107,14 +87,8 @@ class TrainConfig:
     prometheus_host: str = "127.0.0.1"
     """Address that it listens on."""
     resume: bool = False
-    resume_uncompared: bool = False
-    """See TrainerSettings."""
     overwrite: bool = False
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
-    accept_changed_data: bool = False
-    """Resume on other training data than the checkpoint's, which is otherwise refused."""
-    stop_after_epochs: int | None = None
-    """Epochs in this call; a later call with resume continues. The schedule still spans `epochs`. None = all."""
 
     def __post_init__(self) -> None:
         _one_of("--model", self.model, MODELS)
@@ -127,9 +101,9 @@ class TrainConfig:
             at_least(name, getattr(self, name), 0)
         for name in ("label_smoothing", "ema_decay"):
             _share(name, getattr(self, name))
-        self.loader_settings()
+        LoaderSettings.__post_init__(self)
+        TrainerSettings.__post_init__(self)
         self.schedule(steps_per_epoch=1)  # checks its own settings
-        self.trainer_settings()  # checks the loop's settings
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
         if self.prometheus_port is None and self.prometheus_host != TrainConfig.prometheus_host:
@@ -157,18 +131,10 @@ class TrainConfig:
             power=self.lr_power,
         )
 
-    def loader_settings(self) -> LoaderSettings:
-        """The loaders' settings: the fields with the same names."""
-        return LoaderSettings(**{field.name: getattr(self, field.name) for field in fields(LoaderSettings)})
-
     @property
     def data_name(self) -> str:
         """For people."""
         return self.data if self.data_dir is None else self.data_dir
-
-    def trainer_settings(self) -> TrainerSettings:
-        """The loop's settings: the fields with the same names."""
-        return TrainerSettings(**{field.name: getattr(self, field.name) for field in fields(TrainerSettings)})
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,6 +17,20 @@ from numpy.typing import NDArray
 from fleet_train import errors, fleet
 from fleet_train.data import Loader
 
+MOST = 24
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An image that an evaluation misclassified: those with the most confidence show wrong labels and hard classes."""
+
+    image: NDArray[np.float32]
+    """[channels, height, width], the network's input."""
+    true_class: int
+    predicted_class: int
+    confidence: float
+    """The probability of the predicted class."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -92,22 +106,6 @@ class ProgramEvaluator:
         values = {name: total / count for name, total in zip(self._sums, sums, strict=True)}
         summed = [fleet.all_reduce(confusion, op="sum") for confusion in confusions]
         return Evaluation(values, int(count), summed[0] if summed else None, mistakes)
-
-
-# The images that an evaluation misclassified with the most confidence: they show wrong labels and hard classes.
-
-
-MOST = 24
-
-
-@dataclass(frozen=True)
-class Mistake:
-    image: NDArray[np.float32]
-    """[channels, height, width], the network's input."""
-    true_class: int
-    predicted_class: int
-    confidence: float
-    """The probability of the predicted class."""
 
 
 def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: NDArray[np.float32]) -> list[Mistake]:

@@ -1,4 +1,4 @@
-"""NaN and infinity: skips updates, keeps statistics usable, and names the samples of a loss."""
+"""NaN and infinity: skips updates, keeps batch norm's statistics usable, and names the samples of a loss."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ def keep_statistics_finite(program: Any) -> None:
             before = paddle.assign(value)
             paddle.pir.reset_insertion_point_to_end()
             paddle.assign(paddle.where(paddle.isfinite(value).all(), value, before), value)
+
+
+def statistics_of(program: Any) -> list[str]:
+    """Names of the float parameters of `program` that are not trained, sorted."""
+    values = program.global_block().all_parameters()
+    # The learning rate is also such a parameter, but has no dimensions.
+    return sorted(
+        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
+    )
+
+
+def describe_statistics(program: Any) -> str | None:
+    """A note on batch norm's statistics in this job, or None."""
+    if fleet.worker_num() == 1 or not statistics_of(program):
+        return None
+    if fleet.profile().sync_batch_norm:
+        return "batch norm: over the batches of all ranks (sync_batch_norm)"
+    if fleet.profile().use_local_sgd:
+        return "batch norm: each rank over its own batch; running statistics are averaged with the parameters"
+    return "batch norm: each rank over its own batch; running statistics are averaged for evaluations and checkpoints"
 
 
 class LossWatch:
@@ -211,29 +231,6 @@ def _read(name: str) -> NDArray[Any]:
 def _write(arrays: dict[str, NDArray[Any]]) -> None:
     for name, array in arrays.items():
         paddle.static.global_scope().find_var(name).get_tensor().set(array, fleet.place())
-
-
-# Values that are not trained but updated during training: batch norm's running mean and variance.
-
-
-def statistics_of(program: Any) -> list[str]:
-    """Names of the float parameters of `program` that are not trained, sorted."""
-    values = program.global_block().all_parameters()
-    # The learning rate is also such a parameter, but has no dimensions.
-    return sorted(
-        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
-    )
-
-
-def describe_statistics(program: Any) -> str | None:
-    """A note on batch norm's statistics in this job, or None."""
-    if fleet.worker_num() == 1 or not statistics_of(program):
-        return None
-    if fleet.profile().sync_batch_norm:
-        return "batch norm: over the batches of all ranks (sync_batch_norm)"
-    if fleet.profile().use_local_sgd:
-        return "batch norm: each rank over its own batch; running statistics are averaged with the parameters"
-    return "batch norm: each rank over its own batch; running statistics are averaged for evaluations and checkpoints"
 
 
 # Random streams that depend only on (seed, rank, step).

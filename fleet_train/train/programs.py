@@ -81,6 +81,39 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
     )
 
 
+def make_optimizer(config: TrainConfig, learning_rate: Any, program: Any) -> Any:
+    """The named Paddle optimizer for `program`, which has its forward part; not yet wrapped by fleet.
+
+    Clipping acts on the averaged gradients, before the weight decay is added to them, as everywhere in Paddle.
+    """
+    spared = _spare_norms_and_biases(program) if config.no_decay_norm_bias else frozenset[str]()
+    common = {
+        "weight_decay": config.weight_decay or None,
+        "grad_clip": paddle.nn.ClipGradByGlobalNorm(config.clip_norm) if config.clip_norm else None,
+    }
+    decoupled = {
+        **common,
+        "weight_decay": config.weight_decay,
+        "apply_decay_param_fun": lambda name: name not in spared,
+    }
+    builders: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: paddle.optimizer.SGD(learning_rate, **common),
+        "momentum": lambda: paddle.optimizer.Momentum(learning_rate, momentum=0.9, **common),
+        "adam": lambda: paddle.optimizer.Adam(learning_rate, **common),
+        "adamw": lambda: paddle.optimizer.AdamW(learning_rate, **decoupled),
+    }
+    return builders[config.optimizer]()
+
+
+def _spare_norms_and_biases(program: Any) -> frozenset[str]:
+    """Give parameters with at most one dimension a decay of zero, which overrides the optimizer's; returns their
+    names."""
+    small = [each for each in program.global_block().all_parameters() if len(each.shape) <= 1]
+    for parameter in small:
+        parameter.regularizer = paddle.regularizer.L2Decay(0.0)
+    return frozenset(parameter.name for parameter in small)
+
+
 def _records_norm(config: TrainConfig, world_size: int) -> bool:
     """Clipping has computed it, except in LocalSGD's local steps, where each rank clips its own gradient."""
     is_clipped = config.clip_norm > 0 and not (fleet.profile().use_local_sgd and world_size > 1)
@@ -184,39 +217,3 @@ def build_model(name: str, sample_shape: Shape, num_classes: int) -> Any:
     if name in _SMALL:
         return _SMALL[name](sample_shape, num_classes)
     return vision_model(name, sample_shape, num_classes)
-
-
-# The optimizer of the reference trainer, with its weight decay and clipping.
-
-
-def make_optimizer(config: TrainConfig, learning_rate: Any, program: Any) -> Any:
-    """The named Paddle optimizer for `program`, which has its forward part; not yet wrapped by fleet.
-
-    Clipping acts on the averaged gradients, before the weight decay is added to them, as everywhere in Paddle.
-    """
-    spared = _spare_norms_and_biases(program) if config.no_decay_norm_bias else frozenset[str]()
-    common = {
-        "weight_decay": config.weight_decay or None,
-        "grad_clip": paddle.nn.ClipGradByGlobalNorm(config.clip_norm) if config.clip_norm else None,
-    }
-    decoupled = {
-        **common,
-        "weight_decay": config.weight_decay,
-        "apply_decay_param_fun": lambda name: name not in spared,
-    }
-    builders: dict[str, Callable[[], Any]] = {
-        "sgd": lambda: paddle.optimizer.SGD(learning_rate, **common),
-        "momentum": lambda: paddle.optimizer.Momentum(learning_rate, momentum=0.9, **common),
-        "adam": lambda: paddle.optimizer.Adam(learning_rate, **common),
-        "adamw": lambda: paddle.optimizer.AdamW(learning_rate, **decoupled),
-    }
-    return builders[config.optimizer]()
-
-
-def _spare_norms_and_biases(program: Any) -> frozenset[str]:
-    """Give parameters with at most one dimension a decay of zero, which overrides the optimizer's; returns their
-    names."""
-    small = [each for each in program.global_block().all_parameters() if len(each.shape) <= 1]
-    for parameter in small:
-        parameter.regularizer = paddle.regularizer.L2Decay(0.0)
-    return frozenset(parameter.name for parameter in small)

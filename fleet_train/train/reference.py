@@ -90,7 +90,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             exe,
             programs.loss,
             inputs.train,
-            config.trainer_settings(),
+            config,
             scheduler=programs.scheduler,
             evaluator=ProgramEvaluator(
                 programs.evaluation, programs.evaluation_sums, inputs.test, programs.confusion, programs.probabilities
@@ -142,9 +142,6 @@ def _make_programs(config: TrainConfig, data: Dataset, batches_per_epoch: int) -
     return programs, exe
 
 
-# The reference trainer's data and loaders, as configured and checked over all ranks.
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Close it at the end: loaders may have processes."""
@@ -173,8 +170,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     """Loaders of this rank's share. DataError on every rank if the ranks' data is inconsistent."""
     splits = open_data(config)
     participant = Participant.of(fleet.worker_index(), fleet.worker_endpoints())
-    train = make_loader(splits.train, config.loader_settings(), participant, fleet.place())
-    test = make_evaluation_loader(splits.test, config.loader_settings(), participant, fleet.place())
+    train = make_loader(splits.train, config, participant, fleet.place())
+    test = make_evaluation_loader(splits.test, config, participant, fleet.place())
     return Inputs(train, test, settle(train, fleet.gather))
 
 

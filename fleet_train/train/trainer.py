@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -22,9 +23,9 @@ from fleet_train.errors import CheckpointError, NotSaved, Preempted
 from fleet_train.plan import CommPlan
 from fleet_train.train import numerics
 from fleet_train.train.checkpoint.copies import STOP_SECONDS
-from fleet_train.train.checkpoint.manager import Checkpoints, Found
-from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, Saver, other_versions, resumed, steps_of
-from fleet_train.train.evaluation import Evaluator, Outcome
+from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
+from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, other_versions, resumed, steps_of, versions
+from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
 from fleet_train.train.metrics.reporter import Reporter, StepMeter
 from fleet_train.train.metrics.sinks import MetricSink, OwnSink, closed_at_the_end, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
@@ -104,9 +105,7 @@ class Trainer:
         self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
         self._batches_per_epoch = agreed_steps(len(loader))
         self._data = RunData(loader)
-        self._saver = Saver(
-            exe, settings, checkpoints, scheduler, self._batches_per_epoch, self._description, self._data
-        )
+        self._checkpoints = checkpoints
         self._watch = numerics.LossWatch(skipping)
         self._losses = EpochLoss()
         self._of_step = StepSums()
@@ -128,7 +127,8 @@ class Trainer:
         return self.outcome
 
     def _fit(self) -> None:
-        self._saver.claim()
+        if self._checkpoints is not None:
+            self._checkpoints.claim()  # before anything is trained
         last_epoch = self._last_epoch()
         self._say_how()
         self._reporter.describe(self.position.updates, self._description, self._evaluator is not None)
@@ -142,14 +142,15 @@ class Trainer:
                 is_last = self.position.epoch == last_epoch
                 if is_last or self.position.epoch % self._settings.evaluate_every == 0:
                     self._evaluate()
-                if is_last or self._saver.is_due_after(self.position):
+                if is_last or self._is_due_after_epoch():
                     self._save()
                 self._progress.end(self.outcome.line())
         self.outcome.epochs, self.outcome.steps = self.position.epoch, self.position.step
         try:
-            self.outcome.checkpoint = self._saver.finish() or self.outcome.checkpoint
+            if self._checkpoints is not None:
+                self.outcome.checkpoint = self._checkpoints.finish() or self.outcome.checkpoint
         finally:
-            self._reporter.saved(self.position, self._saver.scalars())
+            self._reporter.saved(self.position, self._copies_made())
 
     def _train_epoch(self) -> None:
         """The steps of one epoch, or its remaining steps after a checkpoint in the middle of it."""
@@ -172,7 +173,7 @@ class Trainer:
                     continue
                 self._account(self._of_step, is_whole=not at.pending)
                 self._of_step = StepSums()
-                is_due = not is_last and self._saver.is_due_within(at.step)
+                is_due = not is_last and self._is_due_within(at.step)
                 if is_due:
                     self._save()
                 self._stop_if_asked(has_saved=is_due)
@@ -222,7 +223,7 @@ class Trainer:
 
     def _is_looked_at(self, step: int) -> bool:
         """Whether the loss is fetched in the step after this many others."""
-        return fleet.should_fetch(step) or self._saver.is_due_within(step + 1)
+        return fleet.should_fetch(step) or self._is_due_within(step + 1)
 
     def _account(self, of_step: StepSums, is_whole: bool) -> None:
         """Count, record and show a step; if not whole: the batches whose update is in the next epoch."""
@@ -236,7 +237,7 @@ class Trainer:
             return
         self._reported = self.position.step - self._first_step
         rate = None if self._scheduler is None else float(self._scheduler.get_lr())
-        more = {**self._saver.scalars(), **of_step.scalars()}
+        more = {**self._copies_made(), **of_step.scalars()}
         self._reporter.interval(self.position, loss, rate, self._meter.read(), more)
         self._meter.restart()
 
@@ -256,9 +257,47 @@ class Trainer:
         self.outcome.skipped_updates = self._watch.skipped()
         self._reporter.evaluated(self.position, result, self.outcome.train_loss)
 
+    def _is_due_after_epoch(self) -> bool:
+        every = self._settings.checkpoint_every
+        return (every > 0 and self.position.epoch % every == 0) or self._is_due_within(self.position.step)
+
+    def _is_due_within(self, step: int) -> bool:
+        """Whether a checkpoint is due after that step."""
+        every = self._settings.checkpoint_every_steps
+        return self._checkpoints is not None and every > 0 and step % every == 0
+
     def _save(self) -> None:
-        saved = self._saver.save(self.position, self._losses, self.outcome.evaluation)
-        self.outcome.checkpoint = saved or self.outcome.checkpoint
+        """Raises NotFinite instead of saving NaN; in the background the next save raises it, or the end."""
+        if self._checkpoints is not None:
+            saved = self._checkpoints.save(self._exe, self._state(), score=_score(self.outcome.evaluation))
+            self.outcome.checkpoint = saved or self.outcome.checkpoint
+
+    def _copies_made(self) -> dict[str, float]:
+        """The metrics of checkpoints; empty in most jobs."""
+        return {} if self._checkpoints is None else self._checkpoints.scalars()
+
+    def _state(self) -> TrainState:
+        """What a checkpoint holds in addition to the tensors. All ranks call it."""
+        at, losses, profile, plan = self.position, self._losses, fleet.profile(), fleet.plan()
+        told = fleet.gather([losses.total, losses.count, self._data.done(at)])
+        return TrainState(
+            epoch=at.epoch,
+            step=at.step,
+            steps_per_epoch=self._batches_per_epoch,
+            world_size=fleet.worker_num(),
+            scheduler={} if self._scheduler is None else self._scheduler.state_dict(),
+            config=self._description,
+            profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
+            versions=versions(),
+            consumed_samples=at.consumed_samples,
+            epoch_losses=[[total, count] for total, count, _ in told],
+            batches=at.batches,
+            pending_batches=at.pending,
+            accumulate_steps=profile.accumulate_steps,
+            updates=at.updates,
+            data=self._data.record(at, [done for _, _, done in told]),
+            compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
+        )
 
     def _stop_if_asked(self, *, has_saved: bool) -> None:
         """Every rank gets the same answer after the same step, which may have been saved just now."""
@@ -266,13 +305,14 @@ class Trainer:
         if why is not None:
             if not has_saved:
                 self._save()
+            saved, lacking = None, ""
             try:
-                saved = self._saver.finish(STOP_SECONDS, may_lack_copies=True)
+                if self._checkpoints is not None:
+                    saved, lacking = self._checkpoints.wait(STOP_SECONDS)
             except NotSaved as error:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
-            self._reporter.saved(self.position, self._saver.scalars())
+            self._reporter.saved(self.position, self._copies_made())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
-            lacking = self._saver.missing_copies()
             told = f"stopped after step {self.position.step}: {why}; {kept}"
             raise Preempted(f"{told}; note: {lacking}" if lacking else told)
 
@@ -297,10 +337,10 @@ class Trainer:
 
         DataError on every rank for other training data than the checkpoint's, unless the settings accept it.
         """
-        again = resumed(found.state, self._batches_per_epoch)
-        notes = self._data.resume(found, again.position, self._settings.accept_changed_data)
-        self._saver.load(found)
-        self.position, self._losses = again.position, again.losses
+        position, losses = resumed(found.state, self._batches_per_epoch)
+        notes = self._data.resume(found, position, self._settings.accept_changed_data)
+        self._load(found)
+        self.position, self._losses = position, losses
         self.outcome.checkpoint = found.folder
         if self._scheduler is not None:
             self._resume_schedule(found)
@@ -314,6 +354,18 @@ class Trainer:
             self._progress.say(f"note: profile was {was}, now {now} with other values")
         elif note := other_choice(found.state.profile.get("chosen", ""), fleet.plan(), found.state.world_size):
             self._progress.say(note)
+
+    def _load(self, found: Found) -> None:
+        if self._checkpoints is None:
+            raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
+        every = fleet.profile().divergence_check_steps
+        if found.state.compared is False and every and not self._settings.resume_uncompared:
+            raise CheckpointError(
+                f"{found.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, and "
+                f"rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is resumed "
+                "only with --resume_uncompared (TrainerSettings.resume_uncompared)"
+            )
+        self._checkpoints.load(self._exe, found)
 
     def _resume_schedule(self, found: Found) -> None:
         try:
@@ -329,6 +381,13 @@ class Trainer:
         saved = found.state
         if is_function or (saved.steps_per_epoch, saved.accumulate_steps) != (self._batches_per_epoch, self._merged):
             self._scheduler.step(self.position.step)
+
+
+def _score(evaluation: Evaluation | None) -> float | None:
+    """Accuracy, or without one the negative loss: higher is better."""
+    if evaluation is None:
+        return None
+    return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
 
 
 def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:

@@ -89,7 +89,7 @@ def test_loaded_state_is_the_saved_one_on_every_rank(ranks: list[dict[str, Any]]
     ("case", "told"),
     [
         ("altered", "persistables.safetensors: tensor 'fleet_train/step' was altered"),
-        ("missing", "nowhere holds no saved state: persistables.json is missing"),
+        ("missing", "nowhere holds no saved state: complete.json is missing"),
         ("unwritable", "save to /proc/nowhere"),
         ("other", "'fc_0.b_0' is [8] float32, this program needs [9] float32"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from fleet_train.convert.state.persistables import State
 from fleet_train.files import NotThatFile, read_regular, write_new
 from fleet_train.launch import worker_main
 from fleet_train.port.script import Ported, write
-from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies import write_record
 from fleet_train.train.checkpoint.storage import Run
 from fleet_train.train.metrics.jsonl import JsonLinesSink
@@ -65,7 +63,7 @@ WRITERS: list[tuple[str, Callable[[Path], None]]] = [
     (".summary.json.draft", _summary),
     ("persistables.safetensors.part", _state),
     ("ranks.safetensors.part", _state),
-    ("persistables.json.part", _state),
+    ("complete.json.part", _state),
     (".run.json", _record_of_the_run),
     (".train.py.ported", _ported),
     ("workerend.0.json.tmp", _end_of_a_rank),
@@ -83,17 +81,6 @@ def test_a_link_under_the_name_of_a_draft_is_not_written_through(
     write_there(shared)
     assert precious.read_text() == "mine"
     assert not list(shared.rglob(Path(name).name))  # it has become the file
-
-
-def test_state_and_marker_of_a_checkpoint_are_not_written_through_links(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    draft = storage.begin(tmp_path / "run" / "checkpoints", step=1)
-    for name in (storage.STATE, storage.MARKER):
-        (draft / name).symlink_to(precious)
-    final = storage.publish(tmp_path / "run" / "checkpoints", 1, {"step": 1})
-    assert precious.read_text() == "mine"
-    assert json.loads((final / storage.STATE).read_text()) == {"step": 1}
 
 
 def test_a_new_file_has_the_rights_that_other_files_of_the_user_have(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from fleet_train import fleet
 from fleet_train.convert.passes.gradient_merge import LossScaler
+from fleet_train.convert.state import save_load
 from fleet_train.convert.state.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
@@ -147,7 +149,7 @@ def test_nothing_is_changed_when_the_first_offending_tensor_is_named(tmp_path: P
 def test_description_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
     network = Network(with_profile())
     (tmp_path / "persistables.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="format 1, this version reads 2"):
+    with pytest.raises(CheckpointError, match="format 1; this version reads formats 2 and 3"):
         network.load(tmp_path)
     (tmp_path / "persistables.json").write_text('{"format": 2, "files": {"persistables.safetensors": []}}')
     with pytest.raises(CheckpointError, match=r"persistables\.json is damaged"):
@@ -162,3 +164,33 @@ def test_statistics_are_those_that_batches_move() -> None:
     training, frozen = Network(with_profile()), Network(None)
     assert ProgramState(training.main, training.scope).statistics == ["batch_norm1d_0.w_1", "batch_norm1d_0.w_2"]
     assert ProgramState(frozen.main, frozen.scope).statistics == []
+
+
+def test_ranks_communicate_alike_for_a_save_and_only_rank_0_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, asked = Network(with_profile()), []
+
+    def gathered(rank: int, own: Any) -> list[Any]:
+        asked.append((rank, "gather", sorted(own)))
+        return [own, own] if rank == 0 else []
+
+    def compared(_: Any, exchange: Any, *, with_optimizer: bool, copies: Any) -> None:
+        assert with_optimizer
+        assert (copies.keys() == network.state().keys()) is (exchange.rank == 0)
+        asked.append((exchange.rank, "compare"))
+
+    monkeypatch.setattr(save_load, "make_equal", lambda job, *_, **__: asked.append((job.cluster.rank, "average")))
+    monkeypatch.setattr(save_load, "compare_replicas", compared)
+    monkeypatch.setattr(save_load, "position_of", lambda _: {"fleet_train/step": np.array([7])})
+    own, alike = {"int8/w.error": np.ones(2)}, {"powersgd/w.q": np.zeros(2)}
+    monkeypatch.setattr(save_load.method_state, "read", lambda _: (alike, own))
+    monkeypatch.setattr(save_load, "gather_arrays", lambda job, arrays: gathered(job.cluster.rank, arrays))
+    captured = []
+    for rank in (0, 1):
+        job: Any = SimpleNamespace(cluster=SimpleNamespace(rank=rank))
+        exchange: Any = SimpleNamespace(rank=rank, memories=[])
+        captured.append(save_load.capture(job, network.main, network.scope, exchange).state)
+    steps = [("average",), ("compare",), ("gather", ["fleet_train/int8/w.error"])]
+    assert asked == [(rank, *step) for rank in (0, 1) for step in steps]
+    expected = {*network.state(), "fleet_train/step", "fleet_train/powersgd/w.q"}
+    assert (captured[0].arrays.keys(), captured[1].arrays) == (expected, {})
+    assert [[*own] for own in captured[0].ranks] == [["fleet_train/int8/w.error"]] * 2

@@ -77,18 +77,14 @@ def test_every_altered_byte_is_noticed_and_put_down_to_a_tensor(path: Path) -> N
         safetensors_file.read(path, contents)
 
 
-def test_altered_header_gives_the_same_tensors_or_an_error(path: Path) -> None:
+def test_an_altered_header_is_noticed(path: Path) -> None:
     contents = safetensors_file.write(path, ARRAYS)
     whole = path.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     for place in range(begin):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        try:
-            found = safetensors_file.read(path, contents)
-        except CheckpointError:
-            continue
-        for name, array in ARRAYS.items():
-            np.testing.assert_array_equal(found[name], array, strict=True)
+        with pytest.raises(CheckpointError, match="was altered before its first tensor 'weight'"):
+            safetensors_file.read(path, contents)
 
 
 def test_dtype_without_a_code_is_refused(path: Path) -> None:

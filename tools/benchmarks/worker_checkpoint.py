@@ -16,9 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.train.checkpoint.manager import Checkpoints
-from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, Saver
-from fleet_train.train.settings import TrainerSettings
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tools.benchmarks.paddle_network import Network, start_feed
 from tools.benchmarks.task import TASKS, Batches
 
@@ -27,7 +25,7 @@ _WARMUP_BLOCKS = 1
 
 
 class Worker:
-    """One rank with its program, and a saver for each kind of block."""
+    """One rank with its program, and checkpoints for each kind of block."""
 
     def __init__(self, folder: Path) -> None:
         task = TASKS["mlp"]
@@ -39,28 +37,27 @@ class Worker:
         self._exe.run(fleet.startup_program, feed=start_feed(task, fleet.startup_program))
         self._batches = Batches(task, fleet.worker_index(), fleet.worker_num())
         self._step = 0
-        self._savers = {kind: self._saver(folder / kind, kind == "background") for kind in KINDS[1:]}
-
-    def _saver(self, folder: Path, background: bool) -> Saver:
-        checkpoints = Checkpoints(folder, keep=2, background=background)
-        return Saver(self._exe, TrainerSettings(epochs=1), checkpoints, None, 1, {}, RunData(None))
+        self._checkpoints = {
+            kind: Checkpoints(folder / kind, keep=2, background=kind == "background") for kind in KINDS[1:]
+        }
 
     def block(self, kind: str, steps: int) -> dict[str, Any]:
         """A block of steps, a save after the first: its seconds, how long the training stood still for the save, and
         the seconds of processor time with the write in the background, which do not depend on who else is at work.
         """
-        saver = self._savers.get(kind)
+        checkpoints = self._checkpoints.get(kind)
         fleet.barrier_worker()
         began, stood, worked = time.perf_counter(), 0.0, time.process_time()
         for number in range(steps):
             self._train()
-            if number == 0 and saver is not None:
+            if number == 0 and checkpoints is not None:
                 before = time.perf_counter()
-                assert saver.save(Position(step=self._step), EpochLoss(), None) is not None
+                state = TrainState(0, self._step, 1, fleet.worker_num(), {}, {}, {}, {})
+                assert checkpoints.save(self._exe, state) is not None
                 stood = time.perf_counter() - before
         seconds = time.perf_counter() - began
-        if saver is not None:
-            saver.finish()
+        if checkpoints is not None:
+            checkpoints.finish()
         late = time.perf_counter() - began - seconds  # near 0, else part of the write falls outside the block
         worked = time.process_time() - worked
         times = {"seconds": seconds, "processor_seconds": worked, "stood_ms": 1000 * stood, "late_ms": 1000 * late}

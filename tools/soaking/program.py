@@ -88,7 +88,8 @@ def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) 
     def stop_there(self: Trainer, *, has_saved: bool) -> None:
         if stop_at == [self.position.epoch, self.position.consumed_samples]:
             self._save()
-            self._saver.finish()
+            assert self._checkpoints is not None
+            self._checkpoints.finish()
             raise Preempted(f"the stretch ends after step {self.position.step}")
         stop_if_asked(self, has_saved=has_saved)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,8 @@ import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.methods import registry as method_state
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.collectives.replica_check import digests
-from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays, scatter_arrays
 from fleet_train.convert.rewrite import dtype_name
 from fleet_train.convert.state.program_state import PARAMETER, ProgramState, borrowed
 from fleet_train.convert.state.safetensors_file import Array, Arrays
@@ -47,19 +44,26 @@ def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_o
         state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
 
 
-def compare_replicas(state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
+def compare_replicas(
+    state: ProgramState,
+    exchange: GradientExchange,
+    with_optimizer: bool,
+    copies: Arrays | None = None,
+) -> None:
     """Compare what one rank's file is to hold for all of them; all ranks call it after ``make_equal``.
 
     The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each. Not the latter in
     LocalSGD's local steps, where ranks may have skipped different updates. Does nothing with divergence_check_steps 0.
-    Raises ScheduleMismatch.
+    ``copies``: those values that are on the host already. Raises ScheduleMismatch.
     """
     if not exchange.compares_saves:
         return
     names, averager = exchange.trained, exchange.averager
     if with_optimizer and (averager is None or averager.schedule.is_synchronous(exchange.step)):
         names += state.kept_of(names)
-    exchange.compare_saved(names, digests(borrowed(state.variables[name]) for name in names))
+    copied = copies or {}
+    values = (copied[name] if name in copied else borrowed(state.variables[name]) for name in names)
+    exchange.compare_saved(names, digests(values))
 
 
 def _average_statistics(job: Job, state: ProgramState) -> None:
@@ -127,39 +131,3 @@ def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> Non
         averager.schedule.take([float(number) for number in arrays[_NUMBERS]])
     with dynamic_mode():
         averager.take(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))
-
-
-# State that differs between ranks: compression errors, gradient merge's sums in the middle of an update.
-
-
-def read_methods(exchange: GradientExchange) -> tuple[Arrays, Arrays]:
-    """The state of compression: (equal on every rank, this rank's own)."""
-    alike, own = method_state.read_state(exchange.memories)
-    return {PREFIX + name: alike[name] for name in alike}, {PREFIX + name: own[name] for name in own}
-
-
-def gather_own(job: Job, state: ProgramState, own_of_methods: Arrays) -> list[Arrays]:
-    """Every rank's own state on rank 0, by rank; empty on the others, and if there is none."""
-    own = {**own_of_methods, **state.read(state.sums_under_way)}
-    return gather_arrays(job, own) if own else []
-
-
-def spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
-    """This rank's own part of the state that rank 0 has read (``number_saved`` ranks; every rank knows that number).
-
-    On the same number of ranks, each restores its own. On another number each takes the mean: the total that is still
-    to be added to the average of gradients stays the same.
-    """
-    if number_saved == 0:
-        return {}
-    if number_saved == job.world_size:
-        return scatter_arrays(job, saved)
-    return broadcast_arrays(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
-
-
-def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
-    """The mean over ranks of each array, in its dtype."""
-    return {
-        name: np.mean([arrays[name] for arrays in saved], axis=0, dtype=np.float64).astype(array.dtype)
-        for name, array in saved[0].items()
-    }

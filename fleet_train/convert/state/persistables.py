@@ -1,35 +1,41 @@
-"""A program's state on disk: tensors as safetensors, their description as JSON. Never pickle.
+"""A program's state on disk: tensors as safetensors, everything else as JSON. Never pickle.
 
 persistables.safetensors   one of each tensor: what a single card needs, and what is equal on every rank
 ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only if there is such state
-persistables.json          each tensor's kind, dtype, shape and SHA-256; written last
+complete.json              each tensor's kind, dtype, shape and SHA-256, in a checkpoint of a trainer also its state,
+                           score and run; begins with the SHA-256 of its own rest; written last
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fleet_train
 from fleet_train.collectives.paddle_compat import installed_version
 from fleet_train.convert.state import safetensors_file
 from fleet_train.convert.state.program_state import OPTIMIZER, PARAMETER, PASS
-from fleet_train.convert.state.safetensors_file import Arrays, Content
+from fleet_train.convert.state.safetensors_file import WAY_OUT, Arrays, Content
 from fleet_train.errors import CheckpointError
 from fleet_train.files import NotThatFile, open_new, parse_json, read_regular, write_all
 
 TENSORS = "persistables.safetensors"
 RANKS = "ranks.safetensors"
-DESCRIPTION = "persistables.json"
-FORMAT = 2
+DESCRIPTION = "complete.json"
+FORMAT = 3
+_TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2 = "persistables.json", "state.json"
+FILES = (TENSORS, RANKS, _TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2, DESCRIPTION)
+"""All files that a saved state may have, in any format; the last one is written last."""
 _MOST_BYTES = 256 << 20
 _OF_A_RANK = re.compile(r"rank (0|[1-9][0-9]{0,8})/(.+)", re.DOTALL)
-_WAY_OUT = "load another saved state"
+_SEAL = b'{"sha256": "%s",'
+_SEAL_BYTES = len(_SEAL % bytes(64))
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,16 @@ class State:
 
 
 def write_folder(folder: Path, state: State) -> None:
-    """Write temporary files, sync, rename; the description is last and matches only these tensors. Raises OSError."""
+    """Write and publish the state. Raises OSError with what was saved there before unchanged."""
+    publish(folder, write_tensors(folder, state))
+
+
+def write_tensors(folder: Path, state: State) -> dict[str, Any]:
+    """Write the tensors under temporary names, synced; returns what ``publish`` is to say of them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {TENSORS: state.arrays, RANKS: _with_ranks(state.ranks)}
     written = {name: safetensors_file.write(_beside(folder, name), arrays) for name, arrays in files.items() if arrays}
-    description = {
-        "format": FORMAT,
+    return {
         "fleet_train": fleet_train.__version__,
         "paddle": installed_version(),
         "ranks": len(state.ranks),
@@ -59,11 +69,29 @@ def write_folder(folder: Path, state: State) -> None:
             for name, tensors in written.items()
         },
     }
+
+
+def publish(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Write the entries, synced, and give all files their names: the description last, which matches only them.
+
+    Raises OSError.
+    """
     with open_new(_beside(folder, DESCRIPTION)) as file:
-        write_all(file, json.dumps(description, indent=1).encode())
+        write_all(file, sealed({"format": FORMAT, **entries}))
         os.fsync(file.fileno())
-    for name in (*written, DESCRIPTION):
+    for name in (*entries["files"], DESCRIPTION):
         os.replace(_beside(folder, name), folder / name)
+    (folder / _TENSORS_OF_FORMAT_2).unlink(missing_ok=True)  # it described the tensors that were here before
+
+
+def sealed(entries: Mapping[str, Any]) -> bytes:
+    """The entries as JSON that begins with the SHA-256 of its rest."""
+    rest = json.dumps(entries, indent=1).encode()[1:]
+    return _seal_of(rest) + rest
+
+
+def _seal_of(rest: bytes) -> bytes:
+    return _SEAL % hashlib.sha256(rest).hexdigest().encode()
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -78,19 +106,17 @@ def read_folder(folder: Path) -> State:
     """The state that ``write_folder`` wrote. CheckpointError names what is missing, and the first tensor that is cut
     off or altered.
     """
+    entries = read_entries(folder)
     try:
-        files, kinds, number = _description(read_regular(folder / DESCRIPTION, _MOST_BYTES))
+        files, kinds, number = _tensors_of(entries)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / _describing(entries)} is damaged: {error}; {WAY_OUT}") from None
+    try:
         arrays, mixed = (
             safetensors_file.read(folder / name, files[name]) if files[name] else {} for name in (TENSORS, RANKS)
         )
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no saved state: {Path(str(error.filename)).name} is missing") from None
-    except NotThatFile as error:
-        raise CheckpointError(f"{folder / DESCRIPTION} {error}; {_WAY_OUT}") from None
-    except _OtherFormat as error:
-        raise CheckpointError(f"{folder / DESCRIPTION}: format {error}, this version reads {FORMAT}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / DESCRIPTION} is damaged: {error}; {_WAY_OUT}") from None
     ranks: list[Arrays] = [{} for _ in range(number)]
     for name, array in mixed.items():
         rank, own = _rank_and_name(name)
@@ -98,28 +124,95 @@ def read_folder(folder: Path) -> State:
     return State(arrays, kinds, ranks)
 
 
-class _OtherFormat(Exception):
-    """The file has another format number."""
+def read_entries(folder: Path) -> dict[str, Any]:
+    """What ``publish`` wrote, unaltered; the tensors' files are not read. CheckpointError names the file that is
+    missing, damaged or altered.
+    """
+    path = folder / DESCRIPTION
+    if os.path.lexists(path) or not os.path.lexists(folder / _TENSORS_OF_FORMAT_2):
+        content = _content(path)
+        entries = _parsed(path, content)
+        if entries.get("format") == 2:
+            entries = _read_format_2(folder, entries)
+        elif entries.get("format") != FORMAT:
+            _refuse_format(path, entries)
+        elif not content.startswith(_seal_of(content[_SEAL_BYTES:])):
+            raise _altered(path)
+    else:
+        entries = _read_format_2(folder, None)
+    files = entries.get("files")
+    if not isinstance(files, dict) or files.keys() - {TENSORS, RANKS}:
+        damaged = folder / _describing(entries)
+        raise CheckpointError(f"{damaged} is damaged: its files are not {TENSORS} and {RANKS}; {WAY_OUT}")
+    return entries
 
 
-def _description(content: bytes) -> tuple[dict[str, dict[str, Content]], dict[str, str], int]:
-    """(tensors by file, kinds, number of ranks). Raises ValueError for anything that ``write_folder`` does not
-    write."""
-    told = parse_json(content)
-    if not isinstance(told, dict) or "format" not in told:
-        raise ValueError("it has no format")
-    if told["format"] != FORMAT:
-        raise _OtherFormat(f"{told['format']!r:.40}")
-    found, kinds, number = told.get("files"), told.get("kinds"), told.get("ranks")
-    if not isinstance(found, dict) or found.keys() - {TENSORS, RANKS}:
-        raise ValueError(f"its files are not {TENSORS} and {RANKS}")
-    files = {name: _contents(found.get(name, {})) for name in (TENSORS, RANKS)}
+def _describing(entries: Mapping[str, Any]) -> str:
+    """The file that describes the tensors."""
+    return DESCRIPTION if entries["format"] == FORMAT else _TENSORS_OF_FORMAT_2
+
+
+def _read_format_2(folder: Path, marker: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What earlier versions wrote, as ``read_entries`` returns it: the tensors' description and, in a checkpoint,
+    the state in files of their own, whose SHA-256 are in the ``marker``, which was ``complete.json``.
+    """
+    path = folder / _TENSORS_OF_FORMAT_2
+    content = _content(path)
+    entries = _parsed(path, content)
+    if entries.get("format") != 2:
+        _refuse_format(path, entries)
+    if marker is None:
+        return entries
+    state = _content(folder / _STATE_OF_FORMAT_2)
+    digests = marker.get("files")
+    for name, written in ((_TENSORS_OF_FORMAT_2, content), (_STATE_OF_FORMAT_2, state)):
+        if not isinstance(digests, dict) or hashlib.sha256(written).hexdigest() != digests.get(name):
+            raise _altered(folder / name)
+    state_entries = _parsed(folder / _STATE_OF_FORMAT_2, state)
+    return {**entries, "state": state_entries, "score": marker.get("score"), "run": marker.get("run")}
+
+
+def _refuse_format(path: Path, entries: Mapping[str, Any]) -> NoReturn:
+    told = f"{entries.get('format')!r:.40}"
+    raise CheckpointError(f"{path}: format {told}; this version reads formats 2 and {FORMAT}")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds no saved state: {path.name} is missing; {WAY_OUT}") from None
+    except NotThatFile as error:
+        raise CheckpointError(f"{path} {error}; {WAY_OUT}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+
+
+def _parsed(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {WAY_OUT}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a mapping of names to values; {WAY_OUT}")
+    return value
+
+
+def _altered(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} was altered after it was written (SHA-256 differs); {WAY_OUT}")
+
+
+def _tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, dict[str, Content]], dict[str, str], int]:
+    """(tensors by file, kinds, number of ranks). Raises ValueError for anything that ``write_tensors`` does not
+    return."""
+    kinds = entries.get("kinds")
+    files = {name: _contents(entries["files"].get(name, {})) for name in (TENSORS, RANKS)}
     own = [_rank_and_name(name) for name in files[RANKS]]
     if not isinstance(kinds, dict) or not all(kind in (PARAMETER, OPTIMIZER, PASS) for kind in kinds.values()):
         raise ValueError("its kinds are not those of tensors")
     if strange := sorted(kinds.keys() - files[TENSORS].keys() - {name for _, name in own}):
         raise ValueError(f"it has the kind of '{strange[0]}', but no such tensor")
-    return files, kinds, _number_of_ranks(number, files[RANKS])
+    return files, kinds, _number_of_ranks(entries.get("ranks"), files[RANKS])
 
 
 def _contents(entries: Any) -> dict[str, Content]:
@@ -165,16 +258,8 @@ Described = Mapping[str, tuple[str, list[int], str]]
 """Kind, shape and dtype by name."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """``names``: the tensors to load. ``notes``: notes to the user about the rest."""
-
-    names: list[str]
-    notes: list[str]
-
-
-def fit(saved: Described, ours: Described, source: str) -> Fit:
-    """Compare saved tensors with the program's own.
+def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list[str]]:
+    """Compare saved tensors with the program's own: the names of those to load, and notes to the user about the rest.
 
     Parameters and optimizer state must exist, with the same shapes and dtypes, and nothing may be left over; but a
     program without an optimizer (for evaluation) ignores saved optimizer state. State of the profile's passes (gradient
@@ -201,7 +286,7 @@ def fit(saved: Described, ours: Described, source: str) -> Fit:
         notes.append(f"{source} has no {_several(started)}, which keep their start values")
     if trains and left_over:
         notes.append(f"{source} has {_several(left_over)}, which this profile does not use")
-    return Fit([name for name in ours if name in saved], notes)
+    return [name for name in ours if name in saved], notes
 
 
 def _several(names: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,12 +92,8 @@ class ProgramState:
 
     def first_not_finite(self) -> str | None:
         """The first parameter or statistic that holds NaN or infinity; one that is not trained may be infinite."""
-        for name, kind in self.kinds.items():
-            if kind != PARAMETER or is_finite(values := borrowed(self.variables[name])):
-                continue
-            if name not in self.constant or np.isnan(float_values(values)).any():
-                return name
-        return None
+        values = ((name, borrowed(self.variables[name])) for name, kind in self.kinds.items() if kind == PARAMETER)
+        return next((name for name, _ in not_finite(values, self.constant)), None)
 
     @property
     def constant(self) -> frozenset[str]:
@@ -139,6 +135,15 @@ def is_sum(name: str) -> bool:
 def float_values(array: Array) -> Array:
     """The values of a copy, in which bfloat16 is its bits."""
     return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == _BFLOAT16 else array
+
+
+def not_finite(arrays: Iterable[tuple[str, Array]], constant: Collection[str]) -> Iterator[tuple[str, Array]]:
+    """Those that hold NaN, or infinity unless they are ``constant``: names and values in a float dtype."""
+    for name, array in arrays:
+        if not is_finite(array):
+            values = float_values(array)
+            if name not in constant or np.isnan(values).any():
+                yield name, values
 
 
 def is_finite(values: Array) -> bool:

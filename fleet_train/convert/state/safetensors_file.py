@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fleet_train.errors import CheckpointError
-from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, write_all
+from fleet_train.files import NotThatFile, open_new, open_regular, write_all
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -30,9 +30,8 @@ _CODES = {"f": "F", "i": "I", "u": "U"}
 _DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = frozenset((*_DTYPES, "float16", "float32", "float64"))
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 256 << 20
 _MOST_DIMENSIONS = 32  # numpy's, before 2.0
-_WAY_OUT = "load another saved state"
+WAY_OUT = "load another saved state, or remove this folder: a run resumes from the checkpoint before it"
 _CHUNK = 16 << 20
 
 
@@ -70,20 +69,10 @@ class Content:
 
 def write(path: Path, arrays: Mapping[str, Array]) -> dict[str, Content]:
     """Write C-contiguous arrays as a new file, synced to the disk. Raises OSError."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": _code(array.dtype),
-            "shape": list(array.shape),
-            "data_offsets": [end, end + array.nbytes],
-        }
-        end += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # the tensors begin on a multiple of 8
+    header, _ = _layout({name: Content(_dtype(array), list(array.shape), "") for name, array in arrays.items()})
     contents = {}
     with open_new(path) as file:
-        write_all(file, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        write_all(file, header)
         for name, array in arrays.items():
             digest = hashlib.sha256()
             for chunk in _chunks(array):
@@ -97,31 +86,47 @@ def write(path: Path, arrays: Mapping[str, Array]) -> dict[str, Content]:
 def read(path: Path, written: Mapping[str, Content]) -> Arrays:
     """The arrays of a file, each compared with what was written. CheckpointError names the first that differs.
 
-    No memory is allocated for data that the file does not have.
+    No memory is allocated for data that the file does not have. What was written determines the header, which is
+    therefore compared and not parsed.
     """
     arrays = {}
+    header, ends = _layout(written)
+    first = f"before its first tensor '{next(iter(written))}'" if written else "in its header"
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        begin, header = _read_header(path, file, size, written)
-        places = {name: _place_of(path, name, header.get(name), content) for name, content in written.items()}
-        for name, (_, end) in places.items():
-            if begin + end > size:
+        if size < len(header):
+            raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes; {WAY_OUT}")
+        if file.read(len(header)) != header:
+            raise CheckpointError(f"{path} was altered {first}: its header is not the one that was written; {WAY_OUT}")
+        for name, end in ends.items():
+            if end > size:
                 raise CheckpointError(
-                    f"{path} is cut off in tensor '{name}', which ends at byte {begin + end}: it has {size}; {_WAY_OUT}"
+                    f"{path} is cut off in tensor '{name}', which ends at byte {end}: it has {size}; {WAY_OUT}"
                 )
-        _refuse_overlaps(path, places)
         for name, content in written.items():
             arrays[name] = array = np.empty(content.shape, content.dtype)
-            file.seek(begin + places[name][0])
             digest = hashlib.sha256()
             for chunk in _chunks(array):
                 file.readinto(chunk)
                 digest.update(chunk)
             if digest.hexdigest() != content.sha256:
                 raise CheckpointError(
-                    f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs); {_WAY_OUT}"
+                    f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs); {WAY_OUT}"
                 )
     return arrays
+
+
+def _layout(contents: Mapping[str, Content]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors, and the byte at which each ends."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, content in contents.items():
+        begin, end = end, end + content.nbytes
+        entries[name] = {"dtype": _code(content.dtype), "shape": content.shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # the tensors begin on a multiple of 8
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return header, {name: len(header) + entry["data_offsets"][1] for name, entry in entries.items()}
 
 
 def _is_size(value: Any) -> bool:
@@ -134,60 +139,22 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         try:
             file = opened.enter_context(open_regular(path))
         except NotThatFile as error:
-            raise CheckpointError(f"{path} {error}; {_WAY_OUT}") from None
+            raise CheckpointError(f"{path} {error}; {WAY_OUT}") from None
         yield file
 
 
-def _code(dtype: np.dtype[Any]) -> str:
-    if dtype == np.bool_:
-        return "BOOL"
-    if dtype.name not in DTYPES or dtype.byteorder == ">":
-        raise CheckpointError(f"tensors of dtype {dtype} cannot be saved")
-    return f"{_CODES[dtype.kind]}{8 * dtype.itemsize}"
+def _dtype(array: Array) -> str:
+    """Its name; CheckpointError for one that no file can have."""
+    if array.dtype.name not in DTYPES or array.dtype.byteorder == ">":
+        raise CheckpointError(f"tensors of dtype {array.dtype} cannot be saved")
+    return str(array.dtype.name)
+
+
+def _code(dtype: str) -> str:
+    return "BOOL" if dtype == "bool" else f"{_CODES[dtype[0]]}{8 * np.dtype(dtype).itemsize}"
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
     """The array's memory in pieces that are hashed and written without the GIL."""
     flat: Any = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else b""
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
-
-
-def _read_header(path: Path, file: Any, size: int, written: Mapping[str, Content]) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and the header's entry for each."""
-    first = f"before its first tensor '{next(iter(written))}'" if written else "in its header"
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if size < _LENGTH_BYTES + length:
-        raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes; {_WAY_OUT}")
-    if length > _MOST_HEADER_BYTES:
-        raise CheckpointError(f"{path} was altered {first}: its header has {length} bytes; {_WAY_OUT}")
-    try:
-        header = parse_json(file.read(length))
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} was altered {first}: its header is not JSON of tensors; {_WAY_OUT}")
-    return _LENGTH_BYTES + length, header
-
-
-def _place_of(path: Path, name: str, entry: Any, content: Content) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end."""
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
-        begin, end = offsets
-        told = {"dtype": _code(np.dtype(content.dtype)), "shape": content.shape, "data_offsets": offsets}
-        if begin >= 0 and end - begin == content.nbytes and entry == told:
-            return begin, end
-    raise CheckpointError(
-        f"{path}: tensor '{name}' was altered after it was written (the header's entry differs); {_WAY_OUT}"
-    )
-
-
-def _refuse_overlaps(path: Path, places: Mapping[str, tuple[int, int]]) -> None:
-    """Raise CheckpointError for overlapping tensors, which would take more memory than the file has."""
-    last = 0
-    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
-        if begin < last:
-            raise CheckpointError(
-                f"{path}: tensor '{name}' was altered: its bytes overlap those of another tensor; {_WAY_OUT}"
-            )
-        last = end

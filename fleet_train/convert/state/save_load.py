@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,21 @@ import numpy as np
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import registry as method_state
-from fleet_train.collectives.transfer import broadcast_arrays
+from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays, scatter_arrays
 from fleet_train.convert.profile_settings import say
 from fleet_train.convert.state import persistables
 from fleet_train.convert.state.local_state import (
     MAY_BE_NAN,
     PREFIX,
     compare_replicas,
-    gather_own,
     make_equal,
-    mean_of_ranks,
     position_of,
-    read_methods,
     refuse_damaged_position,
-    spread_own,
     take_position,
 )
 from fleet_train.convert.state.persistables import Described, State, fit
-from fleet_train.convert.state.program_state import (
-    OPTIMIZER,
-    PARAMETER,
-    PASS,
-    ProgramState,
-    float_values,
-    is_finite,
-    is_sum,
-)
-from fleet_train.convert.state.safetensors_file import Array
+from fleet_train.convert.state.program_state import OPTIMIZER, PARAMETER, PASS, ProgramState, is_sum, not_finite
+from fleet_train.convert.state.safetensors_file import Array, Arrays
 from fleet_train.errors import CheckpointError, FleetTrainError, NotFinite
 
 
@@ -52,10 +40,16 @@ class Captured:
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
 
-    def write(self, folder: Path, when: str = "") -> None:
-        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError.
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError, and NotFinite
+        instead of writing NaN or infinity.
+        """
+        persistables.publish(folder, self.write_tensors(folder))
 
-        Raises NotFinite instead of writing NaN or infinity; ``when``, such as ``after step 4``, is for its message.
+    def write_tensors(self, folder: Path, when: str = "") -> dict[str, Any]:
+        """The first part of ``write``: what is returned is for `persistables.publish`, which completes it.
+
+        ``when``, such as ``after step 4``, is for NotFinite's message.
         """
         problem = first_not_finite(self.state, self.constant, when)
         if problem is not None:
@@ -63,7 +57,7 @@ class Captured:
                 f"{problem}; this is not saved, and what was saved before is unchanged. Try a lower learning rate, a "
                 "clip of the gradients (--clip_norm), or --on_nan skip"
             )
-        persistables.write_folder(folder, self.state)
+        return persistables.write_tensors(folder, self.state)
 
 
 def capture(
@@ -76,19 +70,27 @@ def capture(
     ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
     """
     state = ProgramState(program, scope)
-    beside, ranks = {}, []
+    is_first = job.cluster.rank == 0
+    sums: list[str] = []
     if exchange is not None:
         make_equal(job, state, exchange, with_optimizer=True)
-        compare_replicas(state, exchange, with_optimizer=True)
-        alike, own = read_methods(exchange)
-        beside = {**position_of(exchange), **alike}
-        ranks = gather_own(job, state, own)
-    if job.cluster.rank != 0:
-        return Captured(State({}))
-    apart = ranks[0].keys() if ranks else ()
-    names = [name for name in state.variables if name not in apart]
-    arrays = state.read(names, into=memory.state.arrays if memory else None)
-    return Captured(State({**arrays, **beside}, state.kinds, ranks), state.constant)
+        sums = state.sums_under_way
+    arrays: Arrays = {}
+    if is_first:
+        names = [name for name in state.variables if name not in sums]
+        arrays = state.read(names, into=memory.state.arrays if memory else None)
+    ranks: list[Arrays] = []
+    if exchange is not None:
+        compare_replicas(state, exchange, with_optimizer=True, copies=arrays)
+        alike, own = method_state.read_state(exchange.memories)
+        arrays |= position_of(exchange) | _with_prefix(alike)
+        own = _with_prefix(own) | state.read(sums)
+        ranks = gather_arrays(job, own) if own else []
+    return Captured(State(arrays, state.kinds, ranks), state.constant) if is_first else Captured(State({}))
+
+
+def _with_prefix(arrays: Arrays) -> Arrays:
+    return {PREFIX + name: array for name, array in arrays.items()}
 
 
 def save(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, folder: Path) -> None:
@@ -109,19 +111,32 @@ def load(job: Job, program: Any, scope: Any, exchange: GradientExchange | None, 
         found = persistables.read_folder(folder)
         refuse_damaged_position(found.arrays, str(folder))
         saved = (to_dgc if with_dgc else to_momentum)(found, ours)
-        fitting = fit(_describe(saved), ours, str(folder))
-        _refuse_not_finite(saved, {*fitting.names}, state.constant, folder)
-        say(fitting.notes, rank=0)
-        return {"names": fitting.names, "ranks": len(saved.ranks)}
+        names, notes = fit(_describe(saved), ours, str(folder))
+        _refuse_not_finite(saved, {*names}, state.constant, folder)
+        say(notes, rank=0)
+        return {"names": names, "ranks": len(saved.ranks)}
 
     answer = on_first_worker(job, f"load from {folder}", read)
     arrays = broadcast_arrays(job, saved.arrays)
-    arrays |= spread_own(job, saved.ranks, answer["ranks"])
+    arrays |= _spread_own(job, saved.ranks, answer["ranks"])
     state.write({name: arrays[name] for name in answer["names"]}, job.place)
     if exchange is not None:
         take_position(exchange, arrays, job.place)
         memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
         method_state.write_state(exchange.memories, memories, job.place)
+
+
+def _spread_own(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
+    """This rank's own part of the state that rank 0 has read (``number_saved`` ranks; every rank knows that number).
+
+    On the same number of ranks, each restores its own. On another number each takes the mean: the total that is still
+    to be added to the average of gradients stays the same.
+    """
+    if number_saved == 0:
+        return {}
+    if number_saved == job.world_size:
+        return scatter_arrays(job, saved)
+    return broadcast_arrays(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
 
 
 def _refuse_not_finite(saved: State, names: set[str], constant: frozenset[str], folder: Path) -> None:
@@ -163,9 +178,6 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-# NaN and infinity in state that is saved or loaded: what is refused, and what may contain them.
-
-
 _FROZEN = (
     "; this is state of the optimizer: where it is infinite, the weights never change again, or become infinite "
     "themselves (a gradient was too large)"
@@ -182,16 +194,13 @@ def first_not_finite(state: State, constant: Collection[str], when: str = "") ->
     parameters = [name for name, kind in state.kinds.items() if kind == PARAMETER]
     named = [("", state.arrays), *((f"rank {rank}'s ", arrays) for rank, arrays in enumerate(state.ranks))]
     for whose, arrays in named:
-        for name, array in arrays.items():
-            if is_finite(array) or name == MAY_BE_NAN or is_sum(name):
-                continue
-            values = float_values(array)
-            nans = int(np.isnan(values).sum())
-            if not nans and name in constant:
-                continue
+        for name, values in not_finite(arrays.items(), constant):
             kind = state.kinds.get(name)
+            if name == MAY_BE_NAN or is_sum(name):
+                continue
             if kind == OPTIMIZER and not any(f"{parameter}_" in name for parameter in parameters):
                 continue
+            nans = int(np.isnan(values).sum())
             told = f"{whose}'{name}' is {_counted(values, nans)} {when}".rstrip()
             return f"{told}{_FROZEN}" if kind == OPTIMIZER and not nans else told
     return None
@@ -252,3 +261,11 @@ def _dgc_name(velocity: str, ours: Described) -> str:
     stem = velocity.removesuffix(_OF_MOMENTUM)
     owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]
     return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"
+
+
+def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
+    """The mean over ranks of each array, in its dtype."""
+    return {
+        name: np.mean([arrays[name] for arrays in saved], axis=0, dtype=np.float64).astype(array.dtype)
+        for name, array in saved[0].items()
+    }

@@ -1,6 +1,6 @@
 """Checkpoints of one training run over all ranks: published atomically, verified before they are used.
 
-Scripts import the names below from here; `saver`, `position` and `storage` are for the trainers.
+Scripts import the names below from here; `position` and `storage` are for the trainers.
 """
 
 from __future__ import annotations

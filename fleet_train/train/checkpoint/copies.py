@@ -1,7 +1,7 @@
 """Checkpoints on more than one node: which nodes keep copies, which run and checkpoint is the newest of all nodes.
 
 The first rank of each node acts for it. All ranks make the communicating calls in the same order; only transfers run in
-threads, which communicate only with one another (`copier`, `receiving`).
+threads, which communicate only with one another (`sending`, `receiving`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Copies:
         self._addresses: dict[int, Address] = {}
         self._receiver: Receiver | None = None
         self._secret: bytes | None = None
-        self._copier = Copier(checkpoints, {}, "")
+        self._copier = Copier(checkpoints, {}, "", None, say)
         self._unusable: dict[str, str] = {}
         """The nodes that can keep nothing in their folder, and why."""
         self.run: Run | None = None
@@ -85,8 +85,10 @@ class Copies:
 
     def remove_earlier(self) -> None:
         """Remove the checkpoints of earlier runs on all nodes; an absent node detects this later."""
-        self._on_members(self._remove_earlier)
-        self._on_members(self._record)
+        run = self.run
+        assert run is not None
+        self._on_members(lambda: storage.remove_others(self._checkpoints, run))
+        self._on_members(lambda: write_record(self._checkpoints, run))
         if self._rank == 0:
             self._copier.offer()
 
@@ -101,16 +103,17 @@ class Copies:
         self._has_looked = True
         told = self._look_everywhere()
         drawn = storage.run_from(share(Run.new().as_json()))
-        self.run = run_to_continue(told, drawn.id) or drawn
-        self._on_members(self._set_aside)
-        self._on_members(self._record)
-        held = held_of(told, self.run)
+        self.run = run = run_to_continue(told, drawn.id) or drawn
+
+        def set_aside() -> str | None:
+            folders = storage.set_aside(self._checkpoints, run)
+            return f"checkpoints of another run were moved to {', '.join(map(str, folders))}" if folders else None
+
+        self._on_members(set_aside)
+        self._on_members(lambda: write_record(self._checkpoints, run))
+        held = held_of(told, run)
         if held:
             self._bring_first_whole(held)
-
-    def is_receiver(self) -> bool:
-        """Whether this rank takes copies for its node."""
-        return self._rank in self._receivers
 
     def is_member(self) -> bool:
         """Whether this rank acts for a node with a folder of its own."""
@@ -120,8 +123,8 @@ class Copies:
     def begin_saving(self) -> None:
         """Called before a save: from now on rank 0 sends, and only the nodes that keep copies listen."""
         self._join()
-        if not self.is_receiver():
-            self._close_receiver()
+        if self._rank not in self._receivers:
+            self.close()
 
     def offer(self) -> None:
         """Called on rank 0, on any thread, when a checkpoint has been published."""
@@ -172,7 +175,9 @@ class Copies:
 
     def close(self) -> None:
         """Receive no more copies. Does not communicate."""
-        self._close_receiver()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     # which nodes keep copies
 
@@ -210,7 +215,7 @@ class Copies:
             for line in self._words():
                 self._say(line)
             receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers}
-            self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret)
+            self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret, self._say)
 
     def _open(self, marker: str) -> dict[str, Any]:
         try:
@@ -222,11 +227,6 @@ class Copies:
         except (OSError, CheckpointError) as error:
             return {"problem": str(error)}
         return {"marker": marker, "address": self._receiver.address.as_json()}
-
-    def _close_receiver(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
 
     def _words(self) -> Iterator[str]:
         for node, problem in self._unusable.items():
@@ -240,19 +240,6 @@ class Copies:
     def _look_everywhere(self) -> list[Any]:
         self._join()
         return fleet.gather(tell(self._checkpoints) if self._is_member else None)
-
-    def _remove_earlier(self) -> None:
-        assert self.run is not None
-        storage.remove_others(self._checkpoints, self.run)
-
-    def _record(self) -> None:
-        assert self.run is not None
-        write_record(self._checkpoints, self.run)
-
-    def _set_aside(self) -> str | None:
-        assert self.run is not None
-        folders = storage.set_aside(self._checkpoints, self.run)
-        return f"checkpoints of another run were moved to {', '.join(map(str, folders))}" if folders else None
 
     def _bring_first_whole(self, held: Sequence[Held]) -> None:
         """From the newest to the oldest; damaged ones are moved aside once a whole one is found."""
@@ -355,14 +342,11 @@ class Held:
 
 def tell(checkpoints: Path) -> dict[str, Any]:
     """This node's checkpoints, newest first."""
-    found = []
-    for path in reversed(storage.complete(checkpoints)):
-        try:
-            run = storage.run_of(path).as_json()
-        except CheckpointError:
-            run = None
-        found.append([path.name, run, storage.place_of(path)])
-    return {"record": read_record(checkpoints).as_json(), "held": found}
+    held = [
+        [path.name, None if saved is None else saved.run.as_json(), None if saved is None else saved.place]
+        for path, saved in reversed(storage.published(checkpoints).items())
+    ]
+    return {"record": read_record(checkpoints).as_json(), "held": held}
 
 
 def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> list[int]:
@@ -435,9 +419,8 @@ def held_of(told: Told, run: Run | None) -> list[Held]:
 def check_whole(folder: Path) -> None:
     """Read all of a checkpoint. CheckpointError names the first file or tensor that has changed since it was
     written."""
-    storage.read_state(folder)
-    if (folder / persistables.DESCRIPTION).is_file():
-        persistables.read_folder(folder)
+    storage.read(folder)
+    persistables.read_folder(folder)
 
 
 def read_record(checkpoints: Path) -> Run:

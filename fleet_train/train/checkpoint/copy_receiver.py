@@ -1,6 +1,6 @@
 """Receives checkpoints from another node of the job: data is verified and synced, then renamed into place.
 
-All data from a sender is validated before use: names without folders, sizes that fit on the disk, hashes.
+All data from a sender is validated before use: names, sizes that fit on the disk, hashes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ import shutil
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.store.access import Callers, new_nonce
+from fleet_train.convert.state.persistables import FILES
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.copy_sender import PLACING_SECONDS, Address, File
+from fleet_train.train.checkpoint.copy_sender import Address
 from fleet_train.train.checkpoint.copy_wire import CHUNK_BYTES, Channel, key_of
 
-MOST_FILES = 1000
-"""In one checkpoint."""
 SPARE_BYTES = 1 << 20
 """Space that must stay free on the receiver's disk."""
 _MOST_STRANGERS = 128
 """The most unauthenticated connections: beyond these the oldest one is closed."""
 _CHUNKS_BETWEEN_SYNCS = 128
 _NAME = re.compile(r"step-[0-9]{8,20}")
-_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -114,19 +112,18 @@ def take(channel: Channel, checkpoints: Path) -> None:
     """One checkpoint from an authenticated sender. Raises CheckpointError or OSError with nothing changed."""
     request = channel.receive()
     name, marker, kept = _name(request.get("name")), _digest(request.get("marker")), _kept(request.get("kept"))
+    sizes = sizes_of(request.get("files"))
     final = checkpoints / name
     if (final / storage.MARKER).is_file() and storage.marker_digest(final) == marker:
         _tidy(checkpoints, final, kept)
         channel.send({"answer": "have"})
         return
-    channel.send({"answer": "send"})
-    files = listed(channel.receive(PLACING_SECONDS).get("files"))
     checkpoints.mkdir(parents=True, exist_ok=True)
-    refuse_full_disk(checkpoints, sum(one.size for one in files))
-    channel.send({"answer": "go"})
+    _refuse_full_disk(checkpoints, sum(sizes.values()))
     draft = storage.begin_draft(storage.copy_of(checkpoints, name))
     try:
-        _receive_files(channel, draft, files)
+        channel.send({"answer": "send"})
+        _receive_files(channel, draft, sizes)
         if storage.marker_digest(draft) != marker:
             raise CheckpointError(f"{name} is not the one that was announced")
         _check(draft, name)
@@ -138,27 +135,13 @@ def take(channel: Channel, checkpoints: Path) -> None:
     channel.send({"answer": "ok"})
 
 
-def listed(told: object) -> list[File]:
-    """The files that a sender lists. CheckpointError for names that no checkpoint can have, such as ``../name``."""
-    if not isinstance(told, list) or not 0 < len(told) <= MOST_FILES:
-        raise CheckpointError(f"a checkpoint has 1 to {MOST_FILES} files, and these are listed")
-    files = [_file(one) for one in told]
-    names = {one.name for one in files}
-    if len(names) < len(files) or storage.MARKER not in names:
-        raise CheckpointError(f"a file is listed twice, or {storage.MARKER} is not listed")
-    return files
-
-
-def _file(told: object) -> File:
-    entry: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    name, size = entry.get("name"), entry.get("size")
-    if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise CheckpointError(
-            f"{name!r} is not a name of a checkpoint's file: no folder, no leading dot, at most 200 characters"
-        )
-    if type(size) is not int or size < 0:
-        raise CheckpointError(f"{name} has no size")
-    return File(name, size)
+def sizes_of(told: object) -> dict[str, int]:
+    """Bytes by file, as a sender lists them. CheckpointError for names that no checkpoint has, such as ``../name``."""
+    if not isinstance(told, dict) or storage.MARKER not in told or told.keys() - {*FILES}:
+        raise CheckpointError(f"the files of a checkpoint are {storage.MARKER} and others of {', '.join(FILES)}")
+    if not all(type(size) is int and size >= 0 for size in told.values()):
+        raise CheckpointError("a file has no size")
+    return told
 
 
 def _name(told: object) -> str:
@@ -177,7 +160,7 @@ def _kept(told: object) -> set[str] | None:
     return {_name(one) for one in told} if isinstance(told, list) else None
 
 
-def refuse_full_disk(folder: Path, size: int) -> None:
+def _refuse_full_disk(folder: Path, size: int) -> None:
     """Raise CheckpointError unless this many bytes fit on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < size + SPARE_BYTES:
@@ -186,15 +169,15 @@ def refuse_full_disk(folder: Path, size: int) -> None:
         )
 
 
-def _receive_files(channel: Channel, draft: Path, files: Sequence[File]) -> None:
+def _receive_files(channel: Channel, draft: Path, sizes: Mapping[str, int]) -> None:
     """Read all bytes from the connection even if the disk does not take them, so that the sender gets the reason."""
     problem: OSError | None = None
     digests = []
-    for one in files:
+    for name, size in sizes.items():
         digest = hashlib.sha256()
-        pieces = _hashed(channel, one.size, digest)
+        pieces = _hashed(channel, size, digest)
         try:
-            _write_file(draft / one.name, pieces)
+            _write_file(draft / name, pieces)
         except OSError as error:
             problem = problem or error
             collections.deque(pieces, maxlen=0)
@@ -227,7 +210,7 @@ def _write_file(path: Path, pieces: Iterator[bytes]) -> None:
 
 def _check(draft: Path, name: str) -> None:
     """Check that it is a checkpoint of that step, as far as possible without its tensors."""
-    state = storage.read_state(draft)
+    state = storage.read(draft).state
     if storage.folder_of(draft.parent, int(state.get("step", -1))).name != name:
         raise CheckpointError(f"{name} holds the state of step {state.get('step')}")
 
@@ -235,6 +218,5 @@ def _check(draft: Path, name: str) -> None:
 def _tidy(checkpoints: Path, final: Path, kept: set[str] | None) -> None:
     """Remove what the sender's retention rule has removed; move other runs aside."""
     if kept is not None:
-        run = storage.run_of(final)
-        storage.set_aside(checkpoints, run)
+        storage.set_aside(checkpoints, storage.read(final).run)
         storage.keep_only(checkpoints, {*kept, final.name})

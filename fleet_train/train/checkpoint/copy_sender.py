@@ -1,28 +1,26 @@
-"""Sends one published checkpoint to another node of the job, atomically; `receiving` is the other side.
+"""Rank 0's part of copies: sends published checkpoints to other nodes, during training; `receiving` is the other side.
 
-The sender asks with the checkpoint's name and the SHA-256 of its marker. A receiver that has it answers so; otherwise
-the list of files follows, then their bytes, then the SHA-256 of each: every file is read once.
+The sender announces a checkpoint: its name, the SHA-256 of its marker, and its files with their sizes. A receiver that
+has it answers so; otherwise the bytes of the files follow, then the SHA-256 of each: every file is read once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.errors import CheckpointError, printable
+from fleet_train.convert.state.persistables import FILES
+from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.copy_wire import CHUNK_BYTES, CONNECT_SECONDS, STALL_SECONDS, Channel, key_of
+from fleet_train.train.checkpoint.copy_wire import CHUNK_BYTES, CONNECT_SECONDS, Channel, key_of
 
 PLACING_SECONDS = 120.0
 """Time for the receiver to sync the data and to remove old checkpoints."""
@@ -43,15 +41,6 @@ class Address:
         return f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class File:
-    """One file of a checkpoint; its bytes follow in the order of the list."""
-
-    name: str
-    size: int
-    """Bytes."""
-
-
 def send(
     to: Address, source: str, folder: Path, kept: Sequence[str] | None = None, secret: bytes | None = None
 ) -> bool:
@@ -67,14 +56,12 @@ def send(
             channel = Channel(stack.enter_context(connection), key_of(to.token, secret))
             channel.prove_as_sender()
             marker = hashlib.sha256(files[storage.MARKER].read()).hexdigest()
-            channel.send({"name": storage.name_of(folder), "marker": marker, "kept": kept})
-            if _answer(channel, PLACING_SECONDS) == "have":
-                return False
             sizes = {name: os.fstat(file.fileno()).st_size for name, file in files.items()}
-            channel.send({"files": [asdict(File(name, size)) for name, size in sizes.items()]})
-            _answer(channel, STALL_SECONDS)
+            channel.send({"name": storage.name_of(folder), "marker": marker, "kept": kept, "files": sizes})
+            if _answer(channel) == "have":
+                return False
             channel.send({"sha256": [_send_file(channel, files[name], size) for name, size in sizes.items()]})
-            _answer(channel, PLACING_SECONDS)
+            _answer(channel)
             return True
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{folder.name} did not get to {to}: {error}") from None
@@ -84,17 +71,12 @@ def open_files(folder: Path, stack: contextlib.ExitStack) -> dict[str, BinaryIO]
     """The open files of a published checkpoint, consistent even if it is replaced meanwhile; marker last."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     stack.callback(os.close, inside)
-
-    def opened(name: str) -> BinaryIO:
-        return stack.enter_context(open(os.open(name, os.O_RDONLY, dir_fd=inside), "rb"))
-
-    marker = opened(storage.MARKER)
-    try:
-        names = sorted(json.loads(marker.read())["files"])
-        marker.seek(0)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / storage.MARKER} cannot be read: {error}") from None
-    return {name: opened(name) for name in names} | {storage.MARKER: marker}
+    there = os.listdir(inside)
+    return {
+        name: stack.enter_context(open(os.open(name, os.O_RDONLY, dir_fd=inside), "rb"))
+        for name in FILES
+        if name in there or name == storage.MARKER
+    }
 
 
 def _send_file(channel: Channel, file: BinaryIO, size: int) -> str:
@@ -111,14 +93,11 @@ def _send_file(channel: Channel, file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _answer(channel: Channel, seconds: float) -> str:
-    message = channel.receive(seconds)
+def _answer(channel: Channel) -> str:
+    message = channel.receive(PLACING_SECONDS)
     if "problem" in message:
         raise CheckpointError(str(message["problem"]))
     return str(message.get("answer"))
-
-
-# Rank 0's part of copies: sends published checkpoints to the nodes that keep them, during training.
 
 
 _UNDER_WAY = "the wait for its transfer was over before it ended"
@@ -131,7 +110,7 @@ class Copier:
         checkpoints: the folder of published checkpoints.
         receivers: by name, for messages.
         source: this node's own address, used for sending.
-        say: gets a message when a copy failed, from the thread. None = standard error.
+        say: gets a message when a copy failed, from the thread.
     """
 
     def __init__(
@@ -139,13 +118,13 @@ class Copier:
         checkpoints: Path,
         receivers: Mapping[str, Address],
         source: str,
-        secret: bytes | None = None,
-        say: Callable[[str], None] | None = None,
+        secret: bytes | None,
+        say: Callable[[str], None],
     ) -> None:
         self._checkpoints = checkpoints
         self._receivers = receivers
         self._source, self._secret = source, secret
-        self._say = say or _warn
+        self._say = say
         self._changed = threading.Condition()
         self._is_wanted = self._is_at_work = False
         self._behind = dict.fromkeys(receivers, "nothing was sent")
@@ -204,8 +183,3 @@ class Copier:
             except CheckpointError:
                 if folder.is_dir():  # else the retention rule has removed it meanwhile
                     raise
-
-
-def _warn(message: str) -> None:
-    with suppress(OSError, ValueError):  # standard error is closed
-        print(f"fleet_train: {printable(message)}", file=sys.stderr, flush=True)

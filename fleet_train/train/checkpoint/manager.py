@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,34 +69,21 @@ class TrainState:
         return self.step if self.updates is None else self.updates
 
 
-_NUMBERS = (
-    *("epoch", "step", "steps_per_epoch", "world_size"),
-    *("consumed_samples", "pending_batches", "accumulate_steps"),
-)
-_LATER = (
-    *("consumed_samples", "epoch_losses", "batches", "pending_batches", "accumulate_steps", "updates", "data"),
-    "compared",
-)
-"""Entries that checkpoints of earlier versions may lack."""
-_SECTIONS = ("scheduler", "config", "profile", "versions")
-
-
 def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The state from a state.json; CheckpointError names the first invalid entry."""
-    known = [one.name for one in fields(TrainState)]
-    missing = [name for name in known if name not in state and name not in _LATER]
-    wrong = [name for name in _NUMBERS if name in state and not _is_count(state[name])]
-    wrong += [name for name in ("batches", "updates") if state.get(name) is not None and not _is_count(state[name])]
-    wrong += [name for name in ("compared",) if not isinstance(state.get(name), bool | None)]
-    wrong += [name for name in _SECTIONS if name in state and not isinstance(state[name], dict)]
-    wrong += [name for name in ("epoch_losses",) if name in state and not _are_losses(state[name])]
-    wrong += [name for name in ("data",) if state.get(name) is not None and not _is_data(state[name])]
-    if damage := [*missing, *wrong, *sorted(state.keys() - known)]:
+    """The state of a checkpoint; CheckpointError names the first invalid entry."""
+    missing = [each.name for each in fields(TrainState) if each.name not in state and _has_no_default(each)]
+    wrong = [name for name, is_valid in _ENTRIES.items() if name in state and not is_valid(state[name])]
+    if damage := [*missing, *wrong, *sorted(state.keys() - _ENTRIES.keys())]:
         raise CheckpointError(
-            f"{folder / storage.STATE} is damaged in '{damage[0]:.60}'; remove this folder to resume from the "
+            f"{folder / storage.MARKER} is damaged in '{damage[0]:.60}'; remove this folder to resume from the "
             "checkpoint before it"
         )
     return state
+
+
+def _has_no_default(entry: Field[Any]) -> bool:
+    """The others are entries that checkpoints of earlier versions may lack."""
+    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def _is_count(value: Any) -> bool:
@@ -125,6 +112,22 @@ def _are_losses(value: Any) -> bool:
         isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, float) and _is_count(pair[1])
         for pair in value
     )
+
+
+def _or_none(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_valid(value)
+
+
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("epoch", "step", "steps_per_epoch", "world_size"), _is_count),
+    **dict.fromkeys(("consumed_samples", "pending_batches", "accumulate_steps"), _is_count),
+    **dict.fromkeys(("batches", "updates"), _or_none(_is_count)),
+    **dict.fromkeys(("scheduler", "config", "profile", "versions"), lambda value: isinstance(value, dict)),
+    "compared": lambda value: isinstance(value, bool | None),
+    "epoch_losses": _are_losses,
+    "data": _or_none(_is_data),
+}
+"""What each entry of a `TrainState` may be."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,6 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         self._is_under_way = False
         self._memory: Any = None
-        self.missing_copies = ""
-        """After `finish`: which nodes lack the last checkpoint and why, the same on every rank; empty if none does."""
         self._is_claimed = False
         self._replaced: Callable[[], None] | None = None
         """Called before an earlier run is removed, which waits for this run's first checkpoint; None if none waits."""
@@ -241,42 +242,44 @@ class Checkpoints:
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
             self._run = self._run or storage.Run.new(latest_run([tell(self.folder)]))
-            captured.write(draft, f"after step {state.step}")
-            return storage.publish(self.folder, state.step, asdict(state), score, self._run)
+            tensors = captured.write_tensors(draft, f"after step {state.step}")
+            return storage.publish(self.folder, state.step, asdict(state), score, self._run, tensors)
 
         if fleet.is_first_worker():
-            self._attempt = _Attempt(
-                state.step,
-                write,
-                self._tidy,
-                lambda: storage.discard(self.folder, state.step),
-            )
-            self._attempt.start(self._timeout_seconds, self._say)
+            self._attempt = _Attempt(self.folder, state.step, write, self._tidy, self._timeout_seconds, self._say)
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
+    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
         Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
-        of the last checkpoint; with `may_lack_copies`, only `missing_copies` says the latter. CheckpointError if the
-        write does not end in time. `copy_seconds`: the longest wait for copies on other nodes.
+        of the last checkpoint. CheckpointError if the write does not end in time. `copy_seconds`: the longest wait for
+        copies on other nodes.
+        """
+        written, lacking = self.wait(copy_seconds)
+        if lacking:
+            raise NotSaved(lacking)
+        return written
+
+    def wait(self, copy_seconds: float) -> tuple[Path | None, str]:
+        """`finish` for a job that may end without copies: also which nodes lack the last checkpoint and why, the same
+        on every rank; empty if none does.
         """
         written = self._written()
-        self.missing_copies = "" if self._copies is None else self._copies.finish(copy_seconds)
+        lacking = "" if self._copies is None else self._copies.finish(copy_seconds)
         ask_first_worker(self._refuse_unsaved)
-        if self.missing_copies and not may_lack_copies:
-            raise NotSaved(self.missing_copies)
-        return written
+        return written, lacking
 
     def _refuse_unsaved(self) -> None:
         """On rank 0. Raises NotSaved if the last write failed."""
         if self._attempt is None or not self._attempt.problem:
             return
         try:
-            own = [path for path in storage.complete(self.folder) if storage.run_of(path) == self._run]
+            found = storage.published(self.folder)
+            own = [path for path, saved in found.items() if saved is not None and saved.run == self._run]
         except (OSError, CheckpointError):  # the disk that has failed
             own = []
         newest = f"the newest one is {own[-1]}: resume from it" if own else "there is no other one of this run"
@@ -311,30 +314,13 @@ class Checkpoints:
     def _written(self) -> Path | None:
         answer = None
         while answer is None:  # rank 0 repeatedly reports that it is alive: a disk may be slow
-            answer = ask_first_worker(self._look)
+            answer = ask_first_worker(lambda: self._attempt.look() if self._attempt else {"path": None})
         self._is_under_way = False
         if answer["path"] is not None and self._replaced is not None:
             self._replaced = None
             if self._copies is not None:
                 self._copies.remove_earlier()
         return None if answer["path"] is None else Path(answer["path"])
-
-    def _look(self) -> dict[str, Any] | None:
-        """On rank 0: how the write ended; None if it has not."""
-        attempt = self._attempt
-        if attempt is None:
-            return {"path": None}
-        if attempt.ends_within(_ROUND_SECONDS):
-            path = attempt.result(self._say)
-            return {"path": None if path is None else str(path)}
-        if attempt.is_over_due():
-            draft = storage.draft_of(self.folder, attempt.step)
-            raise CheckpointError(
-                f"the checkpoint of step {attempt.step} was not written within {self._timeout_seconds:g} s: rank 0's "
-                f"disk does not answer, or is too slow, at {draft}; the checkpoints before it are as they were. Give "
-                "a slow disk longer (--checkpoint_timeout)"
-            )
-        return None
 
     def load(self, exe: Any, found: Found) -> None:
         """Put the tensors into the scope, after the startup program has run.
@@ -352,10 +338,10 @@ class Checkpoints:
             folder = which()
             if folder is None:
                 return None
-            state = _checked(folder, storage.read_state(folder))
-            self._run = storage.run_of(folder)
-            score, run = storage.score_of(folder), self._run.id
-            return {"folder": str(folder), "state": state, "score": score, "run": run}
+            saved = storage.read(folder)
+            self._run = saved.run
+            state = _checked(folder, saved.state)
+            return {"folder": str(folder), "state": state, "score": saved.score, "run": saved.run.id}
 
         answer = ask_first_worker(look)
         if answer is None:
@@ -364,27 +350,30 @@ class Checkpoints:
 
 
 class _Attempt:
-    """One write on rank 0. Disk errors are reported once; every other error is raised where the write is awaited."""
+    """One write on rank 0, begun at once in a thread. Disk errors are reported once; every other error is raised where
+    the write is awaited.
+    """
 
     def __init__(
-        self, step: int, write: Callable[[], Path], tidy: Callable[[], None], discard: Callable[[], None]
+        self,
+        folder: Path,
+        step: int,
+        write: Callable[[], Path],
+        tidy: Callable[[], None],
+        timeout_seconds: float,
+        say: Callable[[str], None],
     ) -> None:
-        self.step = step
-        self._write, self._tidy, self._discard = write, tidy, discard
-        # A daemon: a hanging disk must not block the exit. A process that ends for another reason still finishes its #
-        # checkpoint, see `start`.
-        self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
+        self._folder, self._step, self._write, self._tidy = folder, step, write, tidy
+        self._timeout_seconds, self._say = timeout_seconds, say
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.problem = ""
         """What could not be written, and why; empty if it was written."""
         self._due = math.inf
-        self._timeout_seconds = 0.0
-
-    def start(self, timeout_seconds: float, say: Callable[[str], None]) -> None:
-        self._timeout_seconds = timeout_seconds
+        # A daemon: a hanging disk must not block the exit. A process that ends without `finish` still finishes it.
+        self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
         self._thread.start()
-        atexit.register(self._finish_at_exit, say)
+        atexit.register(self._finish_at_exit)
 
     def _run(self) -> None:
         try:
@@ -393,35 +382,41 @@ class _Attempt:
         except BaseException as error:
             self._error = error
             if self._path is None:
-                self.problem = f"the checkpoint of step {self.step} could not be written: {error}"
-            self._discard()
+                self.problem = f"the checkpoint of step {self._step} could not be written: {error}"
+            storage.discard(self._folder, self._step)
 
-    def ends_within(self, seconds: float) -> bool:
+    def look(self) -> dict[str, Any] | None:
+        """How the write ended, after a short wait for it; None if it has not. CheckpointError if it is late."""
+        if self._ends_within(_ROUND_SECONDS):
+            atexit.unregister(self._finish_at_exit)
+            error, self._error = self._error, None
+            if isinstance(error, OSError):
+                self._say(self._message(error))
+            elif error is not None:
+                raise error
+            return {"path": None if self._path is None else str(self._path)}
+        if time.monotonic() >= self._due:
+            draft = storage.draft_of(self._folder, self._step)
+            raise CheckpointError(
+                f"the checkpoint of step {self._step} was not written within {self._timeout_seconds:g} s: rank 0's "
+                f"disk does not answer, or is too slow, at {draft}; the checkpoints before it are as they were. Give "
+                "a slow disk longer (--checkpoint_timeout)"
+            )
+        return None
+
+    def _ends_within(self, seconds: float) -> bool:
         """Wait this long, but no longer than the timeout since the first wait."""
         now = time.monotonic()
         self._due = min(self._due, now + self._timeout_seconds)
         self._thread.join(max(0.0, min(seconds, self._due - now)))
         return not self._thread.is_alive()
 
-    def is_over_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def _finish_at_exit(self, say: Callable[[str], None]) -> None:
+    def _finish_at_exit(self) -> None:
         """In a script that does not call `finish`."""
-        if self.ends_within(self._timeout_seconds) and self._error is not None:
-            say(self._message(self._error))
-
-    def result(self, say: Callable[[str], None]) -> Path | None:
-        """The result of a write that has ended."""
-        atexit.unregister(self._finish_at_exit)
-        error, self._error = self._error, None
-        if isinstance(error, OSError):
-            say(self._message(error))
-        elif error is not None:
-            raise error
-        return self._path
+        if self._ends_within(self._timeout_seconds) and self._error is not None:
+            self._say(self._message(self._error))
 
     def _message(self, error: BaseException) -> str:
         if self._path is not None:
-            return f"the checkpoint of step {self.step} is written, but older ones could not be removed: {error}"
+            return f"the checkpoint of step {self._step} is written, but older ones could not be removed: {error}"
         return f"{self.problem}; training goes on, the checkpoints before it are as they were"

@@ -1,13 +1,12 @@
-"""When a checkpoint is due, and its contents other than the tensors."""
+"""The position of a run, and the state of the current epoch."""
 
 from __future__ import annotations
 
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,103 +14,7 @@ import numpy as np
 from fleet_train import __version__, fleet
 from fleet_train.data import DataIdentity, OwnDataSampler
 from fleet_train.errors import CheckpointError, DataError, printable
-from fleet_train.train.checkpoint.copies import FINISH_SECONDS
-from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
-from fleet_train.train.evaluation import Evaluation
-from fleet_train.train.settings import TrainerSettings
-
-
-@dataclass(frozen=True)
-class Saver:
-    """The checkpoints of one `Trainer`. With `checkpoints` None nothing is ever due or saved."""
-
-    exe: Any
-    settings: TrainerSettings
-    checkpoints: Checkpoints | None
-    scheduler: Any
-    batches_per_epoch: int
-    description: dict[str, Any]
-    data: RunData
-
-    def is_due_after(self, at: Position) -> bool:
-        """At the end of an epoch, `at` being the beginning of the next."""
-        every = self.settings.checkpoint_every
-        return (every > 0 and at.epoch % every == 0) or self.is_due_within(at.step)
-
-    def is_due_within(self, step: int) -> bool:
-        """After that step."""
-        every = self.settings.checkpoint_every_steps
-        return self.checkpoints is not None and every > 0 and step % every == 0
-
-    def claim(self) -> None:
-        """Before anything is trained: raises CheckpointError if another process saves there, or nothing can."""
-        if self.checkpoints is not None:
-            self.checkpoints.claim()
-
-    def save(self, at: Position, losses: EpochLoss, evaluation: Evaluation | None) -> Path | None:
-        """The folder of the new checkpoint, None if there is none. Raises NotFinite instead of saving NaN; in the
-        background the next save raises it, or the end."""
-        if self.checkpoints is None:
-            return None
-        return self.checkpoints.save(self.exe, self._state(at, losses), score=_score(evaluation))
-
-    def finish(self, copy_seconds: float = FINISH_SECONDS, *, may_lack_copies: bool = False) -> Path | None:
-        """See `Checkpoints.finish`."""
-        if self.checkpoints is None:
-            return None
-        return self.checkpoints.finish(copy_seconds, may_lack_copies=may_lack_copies)
-
-    def missing_copies(self) -> str:
-        """See `Checkpoints.missing_copies`."""
-        return "" if self.checkpoints is None else self.checkpoints.missing_copies
-
-    def scalars(self) -> dict[str, float]:
-        """The metrics of checkpoints; empty in most jobs."""
-        return {} if self.checkpoints is None else self.checkpoints.scalars()
-
-    def load(self, found: Found) -> None:
-        if self.checkpoints is None:
-            raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
-        every = fleet.profile().divergence_check_steps
-        if found.state.compared is False and every and not self.settings.resume_uncompared:
-            raise CheckpointError(
-                f"{found.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, and "
-                f"rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is resumed "
-                "only with --resume_uncompared (TrainerSettings.resume_uncompared)"
-            )
-        self.checkpoints.load(self.exe, found)
-
-    def _state(self, at: Position, losses: EpochLoss) -> TrainState:
-        profile, plan = fleet.profile(), fleet.plan()
-        told = fleet.gather([losses.total, losses.count, self.data.done(at)])
-        return TrainState(
-            epoch=at.epoch,
-            step=at.step,
-            steps_per_epoch=self.batches_per_epoch,
-            world_size=fleet.worker_num(),
-            scheduler={} if self.scheduler is None else self.scheduler.state_dict(),
-            config=self.description,
-            profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
-            versions=versions(),
-            consumed_samples=at.consumed_samples,
-            epoch_losses=[[total, count] for total, count, _ in told],
-            batches=at.batches,
-            pending_batches=at.pending,
-            accumulate_steps=profile.accumulate_steps,
-            updates=at.updates,
-            data=self.data.record(at, [done for _, _, done in told]),
-            compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
-        )
-
-
-def _score(evaluation: Evaluation | None) -> float | None:
-    """Accuracy, or without one the negative loss: higher is better."""
-    if evaluation is None:
-        return None
-    return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
-
-
-# The position of a run, and the state of the current epoch.
+from fleet_train.train.checkpoint.manager import Found, TrainState
 
 
 @dataclass
@@ -150,16 +53,10 @@ class EpochLoss:
         return float(total / count) if count else math.nan
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Converts a saved state to this call, which may have another number of ranks."""
+def resumed(state: TrainState, batches_per_epoch: int) -> tuple[Position, EpochLoss]:
+    """Where this call, which may have another number of ranks, continues.
 
-    position: Position
-    losses: EpochLoss = field(default_factory=EpochLoss)
-
-
-def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
-    """With a different number of batches per epoch (other ranks, another batch size), the run continues at the same
+    With a different number of batches per epoch (other ranks, another batch size), the run continues at the same
     share of the epoch. The current epoch's losses go to their rank, or all to rank 0 if the number of ranks differs.
     """
     done, pending = _batches(state)
@@ -174,7 +71,7 @@ def resumed(state: TrainState, batches_per_epoch: int) -> Resumed:
     else:
         mine = EpochLoss()
     step = steps_of(batches, pending, fleet.profile().accumulate_steps)
-    return Resumed(Position(state.epoch, step, state.consumed_samples, batches, pending, state.recorded_step), mine)
+    return Position(state.epoch, step, state.consumed_samples, batches, pending, state.recorded_step), mine
 
 
 def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:

@@ -1,9 +1,8 @@
 """Checkpoint folders on disk: published atomically, verified before they are used.
 
-    checkpoints/step-00000440/persistables.safetensors   tensors (and persistables.json, which has the SHA-256 of each;
-                              ranks.safetensors          what differs between ranks), written by the facade
-                              state.json                 everything that is not a tensor
-                              complete.json              the marker, written last: the list of files, and the score
+    checkpoints/step-00000440/persistables.safetensors   tensors, written by the facade
+                              ranks.safetensors          those that differ between ranks
+                              complete.json              the marker, written last: everything that is not a tensor
 
 A folder is written under another name, synced, marked, and renamed; to be removed, it is renamed first. A reader
 ignores folders without a marker and names that begin with a dot, with one exception: a run that reaches the same step
@@ -15,9 +14,7 @@ removed, and if such an entry is itself a link, the link and not its target.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -30,20 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.environment import launched_job
+from fleet_train.convert.state import persistables
+from fleet_train.convert.state.safetensors_file import WAY_OUT
 from fleet_train.errors import CheckpointError
-from fleet_train.files import open_regular, parse_json, read_regular, write_new
 
-STATE, MARKER = "state.json", "complete.json"
+MARKER = persistables.DESCRIPTION
 RECORD = "run.json"
 """Next to the checkpoints: the last run known to this node, even if it keeps no checkpoint of it."""
-FORMAT = 2
-_FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-_MOST_BYTES = 64 << 20
 _MOST_GENERATIONS = 1 << 53
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
 _OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step-\d{8,}", re.ASCII)
-_TENSORS = ".safetensors"  # checked tensor by tensor on loading, so that the first invalid one is named
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +61,11 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+Place = tuple[int, int, int]
+"""How far a checkpoint has trained: epochs, samples of the next one, steps. The first two do not depend on the number
+of ranks."""
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -107,22 +106,21 @@ def discard(checkpoints: Path, step: int) -> None:
 
 
 def publish(
-    checkpoints: Path, step: int, state: Mapping[str, Any], score: float | None = None, run: Run | None = None
+    checkpoints: Path,
+    step: int,
+    state: Mapping[str, Any],
+    score: float | None,
+    run: Run,
+    tensors: Mapping[str, Any],
 ) -> Path:
-    """Complete the draft of that step with `state` and the marker, and put it in place. Returns its final path.
+    """Complete the draft of that step with the marker, and put it in place. Returns its final path.
 
-    Files already in the draft have been synced by their writer.
+    ``tensors``: what was returned when they were written into the draft, synced.
     """
-    draft, final = draft_of(checkpoints, step), folder_of(checkpoints, step)
-    write_new(draft / STATE, json.dumps(dict(state), indent=1).encode())
-    _sync(draft / STATE)
-    files = sorted(path for path in draft.iterdir() if path.is_file())
-    marker = {path.name: None if path.suffix == _TENSORS else _sha256(path) for path in files}
+    draft = draft_of(checkpoints, step)
     known = None if score is None or math.isnan(score) else float(score)
-    content = {"format": FORMAT, "score": known, "run": (run or Run()).as_json(), "files": marker}
-    write_new(draft / MARKER, json.dumps(content, indent=1).encode())
-    _sync(draft / MARKER)
-    return put_in_place(draft, final)
+    persistables.publish(draft, {**tensors, "state": dict(state), "score": known, "run": run.as_json()})
+    return put_in_place(draft, folder_of(checkpoints, step))
 
 
 def put_in_place(draft: Path, final: Path) -> Path:
@@ -136,32 +134,72 @@ def put_in_place(draft: Path, final: Path) -> Path:
     return final
 
 
-def complete(checkpoints: Path) -> list[Path]:
-    """The published checkpoints, the one that has trained least first.
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself; its tensors are checked one by one when they are loaded."""
+
+    state: dict[str, Any]
+    score: float | None
+    run: Run
+
+    @property
+    def place(self) -> Place | None:
+        """How far it has trained; None if its state does not say."""
+        try:
+            return (
+                int(self.state.get("epoch", 0)),
+                int(self.state.get("consumed_samples", 0)),
+                int(self.state["step"]),
+            )
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return None
+
+
+def read(folder: Path) -> Saved:
+    """A published checkpoint without its tensors; CheckpointError names the file that is missing or altered."""
+    entries = persistables.read_entries(folder)
+    for name in entries["files"]:
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name} is missing; {WAY_OUT}")
+    state, score = entries.get("state"), entries.get("score")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / MARKER} is damaged: it has no state of a training; {WAY_OUT}")
+    if score is not None and (type(score) not in (int, float) or not abs(score) < math.inf):
+        raise CheckpointError(f"{folder / MARKER} is damaged: its score is not a number; {WAY_OUT}")
+    return Saved(state, score, run_from(entries.get("run")))
+
+
+def published(checkpoints: Path) -> dict[Path, Saved | None]:
+    """The published checkpoints, the one that has trained least first; None for those that are damaged.
 
     This is not the order of names: a run that continues with more ranks has fewer steps per epoch, so lower numbers.
     Raises CheckpointError if the path cannot be a folder.
     """
     refuse_no_folder(checkpoints)
     if not checkpoints.is_dir():
-        return []
+        return {}
     by_name: dict[str, Path] = {}
     for path in sorted(checkpoints.iterdir()):  # one that was moved aside comes before the one in its place
         name = _PUBLISHED.fullmatch(path.name)
         if name is not None and (path / MARKER).is_file():
             by_name[name[1]] = path
-    places = {name: place_of(path) for name, path in by_name.items()}
+    saved = {name: _read_or_none(path) for name, path in by_name.items()}
+    places = {name: None if one is None else one.place for name, one in saved.items()}
     known = [(name, place) for name, place in places.items() if place is not None]
-    return [
-        by_name[name] for name in sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
-    ]
+    in_order = sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
+    return {by_name[name]: saved[name] for name in in_order}
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The paths of ``published``."""
+    return list(published(checkpoints))
 
 
 def of_latest_run(checkpoints: Path) -> list[Path]:
-    """Those of `complete` that belong to the run begun last, or whose marker names no run. Others are there if a
-    process was killed between the first checkpoint of a run and the removal of the one that it replaces.
+    """Those of `complete` that belong to the run begun last, or that are damaged. Others are there if a process was
+    killed between the first checkpoint of a run and the removal of the one that it replaces.
     """
-    runs = {path: _run_or_none(path) for path in complete(checkpoints)}
+    runs = {path: None if saved is None else saved.run for path, saved in published(checkpoints).items()}
     latest = max((run for run in runs.values() if run is not None), default=None)
     return [path for path, run in runs.items() if run in (latest, None)]
 
@@ -171,25 +209,11 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-Place = tuple[int, int, int]
-"""How far a checkpoint has trained: epochs, samples of the next one, steps. The first two do not depend on the number
-of ranks."""
-
-
 def behind(name: str, known: Iterable[tuple[str, Place]]) -> Place:
     """The position of a damaged checkpoint whose progress cannot be read: after all lower names. A copy of the same
     name on another node gives it for both.
     """
     return max((place for other, place in known if _step(other) <= _step(name)), default=(0, 0, 0))
-
-
-def place_of(folder: Path) -> Place | None:
-    """How far a published checkpoint has trained; None if that cannot be read."""
-    try:
-        state = _read_json(folder / STATE)
-        return int(state.get("epoch", 0)), int(state.get("consumed_samples", 0)), int(state["step"])
-    except (CheckpointError, ValueError, TypeError, KeyError, OverflowError):
-        return None
 
 
 def refuse_no_folder(path: Path) -> None:
@@ -211,7 +235,8 @@ def remove_others(checkpoints: Path, run: Run) -> None:
     if not checkpoints.is_dir():
         return
     try:
-        doomed = [_put_away(path) for path in reversed(_ours(checkpoints)) if _run_or_none(path) != run]
+        ours = {path: _read_or_none(path) for path in reversed(_ours(checkpoints))}
+        doomed = [_put_away(path) for path, saved in ours.items() if saved is None or saved.run != run]
         _sync(checkpoints)
         for path in doomed:
             _remove(path)
@@ -222,27 +247,16 @@ def remove_others(checkpoints: Path, run: Run) -> None:
         ) from None
 
 
-def _run_or_none(folder: Path) -> Run | None:
+def _read_or_none(folder: Path) -> Saved | None:
     try:
-        return run_of(folder)
-    except CheckpointError:  # a damaged marker names no run
+        return read(folder)
+    except CheckpointError:
         return None
 
 
 def name_of(folder: Path) -> str:
     """The name of a published checkpoint, even while it is moved aside for a new one of that step."""
     return folder.name.removeprefix(_REPLACED)
-
-
-def score_of(folder: Path) -> float | None:
-    """The score of a published checkpoint."""
-    score: float | None = _read_marker(folder)["score"]
-    return score
-
-
-def run_of(folder: Path) -> Run:
-    """The run of a published checkpoint."""
-    return run_from(_read_marker(folder).get("run"))
 
 
 def run_from(told: Any) -> Run:
@@ -257,17 +271,17 @@ def run_from(told: Any) -> Run:
 
 
 def marker_digest(folder: Path) -> str:
-    """SHA-256 of the marker, which has the hash of every file, or of the file with each tensor's hash: it covers
-    everything."""
+    """SHA-256 of the marker, which has the hash of each tensor, or of the files that have it: it covers everything."""
     try:
-        return _sha256(folder / MARKER)
+        return hashlib.sha256((folder / MARKER).read_bytes()).hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{folder / MARKER} cannot be read: {error}; {_WAY_OUT}") from error
+        raise CheckpointError(f"{folder / MARKER} cannot be read: {error}; {WAY_OUT}") from error
 
 
 def best(checkpoints: Path) -> Path | None:
     """The latest run's checkpoint with the highest score (of equal ones, the newest); None if none has a score."""
-    scored = {path: score for path in reversed(of_latest_run(checkpoints)) if (score := score_of(path)) is not None}
+    scores = {path: read(path).score for path in reversed(of_latest_run(checkpoints))}
+    scored = {path: score for path, score in scores.items() if score is not None}
     return max(scored, key=lambda path: scored[path]) if scored else None
 
 
@@ -275,8 +289,9 @@ def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
     """Remove all except the newest `keep` checkpoints (and the best), and the remains of killed runs. Those of an
     earlier run are older than all of a later one.
     """
-    published = sorted(complete(checkpoints), key=lambda path: _run_or_none(path) or Run())
-    kept = {*published[-keep:], *([best(checkpoints)] if keep_best else [])}
+    found = published(checkpoints)
+    by_run = sorted(found, key=lambda path: saved.run if (saved := found[path]) else Run())
+    kept = {*by_run[-keep:], *([best(checkpoints)] if keep_best else [])}
     keep_only(checkpoints, {path.name for path in kept if path is not None})
 
 
@@ -291,11 +306,9 @@ def keep_only(checkpoints: Path, names: Collection[str]) -> None:
 def set_aside(checkpoints: Path, run: Run) -> list[Path]:
     """Move the checkpoints of other runs into folders ``checkpoints/of-run-<id>``; returns these."""
     aside: dict[Path, None] = {}
-    for path in complete(checkpoints):
-        with contextlib.suppress(CheckpointError):  # a damaged marker names no run
-            other = run_of(path)
-            if other != run:
-                aside[move_aside(path, f"of-run-{_plain(other.id)}")] = None
+    for path, saved in published(checkpoints).items():
+        if saved is not None and saved.run != run:
+            aside[move_aside(path, f"of-run-{_plain(saved.run.id)}")] = None
     return list(aside)
 
 
@@ -341,60 +354,6 @@ def _put_away(folder: Path) -> Path:
 def _is_own_folder(path: Path) -> bool:
     """Whether it is a folder and not a link to one: a link's target must not be removed."""
     return path.is_dir() and not path.is_symlink()
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint with unchanged files; CheckpointError names the first that has changed.
-
-    Only the presence of tensor files is checked: loading checks them tensor by tensor.
-    """
-    for name, written in _read_marker(folder)["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; {_WAY_OUT}")
-        if written is not None and _sha256(path) != written:
-            raise CheckpointError(f"{path} was altered after it was written (SHA-256 differs); {_WAY_OUT}")
-    return _read_json(folder / STATE)
-
-
-_WAY_OUT = "remove this folder to resume from the checkpoint before it"
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    marker = _read_json(folder / MARKER)
-    if marker.get("format") != FORMAT:
-        told = f"{marker.get('format')!r:.40}"
-        raise CheckpointError(f"{folder}: format {told}; this version reads format {FORMAT}")
-    files, score = marker.get("files"), marker.get("score")
-    # Names that lead out of the folder and unlisted files were never published.
-    if (
-        not isinstance(files, dict)
-        or not all(isinstance(sha256, (str, type(None))) for sha256 in files.values())
-        or not all(_FILE_NAME.fullmatch(name) for name in files)
-        or not isinstance(files.get(STATE), str)
-    ):
-        raise CheckpointError(f"{folder / MARKER} is damaged: its files are not names with SHA-256; {_WAY_OUT}")
-    if score is not None and (type(score) not in (int, float) or not abs(score) < math.inf):
-        raise CheckpointError(f"{folder / MARKER} is damaged: its score is not a number; {_WAY_OUT}")
-    return {**marker, "score": score}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(read_regular(path, _MOST_BYTES))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {_WAY_OUT}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it is not a mapping of names to values; {_WAY_OUT}")
-    return value
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

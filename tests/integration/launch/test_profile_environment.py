@@ -77,7 +77,7 @@ def test_no_value_of_the_profiles_environment_is_written_anywhere(bench: Bench, 
     assert '"MY_TOKEN": "(set)"' in ended["json"].output
     assert "MY_TOKEN: (set)" in (output / "metrics.jsonl").read_text()
     written = {path.name for path in output.rglob("*") if path.is_file()}
-    assert {"vdlrecords.train.log", "metrics.jsonl", "state.json", "complete.json", "summary.json"} <= written
+    assert {"vdlrecords.train.log", "metrics.jsonl", "complete.json", "summary.json"} <= written
     assert bench.files_with(CANARY) == []
 
 

@@ -57,7 +57,7 @@ def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12
     send(second, signal.SIGTERM)
     assert [one.exit_code for one in bench.ended()] == [12, 12], bench.job.report()
     (saved,) = (output / "checkpoints").glob("step-*")
-    state = json.loads((saved / "state.json").read_text())
+    state = json.loads((saved / "complete.json").read_text())["state"]
     assert state["step"] == int(saved.name.removeprefix("step-")) > 0
     for node in (0, 1):
         assert "Preempted" in bench.log(f"node{node}/log/workerlog.0"), bench.job.report()
@@ -142,5 +142,7 @@ def test_what_was_saved_without_a_comparison_is_resumed_only_when_told(bench: Be
     assert "step-00000045 was saved with divergence_check_steps: 0: nobody has compared" in told
     assert "resumed from" in train_and_flip(bench, "--resume", "--epochs=2", "--resume_uncompared")
     assert "nothing left to train" in train_and_flip(bench, "--resume", "--epochs=2")  # these were compared
-    states = [json.loads(path.read_text()) for path in sorted(bench.folder.glob("out/checkpoints/*/state.json"))]
+    states = [
+        json.loads(path.read_text())["state"] for path in sorted(bench.folder.glob("out/checkpoints/*/complete.json"))
+    ]
     assert [state["compared"] for state in states] == [False] * 9 + [True] * 9

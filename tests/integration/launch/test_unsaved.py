@@ -84,5 +84,5 @@ def test_nan_of_another_rank_is_not_published(bench: Bench, tmp_path: Path, kind
     assert "restart 1 of 2" not in ended.output
     for rank in range(2):
         assert "NotFinite: " in bench.log(f"node0/log/workerlog.{rank}")
-    saved = [path.parent for path in output.rglob("persistables.json")]
+    saved = [path.parent for path in output.rglob("complete.json")]
     assert saved == [output / kept]

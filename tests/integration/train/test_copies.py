@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.checkpoints import change
 from tests.support.ports import free_ports
 from tests.support.processes import Ended, Job, clean_environ, python, write_script
 
@@ -236,10 +237,12 @@ def test_nothing_is_sent_where_all_nodes_see_one_folder(nodes: Nodes, undisturbe
 
 def set_clock_ahead(run: Path) -> None:
     """As if the clock of rank 0 had been a year ahead when this run began."""
-    for path in (run / "checkpoints" / "run.json", *(run / "checkpoints").glob("step-*/complete.json")):
-        told = json.loads(path.read_text())
-        (told if path.name == "run.json" else told["run"])["began"] += 365 * 86400.0
-        path.write_text(json.dumps(told))
+    record = run / "checkpoints" / "run.json"
+    ahead = json.loads(record.read_text())
+    ahead["began"] += 365 * 86400.0
+    record.write_text(json.dumps(ahead))
+    for folder in (run / "checkpoints").glob("step-*"):
+        change(folder, run=ahead)
 
 
 @pytest.mark.long

@@ -140,3 +140,17 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
     )
     local_state.compare_replicas(state, exchange, with_optimizer)
     assert told == ([] if expected is None else [(expected, [zlib.crc32(values[name].data) for name in expected])])
+
+
+def test_values_that_rank_0_has_copied_for_the_save_are_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(local_state, "borrowed", lambda name: pytest.fail(f"{name} was copied again"))
+    state = ProgramState.__new__(ProgramState)
+    state.kinds, state.variables = KINDS, {name: name for name in KINDS}
+    exchange: Any = SimpleNamespace(
+        trained=["w", "w_1"], averager=None, compares_saves=True, compare_saved=lambda *what: told.append(what)
+    )
+    copies = {name: np.full(2, number, "float32") for number, name in enumerate(KINDS)}
+    local_state.compare_replicas(state, exchange, True, copies)
+    names = ["w", "w_1", "w_moment1_0", "w_1_moment1_0", "w@average"]
+    assert told == [(names, [zlib.crc32(copies[name].data) for name in names])]

@@ -17,10 +17,11 @@ import pytest
 from fleet_train.cluster.store.access import Callers
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import copy_receiver, copy_wire, storage
-from fleet_train.train.checkpoint.copy_receiver import Receiver, listed
+from fleet_train.train.checkpoint.copy_receiver import Receiver, sizes_of
 from fleet_train.train.checkpoint.copy_sender import Address, Copier, send
 from fleet_train.train.checkpoint.copy_wire import Channel, Lost, key_of
 from fleet_train.train.checkpoint.storage import Run
+from tests.support.checkpoints import publish as published
 
 HERE, THERE = "127.0.0.2", "127.0.0.3"
 RUN = Run(1, 100.0, "aa")
@@ -28,10 +29,7 @@ SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: Run = RUN) -> Path:
-    draft = storage.begin(checkpoints, step)
-    (draft / "persistables.safetensors").write_bytes(content)
-    (draft / "ranks.safetensors").write_bytes(b"of each rank")
-    return storage.publish(checkpoints, step, {"step": step}, run=run)
+    return published(checkpoints, step, {"step": step}, run=run, content=content, own=b"of each rank")
 
 
 def files(checkpoints: Path) -> dict[str, bytes]:
@@ -158,9 +156,8 @@ def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPat
     def takes_nothing(connection: socket.socket) -> None:
         peer = Channel(connection, key_of("token", None))
         peer.prove_as_receiver()
-        for answer in ("send", "go"):
-            peer.receive()
-            peer.send({"answer": answer})
+        peer.receive()
+        peer.send({"answer": "send"})
         time.sleep(1.0)
 
     monkeypatch.setattr(copy_wire, "STALL_SECONDS", 0.3)
@@ -232,19 +229,17 @@ def test_a_text_that_cannot_be_signed_ends_its_connection_without_a_word(two: Tw
 
 
 def request(**changed: Any) -> dict[str, Any]:
-    return {"name": "step-00000010", "marker": SHA256, "kept": None, **changed}
+    return {"name": "step-00000010", "marker": SHA256, "kept": None, "files": with_state_of(0), **changed}
 
 
-def told(size: int, name: str = "a.json") -> dict[str, Any]:
-    return {"files": [{"name": name, "size": size}, {"name": "complete.json", "size": 0}]}
+def with_state_of(size: int) -> dict[str, int]:
+    return {"state.json": size, "complete.json": 0}
 
 
 def test_a_wrong_hash_leaves_nothing(two: Two) -> None:
     with channel(two.receiver.address) as sender:
-        sender.send(request())
+        sender.send(request(files=with_state_of(3)))
         assert sender.receive() == {"answer": "send"}
-        sender.send(told(3))
-        assert sender.receive() == {"answer": "go"}
         sender.send_bytes(b"abc")
         sender.send({"sha256": [SHA256, SHA256]})
         assert sender.receive() == {"problem": "a file was altered on its way (SHA-256 differs)"}
@@ -254,8 +249,6 @@ def test_a_wrong_hash_leaves_nothing(two: Two) -> None:
 def test_another_marker_than_was_announced_leaves_nothing(two: Two) -> None:
     with channel(two.receiver.address) as sender:
         sender.send(request(marker="f" * 64))
-        sender.receive()
-        sender.send(told(0))
         sender.receive()
         sender.send({"sha256": [SHA256, SHA256]})
         assert sender.receive() == {"problem": "step-00000010 is not the one that was announced"}
@@ -272,13 +265,9 @@ def test_the_state_of_another_step_leaves_nothing(two: Two) -> None:
 
 def test_a_connection_that_is_cut_leaves_nothing_and_the_next_copy_is_taken(two: Two) -> None:
     with channel(two.receiver.address) as sender:
-        sender.send(request())
-        sender.receive()
-        sender.send(told(1000))
+        sender.send(request(files=with_state_of(1000)))
         sender.receive()
         sender.send_bytes(b"a" * 500)
-        while not names(two.theirs):  # it is made when the first bytes arrive
-            time.sleep(0.01)
         assert names(two.theirs) == [".copying-step-00000010"]
     assert two.send(publish(two.ours, 10)) is True
     assert names(two.theirs) == ["step-00000010"]
@@ -301,35 +290,28 @@ def test_a_request_for_another_place_is_refused(two: Two, changed: dict[str, Any
     assert names(two.theirs.parent) == []
 
 
-MARKER = {"name": "complete.json", "size": 1}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
-        "a.json",
+        None,
+        "complete.json",
         [],
-        [{"name": "../a.json", "size": 1}, MARKER],
-        [{"name": "/etc/a.json", "size": 1}, MARKER],
-        [{"name": "below/a.json", "size": 1}, MARKER],
-        [{"name": "..", "size": 1}, MARKER],
-        [{"name": ".hidden", "size": 1}, MARKER],
-        [{"name": "a\n", "size": 1}, MARKER],
-        [{"name": "a" * 201, "size": 1}, MARKER],
-        [{"name": "a.json", "size": -1}, MARKER],
-        [{"name": "a.json", "size": True}, MARKER],
-        [{"name": "a.json", "size": "1"}, MARKER],
-        [{"name": "a.json"}, MARKER],
-        [MARKER, MARKER],
-        [{"name": "a.json", "size": 1}],
-        [MARKER, *({"name": f"{number}.json", "size": 1} for number in range(1000))],
-        [None],
+        {},
+        ["complete.json"],
+        {"state.json": 1},
+        *(
+            {name: 1, "complete.json": 1}
+            for name in ("../state.json", "/etc/passwd", "below/state.json", "..", ".hidden", "a\n", "", "other.json")
+        ),
+        *({"complete.json": size} for size in (-1, True, "1", 1.0, None)),
     ],
 )
-def test_a_list_that_is_no_checkpoints_is_refused(wrong: Any) -> None:
-    assert [one.name for one in listed([{"name": "a.json", "size": 0}, MARKER])] == ["a.json", "complete.json"]
-    with pytest.raises(CheckpointError):
-        listed(wrong)
+def test_a_list_that_is_no_checkpoints_is_refused(two: Two, wrong: Any) -> None:
+    assert sizes_of(with_state_of(7)) == with_state_of(7)
+    with channel(two.receiver.address) as sender:
+        sender.send(request(files=wrong))
+        assert "problem" in sender.receive()
+    assert names(two.theirs.parent) == []
 
 
 def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Two) -> None:
@@ -378,7 +360,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(two: Two, monkeypatch: pytes
 
 
 def copier(ours: Path, *receivers: Receiver, said: list[str]) -> Copier:
-    return Copier(ours, {f"node {n}": each.address for n, each in enumerate(receivers, 1)}, HERE, say=said.append)
+    return Copier(ours, {f"node {n}": each.address for n, each in enumerate(receivers, 1)}, HERE, None, said.append)
 
 
 def test_two_receivers_become_what_the_first_node_is(tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ import pytest
 from fleet_train.convert.state import persistables
 from fleet_train.convert.state.local_state import refuse_damaged_position
 from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State
+from fleet_train.convert.state.safetensors_file import WAY_OUT
 from fleet_train.convert.state.save_load import to_dgc, to_momentum
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+from tests.support import checkpoints
+from tests.support.checkpoints import change
 
 ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
 KINDS = {"b": "parameter", "w": "parameter", "own": "optimizer"}
@@ -69,7 +72,7 @@ def test_a_description_that_is_none_is_named(folder: Path, text: bytes) -> None:
     (folder / DESCRIPTION).write_bytes(text)
     message = refusal(lambda: persistables.read_folder(folder))
     assert message.startswith(f"{folder / DESCRIPTION} is damaged: ")
-    assert message.endswith("; load another saved state")
+    assert message.endswith(f"; {WAY_OUT}")
 
 
 @pytest.mark.parametrize(
@@ -115,8 +118,7 @@ def test_a_description_that_is_none_is_named(folder: Path, text: bytes) -> None:
     ids=repr,
 )
 def test_an_entry_of_the_description_that_is_wrong_is_refused(folder: Path, changed: dict[str, Any]) -> None:
-    told = json.loads((folder / DESCRIPTION).read_text())
-    (folder / DESCRIPTION).write_text(json.dumps({**told, **changed}))
+    change(folder, **changed)
     assert str(folder) in refusal(lambda: persistables.read_folder(folder))
 
 
@@ -124,10 +126,10 @@ def test_an_entry_of_the_description_that_is_wrong_is_refused(folder: Path, chan
     "name", ["own", "rank 2/own", "rank -1/own", "rank 01/own", "rank x/own", f"rank {HUGE}/own", ""]
 )
 def test_a_tensor_of_no_rank_is_refused(folder: Path, name: str) -> None:
-    told = json.loads((folder / DESCRIPTION).read_text())
-    told["files"][RANKS][name] = told["files"][RANKS].pop("rank 1/own")
-    (folder / DESCRIPTION).write_text(json.dumps(told))
-    assert "persistables.json is damaged" in refusal(lambda: persistables.read_folder(folder))
+    files = persistables.read_entries(folder)["files"]
+    files[RANKS][name] = files[RANKS].pop("rank 1/own")
+    change(folder, files=files)
+    assert "complete.json is damaged" in refusal(lambda: persistables.read_folder(folder))
 
 
 def with_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -165,25 +167,25 @@ def test_a_header_that_fits_no_file_is_refused(folder: Path, change: Callable[[d
     with_header(folder / TENSORS, change)
     message = refusal(lambda: persistables.read_folder(folder))
     assert message.startswith(str(folder / TENSORS))
-    assert message.endswith("; load another saved state")
+    assert message.endswith(f"; {WAY_OUT}")
 
 
 def test_a_length_that_the_file_does_not_have_takes_no_memory(folder: Path) -> None:
     path = folder / TENSORS
     path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
-    assert "is cut off before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
+    assert "was altered before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
     with path.open("wb") as file:
         file.write((1 << 40).to_bytes(8, "little"))
         file.truncate((1 << 40) + 8)
-    assert "its header has 1099511627776 bytes" in refusal(lambda: persistables.read_folder(folder))
+    assert "was altered before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
 
 
 def test_many_tensors_in_the_same_bytes_are_refused(folder: Path) -> None:
-    told = json.loads((folder / DESCRIPTION).read_text())
-    told["files"][TENSORS]["again"] = told["files"][TENSORS]["w"]
-    (folder / DESCRIPTION).write_text(json.dumps(told))
+    files = persistables.read_entries(folder)["files"]
+    files[TENSORS]["again"] = files[TENSORS]["w"]
+    change(folder, files=files)
     with_header(folder / TENSORS, lambda header: header.update(again=header["w"]))
-    assert "its bytes overlap those of another tensor" in refusal(lambda: persistables.read_folder(folder))
+    assert "was altered before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
 
 
 @pytest.mark.parametrize("name", [DESCRIPTION, TENSORS, RANKS])
@@ -227,8 +229,7 @@ STATE: dict[str, Any] = {
 
 
 def publish(output: Path, state: dict[str, Any]) -> Path:
-    storage.begin(output / "checkpoints", 1)
-    return storage.publish(output / "checkpoints", 1, state)
+    return checkpoints.publish(output / "checkpoints", 1, state)
 
 
 def test_a_state_without_damage_is_found(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_an_entry_of_the_state_that_is_wrong_is_named(tmp_path: Path, changed: d
     folder = publish(tmp_path, {**STATE, **changed})
     message = refusal(Checkpoints(tmp_path).newest)
     (name,) = changed
-    assert message.startswith(f"{folder / 'state.json'} is damaged in ")
+    assert message.startswith(f"{folder / 'complete.json'} is damaged in ")
     assert not name.isprintable() or f"'{name}'" in message
 
 
@@ -292,17 +293,7 @@ MARKERS: list[Any] = [
     {"format": 2, "files": []},
     {"format": 2, "files": {}},
     {"format": 2, "files": {"state.json": None}},
-    {"format": 2, "files": {"state.json": 7}},
-    {"format": 2, "files": {"state.json": "ab", "../../../etc/passwd": "ab"}},
-    {"format": 2, "files": {"state.json": "ab", "/dev/zero": "ab"}},
-    {"format": 2, "files": {"state.json": "ab", "a\0b": "ab"}},
-    {"format": 2, "files": {"state.json": "ab", "": None}},
-    {"format": 2, "files": {"state.json": "ab", "..": None}},
-    {"format": 2, "files": {"state.json": "ab", "9" * 5_000: None}},
-    {"format": 2, "files": {"state.json": "ab"}, "score": "high"},
-    {"format": 2, "files": {"state.json": "ab"}, "score": float("inf")},
-    {"format": 2, "files": {"state.json": "ab"}, "score": float("nan")},
-    {"format": 2, "files": {"state.json": "ab"}, "score": True},
+    {"format": 2, "files": {"state.json": "ab", "persistables.json": 7}},
 ]
 
 
@@ -314,6 +305,18 @@ def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
         assert str(folder) in refusal(read)
 
 
+@pytest.mark.parametrize("score", ["high", float("inf"), float("nan"), True, [1.0]])
+def test_a_score_that_is_none_is_refused(tmp_path: Path, score: Any) -> None:
+    change(publish(tmp_path, STATE), score=score)
+    assert "its score is not a number" in refusal(Checkpoints(tmp_path).best)
+
+
+@pytest.mark.parametrize("state", [None, [], 7])
+def test_a_state_that_is_none_is_refused(tmp_path: Path, state: Any) -> None:
+    change(publish(tmp_path, STATE), state=state)
+    assert "it has no state of a training" in refusal(Checkpoints(tmp_path).newest)
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_files_of_a_checkpoint_that_are_no_json_are_named(tmp_path: Path, text: bytes) -> None:
     folder = publish(tmp_path, STATE)
@@ -321,11 +324,8 @@ def test_files_of_a_checkpoint_that_are_no_json_are_named(tmp_path: Path, text: 
     assert str(folder / storage.MARKER) in refusal(Checkpoints(tmp_path).newest)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_the_marker_is_not_waited_for(tmp_path: Path) -> None:
     folder = publish(tmp_path, STATE)
-    (folder / storage.STATE).unlink()
-    os.mkfifo(folder / storage.STATE)
-    assert "state.json is missing" in refusal(Checkpoints(tmp_path).newest)
     (folder / storage.MARKER).unlink()
     os.mkfifo(folder / storage.MARKER)
     assert Checkpoints(tmp_path).newest() is None

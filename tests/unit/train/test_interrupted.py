@@ -201,14 +201,15 @@ SAVES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from fleet_train.convert.state import safetensors_file
+from fleet_train.convert.state import persistables
 from fleet_train.train.checkpoint import storage
 
 checkpoints = Path(sys.argv[1])
 for step in itertools.count(1):
     draft = storage.begin(checkpoints, step)
-    safetensors_file.write(draft / "w.safetensors", {"w": np.full(100_000, step, "float32")})
-    storage.publish(checkpoints, step, {"step": step}, score=-step)
+    state = persistables.State({"w": np.full(100_000, step, "float32")}, {"w": "parameter"})
+    tensors = persistables.write_tensors(draft, state)
+    storage.publish(checkpoints, step, {"step": step}, -step, storage.Run(), tensors)
     storage.prune(checkpoints, keep=1, keep_best=True)
     print(step, flush=True)
 """
@@ -228,11 +229,10 @@ def test_kill_9_at_a_random_moment_leaves_what_was_published(tmp_path: Path) -> 
         process.stdout.close()
         process.wait()
         newest = storage.complete(folder)[-1]
-        step = storage.read_state(newest)["step"]
+        step = storage.read(newest).state["step"]
         assert step in (said[-1], said[-1] + 1)
         assert storage.best(folder) == folder / "step-00000001"
-        values = np.frombuffer((newest / "w.safetensors").read_bytes()[-400_000:], "float32")
-        assert (values == step).all()
+        assert (persistables.read_folder(newest).arrays["w"] == step).all()
 
 
 @pytest.mark.root

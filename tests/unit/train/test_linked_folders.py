@@ -19,6 +19,7 @@ from fleet_train.train.config import TrainConfig
 from fleet_train.train.metrics.jsonl import AppendOnlyFile
 from fleet_train.train.metrics.visualdl import open_sinks
 from fleet_train.train.reference import publish_summary
+from tests.support.checkpoints import publish
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def write(checkpoints: Path, step: int) -> None:
-    storage.begin(checkpoints, step)
-    storage.publish(checkpoints, step, {"step": step})
+    publish(checkpoints, step, {"step": step})
 
 
 def start(output: Path, checkpoints: Checkpoints | None = None, **flags: Any) -> Any:

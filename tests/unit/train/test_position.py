@@ -28,12 +28,12 @@ def state(step: int, digest: str = MERGE_3.digest(), **more: Any) -> TrainState:
 
 
 def test_a_state_that_counts_updates_leads_to_its_place() -> None:
-    found = resumed(state(4, batches=13, pending_batches=1, accumulate_steps=3), 10).position
+    found = resumed(state(4, batches=13, pending_batches=1, accumulate_steps=3), 10)[0]
     assert found == Position(1, 4, 8, batches=13, pending=1, updates=4)
 
 
 def test_a_state_that_counted_micro_batches_is_converted() -> None:
-    assert resumed(state(13), 10).position == Position(1, 4, 8, batches=13, pending=1, updates=13)
+    assert resumed(state(13), 10)[0] == Position(1, 4, 8, batches=13, pending=1, updates=13)
 
 
 def test_a_state_that_counted_micro_batches_of_an_unknown_update_is_refused() -> None:
@@ -47,7 +47,7 @@ def test_half_an_update_is_not_gone_on_with_as_another_part_of_one() -> None:
 
 
 def test_other_batches_per_epoch_keep_the_share_of_the_epoch() -> None:
-    found = resumed(state(5, batches=15, pending_batches=0, accumulate_steps=3), 20).position
+    found = resumed(state(5, batches=15, pending_batches=0, accumulate_steps=3), 20)[0]
     assert (found.batches, found.step, found.updates) == (30, 10, 5)  # metrics are not renumbered
-    again = resumed(state(5, batches=15, pending_batches=0, accumulate_steps=3, updates=70), 20).position
+    again = resumed(state(5, batches=15, pending_batches=0, accumulate_steps=3, updates=70), 20)[0]
     assert (again.step, again.updates) == (10, 70)

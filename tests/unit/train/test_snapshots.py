@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fleet_train.convert.state import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
+from tests.support.checkpoints import publish
 
 ANOTHER = storage.Run(1, 9.0, "begun later")
 
 
 def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
-    draft = storage.begin(checkpoints, step)
-    (draft / "persistables.safetensors").write_text(content)
-    return storage.publish(checkpoints, step, {"epoch": step // 10, "step": step})
+    return publish(checkpoints, step, {"epoch": step // 10, "step": step}, content=content.encode())
 
 
 def test_published_checkpoint_gives_its_state_back(tmp_path: Path) -> None:
     folder = write(tmp_path, 20)
     assert folder.name == "step-00000020"
-    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "persistables.safetensors", "state.json"]
-    assert storage.read_state(folder) == {"epoch": 2, "step": 20}
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "persistables.safetensors"]
+    assert storage.read(folder).state == {"epoch": 2, "step": 20}
 
 
 def test_newest_comes_last_and_a_folder_without_marker_is_ignored(tmp_path: Path) -> None:
@@ -35,11 +36,10 @@ def test_newest_comes_last_and_a_folder_without_marker_is_ignored(tmp_path: Path
 
 def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_steps(tmp_path: Path) -> None:
     for step, epoch, consumed in ((150, 10, 0), (253, 11, 0), (172, 11, 672), (180, 12, 0)):
-        storage.begin(tmp_path, step)
-        storage.publish(tmp_path, step, {"epoch": epoch, "step": step, "consumed_samples": consumed})
+        publish(tmp_path, step, {"epoch": epoch, "step": step, "consumed_samples": consumed})
     names = ["step-00000150", "step-00000253", "step-00000172", "step-00000180"]
     assert [path.name for path in storage.complete(tmp_path)] == names
-    (tmp_path / "step-00000253" / "state.json").write_text("{")  # behind those with lower names
+    (tmp_path / "step-00000253" / "complete.json").write_text("{")  # behind those with lower names
     assert [path.name for path in storage.complete(tmp_path)] == [names[0], *names[2:], names[1]]
     storage.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000180", "step-00000253"]
@@ -58,7 +58,7 @@ def test_draft_of_a_killed_run_does_not_disturb_the_next_one(tmp_path: Path) -> 
 def test_same_step_can_be_published_again(tmp_path: Path) -> None:
     write(tmp_path, 20, "first")
     folder = write(tmp_path, 20, "second")
-    assert (folder / "persistables.safetensors").read_text() == "second"
+    assert (folder / "persistables.safetensors").read_bytes().endswith(b"second")
     storage.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
@@ -123,8 +123,7 @@ def test_an_earlier_run_that_a_killed_process_left_does_not_count(tmp_path: Path
         (10, storage.Run(2, 5.0, "new")),
         (20, storage.Run(2, 5.0, "new")),
     ):
-        storage.begin(tmp_path, step)
-        storage.publish(tmp_path, step, {"step": step}, score=float(step), run=run)
+        publish(tmp_path, step, {"step": step}, score=float(step), run=run)
     assert [path.name for path in storage.of_latest_run(tmp_path)] == ["step-00000010", "step-00000020"]
     assert storage.best(tmp_path) == storage.folder_of(tmp_path, 20)
     storage.prune(tmp_path, keep=1)
@@ -135,8 +134,7 @@ def test_clearing_leaves_the_record_of_the_run_and_what_was_moved_aside(tmp_path
     for step, why in ((10, "damaged"), (20, "of-run-aa")):
         storage.move_aside(write(tmp_path, step), why)
     (tmp_path / storage.RECORD).write_text("{}")
-    storage.begin(tmp_path, 30)
-    own = storage.publish(tmp_path, 30, {"step": 30}, run=ANOTHER)
+    own = publish(tmp_path, 30, {"step": 30}, run=ANOTHER)
     storage.remove_others(tmp_path, ANOTHER)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", "run.json", own.name]
 
@@ -155,24 +153,36 @@ def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
     assert storage.complete(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ['{"epoch": 2,', '{"epoch": 3, "step": 20}'])
-def test_cut_off_or_altered_state_is_named(tmp_path: Path, content: str) -> None:
-    folder = write(tmp_path, 20)
-    (folder / "state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"state\.json was altered"):
-        storage.read_state(folder)
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b'"epoch": 2', b'"epoch": 3', r"complete\.json was altered after it was written"),
+        (b'"sha256"', b'"sha257"', r"complete\.json was altered after it was written"),
+        (b'"step": 20', b'"step": ', r"complete\.json is damaged: Expecting value"),
+    ],
+)
+def test_cut_off_or_altered_state_is_named(tmp_path: Path, old: bytes, new: bytes, problem: str) -> None:
+    marker = write(tmp_path, 20) / "complete.json"
+    marker.write_bytes(marker.read_bytes().replace(old, new))
+    with pytest.raises(CheckpointError, match=problem):
+        storage.read(marker.parent)
 
 
-@pytest.mark.parametrize("name", ["state.json", "persistables.safetensors"])
-def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path, 20)
-    (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        storage.read_state(folder)
+    (folder / "persistables.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"persistables\.safetensors is missing"):
+        storage.read(folder)
+
+
+def test_a_saved_state_without_a_training_is_no_checkpoint(tmp_path: Path) -> None:
+    persistables.write_folder(tmp_path / "step-00000020", persistables.State({"w": np.zeros(2)}))
+    with pytest.raises(CheckpointError, match="it has no state of a training"):
+        storage.read(tmp_path / "step-00000020")
 
 
 def test_format_of_a_later_version_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, 20)
     (folder / "complete.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(CheckpointError, match="format 99; this version reads format 2"):
-        storage.read_state(folder)
+    with pytest.raises(CheckpointError, match="format 99; this version reads formats 2 and 3"):
+        storage.read(folder)
